@@ -1,0 +1,49 @@
+"""What must be right before mpi4py, torch or h5py is imported: the environment of a rank.
+
+Sites differ in binding and network variables; those are left alone. Set here (only where the user
+did not) is what is wrong on every machine otherwise.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+from ptdmpi.config import InputError
+
+# Each launcher's word for "this many ranks were started".
+SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PALS_NRANKS",
+    "PALS_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+)
+
+
+def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the defaults that every rank needs. Call before importing mpi4py, torch or h5py."""
+    # Lustre and GPFS often refuse the locks HDF5 asks for; shards are read-only.
+    environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
+    # GPU-aware MPI beside NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.
+    environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
+    local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    if local_ranks > len(os.sched_getaffinity(0)):
+        # A spinning rank keeps the core from the rank it waits for: 4 ms a message otherwise.
+        environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse N silent worlds of one rank where the launcher started N ranks of one world.
+
+    Raises InputError with the reason and the fix.
+    """
+    if world_size > 1:
+        return
+    for variable in SIZE_VARIABLES:
+        started = environ.get(variable, "1")
+        if started.isdigit() and int(started) > 1:
+            raise InputError(
+                f"MPI sees a world of 1 rank, but {variable} says {started}: the launcher and this "
+                "MPI library do not speak the same protocol. Use the mpirun of the MPI that mpi4py "
+                "loads, or give srun its --mpi (srun --mpi=list; Open MPI: pmix, MPICH: pmi2)"
+            )

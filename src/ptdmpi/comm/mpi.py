@@ -1,0 +1,111 @@
+"""The `mpi` wire: host tensors through MPI, as bytes.
+
+MPI only moves bytes here and torch does the sums. So bfloat16 needs no MPI type, the order of
+every sum is ours (ascending rank), and the result does not depend on the MPI library's choice of
+algorithm. Tensors of another device are staged through the host.
+"""
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Communicator, Handle, combine
+
+# Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
+DIRECT_BYTES = 32 * 1024
+# Between two ranks, one exchange wins up to here: the same bytes move, in one message instead of two.
+PAIR_BYTES = 4 * 1024 * 1024
+# Large sums go in pieces of this size, so that the scratch memory is bounded and stays in cache.
+BUCKET_BYTES = 4 * 1024 * 1024
+
+
+def _bytes(flat: Tensor) -> np.ndarray:
+    return flat.detach().view(torch.uint8).numpy()
+
+
+class _Request:
+    """An MPI request with the host tensor that it works on."""
+
+    def __init__(self, request: MPI.Request, host: Tensor, target: Tensor | None = None) -> None:
+        self._request = request
+        self._host = host
+        self._target = target
+
+    def wait(self) -> None:
+        self._request.Wait()
+        self._deliver()
+
+    def done(self) -> bool:
+        finished = self._request.Test()
+        if finished:
+            self._deliver()
+        return finished
+
+    def _deliver(self) -> None:
+        if self._target is not None and self._target is not self._host:
+            self._target.copy_(self._host)
+            self._target = None
+
+
+class MpiCommunicator(Communicator):
+    """An axis whose tensors travel through MPI."""
+
+    def _all_reduce(self, flat: Tensor, op: str) -> None:
+        host = flat.cpu()
+        if host.nbytes <= DIRECT_BYTES:
+            pieces = host.new_empty((self.size, host.numel()))
+            self.control.Allgather(_bytes(host), _bytes(pieces.view(-1)))
+            combine(pieces, op, host)
+        elif self.size == 2 and host.nbytes <= PAIR_BYTES:
+            other = torch.empty_like(host)
+            peer = 1 - self.rank
+            self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
+            combine((host, other), op, host)  # neither sum nor max of two depends on their order
+        else:
+            for bucket in host.split(BUCKET_BYTES // host.element_size()):
+                self._all_reduce_bucket(bucket, op)
+        if host is not flat:
+            flat.copy_(host)
+
+    def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
+        """Reduce-scatter by an exchange of pieces, then all-gather: 2 (size-1)/size of the bytes."""
+        counts = [part.nbytes for part in bucket.tensor_split(self.size)]
+        starts = [sum(counts[:rank]) for rank in range(self.size)]
+        mine = bucket.tensor_split(self.size)[self.rank]
+        pieces = bucket.new_empty((self.size, mine.numel()))
+        data = _bytes(bucket)
+        here = [mine.nbytes] * self.size
+        there = [mine.nbytes * rank for rank in range(self.size)]
+        self.control.Alltoallv(
+            [data, (counts, starts), MPI.BYTE], [_bytes(pieces.view(-1)), (here, there), MPI.BYTE]
+        )
+        combine(pieces, op, mine)
+        self.control.Allgatherv(MPI.IN_PLACE, [data, (counts, starts), MPI.BYTE])
+
+    def _all_gather(self, result: Tensor, flat: Tensor) -> None:
+        host = result.cpu()
+        self.control.Allgather(_bytes(flat.cpu()), _bytes(host))
+        if host is not result:
+            result.copy_(host)
+
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> None:
+        host = flat.cpu()
+        pieces = torch.empty_like(host)
+        self.control.Alltoall(_bytes(host), _bytes(pieces))
+        combine(pieces.view(self.size, -1), "sum", total := torch.empty_like(result, device="cpu"))
+        result.copy_(total)
+
+    def _broadcast(self, flat: Tensor, root: int) -> None:
+        host = flat.cpu()
+        self.control.Bcast(_bytes(host), root)
+        if host is not flat:
+            flat.copy_(host)
+
+    def _isend(self, flat: Tensor, peer: int) -> Handle:
+        host = flat.cpu()
+        return _Request(self.control.Isend(_bytes(host), peer), host)
+
+    def _irecv(self, flat: Tensor, peer: int) -> Handle:
+        host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        return _Request(self.control.Irecv(_bytes(host), peer), host, flat)

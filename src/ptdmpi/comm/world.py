@@ -1,0 +1,141 @@
+"""The only COMM_WORLD: who runs where, the split into axes, and ending together.
+
+Import `ptdmpi.comm.launch` and call its `prepare` first. MPI is initialised on import here, before
+torch starts its threads.
+"""
+
+import contextlib
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.launch import check_singleton
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.config import InputError
+from ptdmpi.plan.grid import Coordinates, Grid
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's place in the grid and its communicators, one for each axis."""
+
+    grid: Grid
+    coordinates: Coordinates
+    world: Communicator
+    tensor: Communicator
+    data: Communicator
+    pipeline: Communicator
+    ends: Communicator | None  # first and last pipeline rank, where p > 1 and this rank is one
+
+
+class World:
+    """All ranks of the job, renumbered node by node whatever order the launcher placed them in.
+
+    So ranks that are neighbours on the tensor axis share a node wherever t divides its ranks.
+    """
+
+    def __init__(self, everyone: MPI.Comm = MPI.COMM_WORLD) -> None:
+        check_singleton(MPI.COMM_WORLD.Get_size())
+        node = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+        # The lowest rank of a node names it: node by node, and in launch order within a node.
+        leader = node.bcast(everyone.Get_rank(), root=0)
+        places = sorted((lead, rank) for rank, lead in enumerate(everyone.allgather(leader)))
+        position = places.index((leader, everyone.Get_rank()))
+        self.control: MPI.Comm = everyone.Split(0, key=position)
+        self.rank: int = self.control.Get_rank()
+        self.size: int = self.control.Get_size()
+        self.local_rank: int = node.Get_rank()
+        self.local_size: int = node.Get_size()
+        self.nodes: int = len({lead for lead, _ in places})
+        self.host = socket.gethostname()
+
+    def first(self, ranks: int) -> "World | None":
+        """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
+        inside = self.rank < ranks
+        part = self.control.Split(0 if inside else MPI.UNDEFINED, key=self.rank)
+        return World(part) if inside else None
+
+    def split(self, grid: Grid) -> Axes:
+        """The communicators of the grid's axes; every rank of the world must call it."""
+        if grid.size != self.size:
+            raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
+        here = grid.coordinates(self.rank)
+
+        def axis(name: str) -> Communicator:
+            group = grid.group(self.rank, name)
+            return MpiCommunicator(self.control.Split(group[0], key=self.rank))
+
+        group = grid.group(self.rank, "pipeline")
+        at_end = len(group) > 1 and self.rank in (group[0], group[-1])
+        ends = self.control.Split(group[0] if at_end else MPI.UNDEFINED, key=self.rank)
+        return Axes(
+            grid=grid,
+            coordinates=here,
+            world=MpiCommunicator(self.control),
+            tensor=axis("tensor"),
+            data=axis("data"),
+            pipeline=axis("pipeline"),
+            ends=MpiCommunicator(ends) if at_end else None,
+        )
+
+    def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
+        """True on every rank if some tensor group has ranks on more than one node."""
+        first = self.control.allgather(self.local_rank == 0)
+        node_of = [sum(first[: rank + 1]) for rank in range(self.size)]
+        return any(
+            len({node_of[peer] for peer in grid.group(rank, "tensor")}) > 1
+            for rank in range(self.size)
+        )
+
+    def on_root(self, work: Callable[[], T]) -> T:
+        """`work()` done by rank 0 for everyone; its InputError is raised on every rank."""
+        result: tuple[bool, T | str] = (True, "")
+        if self.rank == 0:
+            try:
+                result = (True, work())
+            except InputError as error:
+                result = (False, str(error))
+        fine, value = self.control.bcast(result, root=0)
+        if not fine:
+            raise SharedInputError(value)
+        return value
+
+
+class SharedInputError(InputError):
+    """Bad input that every rank knows of, so that one rank can say it for all."""
+
+
+@contextlib.contextmanager
+def fail_together(world: World) -> Iterator[None]:
+    """End every rank when one fails, within seconds, non-zero, with the failing rank's name.
+
+    Bad input that all ranks know of ends them by exit code 2; anything else goes through MPI's
+    abort (code 2 for bad input that only this rank has seen, otherwise 1).
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except SharedInputError as error:
+        if world.rank == 0:
+            print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except InputError as error:
+        # Ranks that read the same bytes fail alike: the first one speaks and ends the others.
+        time.sleep(min(2.0, 0.1 * world.rank))
+        print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
+        world.control.Abort(2)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        world.control.Abort(1)

@@ -1,0 +1,219 @@
+"""Parameters by logical name, in flat buffers.
+
+Each parameter of a layer is declared once with its logical (whole) shape and how the tensor axis
+divides it. A rank's parameters then live in flat buffers: weights in the compute type, master
+weights and gradients in float32 (float64 under fp64). Names and logical shapes are the same on
+every rank and in every layout; only the local slices differ.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptdmpi.model.random import initial
+
+# Every parameter starts at a multiple of this many elements, so that vectorised kernels handle each
+# element alike (no scalar tails) wherever it stands: its bits do not depend on its neighbours.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the tensor axis divides `dim`: each of `parts` (such as q, k, v) on its own.
+
+    A part that t does not divide is padded at its end; the padding belongs to no logical element.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece: where it stands in the logical tensor and in the local one."""
+
+    logical: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is known of a parameter besides its name.
+
+    `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
+    `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
+    gradient of this replicated parameter is a part to be summed over the tensor axis.
+    """
+
+    shape: tuple[int, ...]
+    split: Split | None
+    init: float | str
+    decay: bool
+    shared_gradient: bool = False
+
+    def local_shape(self, tensor_size: int) -> tuple[int, ...]:
+        if self.split is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.split.dim] = sum(-(-part // tensor_size) for part in self.split.parts)
+        return tuple(shape)
+
+    def boxes(self, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
+        """The pieces of the logical tensor that one tensor rank holds; empty ones are left out."""
+        whole = tuple(slice(0, size) for size in self.shape)
+        if self.split is None:
+            yield Box(whole, whole)
+            return
+        begin, local_begin = 0, 0
+        for part in self.split.parts:
+            share = -(-part // tensor_size)
+            start, stop = (min(part, share * (tensor_rank + k)) for k in (0, 1))
+            if stop > start:
+                yield Box(
+                    _replaced(whole, self.split.dim, begin + start, begin + stop),
+                    _replaced(whole, self.split.dim, local_begin, local_begin + stop - start),
+                )
+            begin, local_begin = begin + part, local_begin + share
+
+
+def _replaced(slices: tuple[slice, ...], dim: int, start: int, stop: int) -> tuple[slice, ...]:
+    return (*slices[:dim], slice(start, stop), *slices[dim + 1 :])
+
+
+class Parameter(nn.Parameter):
+    """A local slice of a logical tensor; `main_grad` is where its gradient accumulates."""
+
+    declaration: Declaration
+    main_grad: Tensor
+
+
+def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options) -> Parameter:
+    """A parameter without storage yet. `options` are `split`, `decay`, `shared_gradient`.
+
+    Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
+    """
+    options.setdefault("split", None)
+    options.setdefault("decay", len(shape) > 1)
+    declaration = Declaration(tuple(shape), init=init, **options)
+    local = torch.empty(declaration.local_shape(tensor_size), device="meta")
+    parameter = Parameter(local)
+    parameter.declaration = declaration
+    return parameter
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One logical parameter of this rank: where its local slice stands in the flat buffers."""
+
+    name: str
+    declaration: Declaration
+    start: int
+    shape: tuple[int, ...]
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of the weights and activations (`compute`), and of masters and gradients (`master`)."""
+
+    compute: torch.dtype
+    master: torch.dtype
+
+
+PRECISIONS = {
+    "bf16": Precision(torch.bfloat16, torch.float32),
+    "fp16": Precision(torch.float16, torch.float32),
+    "fp32": Precision(torch.float32, torch.float32),
+    "fp64": Precision(torch.float64, torch.float64),
+}
+
+
+class ParameterBuffer:
+    """All parameters of one rank in flat buffers, those with weight decay first.
+
+    `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
+    weight: both occurrences share their storage, and the second keeps its gradient apart, in
+    `second_gradient`, so that the two contributions can be reduced apart and then added.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        precision: Precision,
+        device: torch.device,
+        tensor_rank: int,
+        tensor_size: int,
+    ) -> None:
+        self.tensor_rank, self.tensor_size = tensor_rank, tensor_size
+        first: dict[str, Parameter] = {}
+        again: dict[str, Parameter] = {}
+        for name, parameter in named:
+            (again if name in first else first)[name] = parameter
+        self.entries: dict[str, Entry] = {}
+        size = 0
+        for decay in (True, False):
+            for name, parameter in first.items():
+                if parameter.declaration.decay == decay:
+                    self.entries[name] = Entry(
+                        name, parameter.declaration, size, tuple(parameter.shape)
+                    )
+                    size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            if decay:
+                self.decay_size = size
+        self.second: dict[str, Entry] = {}
+        gradient_size = size
+        for name, parameter in again.items():
+            self.second[name] = Entry(
+                name, parameter.declaration, gradient_size, tuple(parameter.shape)
+            )
+            gradient_size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self.master = torch.zeros(size, dtype=precision.master, device=device)
+        same = precision.compute == precision.master
+        self.weights = self.master if same else self.master.to(precision.compute)
+        self.gradients = torch.zeros(gradient_size, dtype=precision.master, device=device)
+        for name, parameter in first.items():
+            self._attach(parameter, self.entries[name], self.entries[name])
+        for name, parameter in again.items():
+            self._attach(parameter, self.entries[name], self.second[name])
+
+    def _attach(self, parameter: Parameter, weight: Entry, gradient: Entry) -> None:
+        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+        declaration = parameter.declaration
+        attached = Parameter(weight.view(self.weights))
+        torch.utils.swap_tensors(parameter, attached)
+        parameter.declaration = declaration
+        parameter.main_grad = gradient.view(self.gradients)
+        # Layers of ours add to main_grad themselves; this serves the others (the norms).
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def gradient(self, name: str) -> Tensor:
+        return self.entries[name].view(self.gradients)
+
+    def second_gradient(self, name: str) -> Tensor:
+        return self.second[name].view(self.gradients)
+
+    def initialise(self, seed: int) -> None:
+        """Fill the master weights from (seed, name): the same logical tensors in every layout."""
+        for entry in self.entries.values():
+            local = entry.view(self.master)
+            whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
+            for box in entry.declaration.boxes(self.tensor_rank, self.tensor_size):
+                local[box.local] = whole[box.logical].to(local)
+        self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """Bring the weights up to date with their masters."""
+        if self.weights is not self.master:
+            self.weights.copy_(self.master)
+
+
+def _add_to_main_grad(parameter: Parameter) -> None:
+    # our own layers have added theirs already and hand autograd nothing
+    if parameter.grad is not None:
+        parameter.main_grad += parameter.grad
+        parameter.grad = None

@@ -1,0 +1,107 @@
+"""Randomness that belongs to the model, not to the layout.
+
+Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
+place in the layer, sample, position, channel; for attention: head and both positions). Each element
+hashes its own logical coordinates, so every layout, and every recomputation, draws the same mask
+without any generator state.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+def initial(seed: int, name: str, shape: tuple[int, ...], init: float | str) -> Tensor:
+    """The whole logical tensor `name`, float32 on the CPU.
+
+    `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero.
+    """
+    if init == "zeros":
+        return torch.zeros(shape)
+    if init == "ones":
+        return torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(0.0, float(init), generator=generator)
+
+
+# The finaliser of splitmix64 (Steele, Lea and Flood 2014), in wrapping int64 arithmetic.
+_GOLDEN = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch shifts int64 arithmetically."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(value: Tensor) -> Tensor:
+    """A bijection of int64 whose output bits each depend on all input bits."""
+    value = (value ^ _shift(value, 30)) * _MIX_1
+    value = (value ^ _shift(value, 27)) * _MIX_2
+    return value ^ _shift(value, 31)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The random stream of one place in the model at one step.
+
+    `samples` [b] are the global sample numbers of the microbatch, `first_position` is where this
+    rank's positions begin (not 0 under sequence parallelism), `first_head` likewise.
+    """
+
+    key: int
+    samples: Tensor
+    first_position: int = 0
+    first_head: int = 0
+
+    @classmethod
+    def of(cls, seed: int, step: int, samples: Tensor) -> "Stream":
+        return cls(_fold(seed, step), samples)
+
+    def at(self, *place: int, first_position: int = 0, first_head: int = 0) -> "Stream":
+        """The stream of a place such as (layer, 0)."""
+        return replace(
+            self,
+            key=_fold(self.key, *place),
+            first_position=first_position,
+            first_head=first_head,
+        )
+
+    def hidden_mask(self, shape: tuple[int, int, int], rate: float) -> Tensor:
+        """[s, b, h] bool: True where kept, with probability 1 - rate."""
+        s, b, h = shape
+        device = self.samples.device
+        positions = torch.arange(self.first_position, self.first_position + s, device=device)
+        rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * _GOLDEN)
+        return _keep(rows[:, :, None], torch.arange(h, device=device), rate)
+
+    def attention_mask(self, shape: tuple[int, int, int, int], rate: float) -> Tensor:
+        """[b, a, s, s] bool: True where kept, with probability 1 - rate."""
+        b, a, s, _ = shape
+        device = self.samples.device
+        heads = torch.arange(self.first_head, self.first_head + a, device=device)
+        positions = torch.arange(s, device=device)
+        rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * _GOLDEN)
+        rows = mix(rows[:, :, None] + positions * _GOLDEN)
+        return _keep(rows[:, :, :, None], positions, rate)
+
+
+def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
+    threshold = round(rate * 2**32)
+    return _shift(mix(rows + columns * _GOLDEN), 32) >= threshold
+
+
+def _fold(key: int, *numbers: int) -> int:
+    for number in numbers:
+        digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
+    return key
+
+
+def dropout(x: Tensor, keep: Tensor, rate: float) -> Tensor:
+    """Zero where not kept, and scale the rest so that the expectation stays."""
+    return x * keep * (1.0 / (1.0 - rate))

@@ -1,0 +1,159 @@
+"""A stage: the layers of one model chunk, and the activations of its microbatches in flight.
+
+The stage owns what is special about the first and the last one (embedding, head and loss), so that
+the runner needs no such cases. Its boundary owns the form in which activations travel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptdmpi.config import Config
+from ptdmpi.model.parameters import Parameter
+from ptdmpi.model.random import Stream
+from ptdmpi.model.tensor_parallel import TensorAxis, VocabularyHead, cross_entropy
+from ptdmpi.model.transformer import Block, Context, Embedding, Norm, rotary_table
+
+TIED_NAME = "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch on the device: inputs and labels [s, b] of ids, weights [s, b] or None (all
+    1), and the global sample numbers [b]."""
+
+    inputs: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    samples: Tensor
+
+
+class Boundary:
+    """The form of an activation [s, b, h] (or of its gradient) between two stages.
+
+    With `scatter_gather` (Narayanan et al. 2021, section 4.1), the ranks of a tensor group, which
+    hold equal activations, send 1/t of it each, and the receivers gather it. Under sequence
+    parallelism it is divided anyway.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
+        self.axis = axis
+        if axis.divides_sequence:
+            shape = (shape[0] // axis.size, *shape[1:])
+        elements = torch.Size(shape).numel()
+        self.shape = shape
+        self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
+        self.scattered = self.scattered and elements % axis.size == 0
+        self.wire_elements = elements // axis.size if self.scattered else elements
+
+    def pack(self, x: Tensor) -> Tensor:
+        """What this rank sends of `x`: flat and contiguous."""
+        flat = x.detach().contiguous().view(-1)
+        if self.scattered:
+            flat = flat.narrow(0, self.axis.rank * self.wire_elements, self.wire_elements)
+        return flat
+
+    def unpack(self, received: Tensor) -> Tensor:
+        """The activation again, from what arrived."""
+        if self.scattered:
+            received = self.axis.comm.all_gather(received)
+        return received.view(self.shape)
+
+
+class Stage(nn.Module):
+    """Layers [begin, end) of the model, with the embedding before layer 0 and the head after the
+    last one.
+
+    `forward_microbatch` and `backward_microbatch` are what a schedule's F and B stand for.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, layers: range, axis: TensorAxis) -> None:
+        super().__init__()
+        model = config.model
+        self.axis = axis
+        self.seed = config.run.seed
+        self.first, self.last = layers.start == 0, layers.stop == model.layers
+        self.tied = model.tie_embeddings
+        self.drops = model.dropout > 0.0 or model.attention_dropout > 0.0
+        self.embedding = Embedding(model, axis, vocab_size) if self.first else None
+        self.layers = nn.ModuleDict(
+            {str(i): Block(model, axis, i, config.recompute) for i in layers}
+        )
+        self.final_norm = Norm(model) if self.last else None
+        self.head = (
+            VocabularyHead(axis, vocab_size, model.hidden, model.init_std) if self.last else None
+        )
+        shape = (model.seq_length, config.batch.micro_size, model.hidden)
+        self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
+        self.losses: dict[int, Tensor] = {}
+        self._batches: dict[int, Batch] = {}
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+
+    def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
+        """(logical name, parameter); a tied head goes by the embedding's name."""
+        renamed = {"head.weight": TIED_NAME} if self.tied else {}
+        return [(renamed.get(name, name), weight) for name, weight in self.named_parameters()]
+
+    def place_tables(self, model, device: torch.device) -> None:
+        """Make what is computed once for all layers: the rotary angles."""
+        if model.positions == "rope" and self.layers:
+            table = rotary_table(model, device)
+            for block in self.layers.values():
+                block.attention.rotary = table
+
+    def begin_step(self, step: int | None, batches: list[Batch], loss_scale: float) -> None:
+        """Take the microbatches of a step. `step` None means evaluation: nothing drops.
+
+        `loss_scale` multiplies the summed loss before its gradient is taken: 1 over the valid
+        tokens of the global batch, times fp16's factor.
+        """
+        self._batches = dict(enumerate(batches))
+        self._step = step
+        self._loss_scale = loss_scale
+        self.losses = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose activations are held."""
+        return len(self._in_flight)
+
+    def logits(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
+        """This stage's output; on the last stage the logits of its part of the vocabulary."""
+        stream = None
+        if self.drops and step is not None:
+            stream = Stream.of(self.seed, step, batch.samples)
+        context = Context(stream)
+        if self.embedding is not None:
+            x = self.embedding(batch.inputs, context)
+        for block in self.layers.values():
+            x = block(x, context)
+        return x if self.head is None else self.head(self.final_norm(x))
+
+    def forward_microbatch(self, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """F: the output to pass on, or None on the last stage, which keeps the loss instead.
+
+        While gradients are enabled, input and output stay held until the backward pass.
+        """
+        batch = self._batches[microbatch]
+        training = torch.is_grad_enabled()
+        if x is not None and training:
+            x.requires_grad_()
+        y = self.logits(batch, x, self._step)
+        if self.last:
+            y = cross_entropy(y, batch.labels, batch.weights, self.axis)
+            self.losses[microbatch] = y.detach()
+        if training:
+            self._in_flight[microbatch] = (x, y)
+        return None if self.last else y.detach()
+
+    def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """B: the gradient of this stage's input (None on the first stage); frees the activations.
+
+        Weight gradients are added to each parameter's main_grad.
+        """
+        x, y = self._in_flight.pop(microbatch)
+        if self.last:
+            dy = torch.full_like(y, self._loss_scale)
+        torch.autograd.backward(y, dy)
+        return None if x is None else x.grad

@@ -1,0 +1,255 @@
+"""Layers divided over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+Activations are [s, b, h]: sequence first, so that the sequence-parallel collectives work on
+contiguous memory. The conjugate operators of the paper's Figure 3:
+
+    f   forward: nothing             backward: all-reduce
+    g   forward: all-reduce          backward: nothing
+
+and with sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), where
+activations between the blocks are divided along s:
+
+    g   forward: all-gather          backward: reduce-scatter      (stands for f)
+    g'  forward: reduce-scatter      backward: all-gather          (stands for g)
+
+Weight gradients are added to the parameter's float32 `main_grad` right where they arise.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.model.parameters import Parameter, Split, declare
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The tensor communicator, and whether activations between blocks are divided along s."""
+
+    comm: Communicator
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def divides_sequence(self) -> bool:
+        return self.sequence_parallel and self.size > 1
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Into a block: whole sequences for everyone."""
+        return self.comm.all_gather(x.contiguous()) if self.divides_sequence else x
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Out of a block: the sum of the ranks' parts (this rank's positions of it)."""
+        if self.divides_sequence:
+            return self.comm.reduce_scatter(partial.contiguous())
+        return self.comm.all_reduce(partial.contiguous())
+
+    def local_positions(self, seq_length: int) -> slice:
+        """The positions whose activations this rank holds between blocks."""
+        if not self.divides_sequence:
+            return slice(0, seq_length)
+        share = seq_length // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+
+def accumulate_weight_gradient(weight: Parameter, dy: Tensor, x: Tensor) -> None:
+    """weight.main_grad += dy^T x over all positions; dy [s, b, o], x [s, b, i], weight [o, i]."""
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    if weight.main_grad.dtype == dy.dtype:
+        weight.main_grad.addmm_(dy.t(), x)
+    else:
+        weight.main_grad += dy.t() @ x
+
+
+def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
+    if bias is not None:
+        bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
+
+
+class _ColumnLinear(Function):
+    """f, then x W^T + b. Saves only this rank's positions and gathers them again when needed."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis):
+        ctx.save_for_backward(x)
+        ctx.layer = (weight, bias, axis)
+        return F.linear(axis.gather(x), weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        weight, bias, axis = ctx.layer
+        (x,) = ctx.saved_tensors
+        dx = axis.reduce(dy @ weight)
+        accumulate_weight_gradient(weight, dy, axis.gather(x))
+        accumulate_bias_gradient(bias, dy)
+        return dx, None, None, None
+
+
+class _RowLinear(Function):
+    """x W^T, then g, then + b."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis):
+        ctx.save_for_backward(x)
+        ctx.layer = (weight, bias, axis)
+        if axis.size == 1:
+            return F.linear(x, weight, bias)
+        y = axis.reduce(F.linear(x, weight))
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        weight, bias, axis = ctx.layer
+        (x,) = ctx.saved_tensors
+        accumulate_bias_gradient(bias, dy)
+        dy = axis.gather(dy)
+        accumulate_weight_gradient(weight, dy, x)
+        return dy @ weight, None, None, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
+
+    `parts` are the output sizes that are divided each on its own (q, k and v, say).
+    """
+
+    def __init__(
+        self, axis: TensorAxis, inputs: int, parts: tuple[int, ...], bias: bool, init_std: float
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        split = Split(0, parts)
+        self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
+        self.bias = declare(axis.size, (sum(parts),), "zeros", split=split) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.axis)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
+
+    def __init__(
+        self, axis: TensorAxis, inputs: int, outputs: int, bias: bool, init_std: float
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = declare(axis.size, (outputs, inputs), init_std, split=Split(1, (inputs,)))
+        self.bias = (
+            declare(axis.size, (outputs,), "zeros", shared_gradient=True) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RowLinear.apply(x, self.weight, self.bias, self.axis)
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
+        if axis.size == 1:
+            ctx.layer = (weight, axis, ids, None)
+            return F.embedding(ids, weight)
+        rows = weight.shape[0]
+        local = ids - axis.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        local = local.masked_fill(elsewhere, 0)
+        ctx.layer = (weight, axis, local, elsewhere)
+        partial = F.embedding(local, weight).masked_fill_(elsewhere[..., None], 0.0)
+        return axis.reduce(partial)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        weight, axis, local, elsewhere = ctx.layer
+        dy = axis.gather(dy)
+        if elsewhere is not None:
+            dy = dy.masked_fill(elsewhere[..., None], 0.0)
+        dy = dy.reshape(-1, dy.shape[-1]).to(weight.main_grad.dtype)
+        weight.main_grad.index_add_(0, local.reshape(-1), dy)
+        return None, None, None
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token ids [s, b] -> [s, b, h], the rows of the table divided over the tensor axis."""
+
+    def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = declare(
+            axis.size, (vocab_size, hidden), init_std, split=Split(0, (vocab_size,))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _Embed.apply(ids, self.weight, self.axis)
+
+
+class VocabularyHead(nn.Module):
+    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)]; padded columns give -inf."""
+
+    def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = declare(
+            axis.size, (vocab_size, hidden), init_std, split=Split(0, (vocab_size,))
+        )
+        share = -(-vocab_size // axis.size)
+        self.valid_columns = max(0, min(share, vocab_size - axis.rank * share))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = _ColumnLinear.apply(x, self.weight, None, self.axis)
+        if self.valid_columns < logits.shape[-1]:
+            logits = logits.clone()
+            logits[..., self.valid_columns :] = -torch.inf
+        return logits
+
+
+class _CrossEntropy(Function):
+    """Never gathers the logits: three numbers per token cross the tensor axis."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis):
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        columns = wide.shape[-1]
+        local = labels - axis.rank * columns
+        here = (local >= 0) & (local < columns)
+        local = local.clamp(0, columns - 1)[..., None]
+        top = axis.comm.all_reduce(wide.amax(-1), "max")
+        target = wide.gather(-1, local).squeeze(-1).masked_fill_(~here, 0.0)
+        # a copy only where the conversion above made none: the logits belong to autograd
+        exponentials = torch.sub(wide, top[..., None], out=None if wide is logits else wide).exp_()
+        totals = axis.comm.all_reduce(torch.stack((exponentials.sum(-1), target)))
+        losses = totals[0].log() + top - totals[1]
+        weights = None if weights is None else weights.to(losses.dtype)
+        probabilities = exponentials.div_(totals[0][..., None])
+        ctx.save_for_backward(probabilities, local, here, weights)
+        ctx.dtype = logits.dtype
+        return (losses if weights is None else losses * weights).sum()
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        probabilities, local, here, weights = ctx.saved_tensors
+        factors = scale.expand(here.shape) if weights is None else scale * weights
+        gradient = probabilities * factors[..., None]
+        gradient.scatter_add_(-1, local, -(factors * here)[..., None])
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
+) -> Tensor:
+    """Sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at least.
+
+    logits [s, b, V/t] are this rank's columns, labels [s, b] are ids of the whole vocabulary,
+    weights [s, b] (None: 1 each). Shoeybi et al. 2019, section 3.
+    """
+    return _CrossEntropy.apply(logits, labels, weights, axis)

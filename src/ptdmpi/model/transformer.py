@@ -1,0 +1,217 @@
+"""The transformer, described by data: one block for GPT and LLaMA shapes, written once.
+
+Everything is given a tensor axis; with an axis of size 1 it is the serial model. Activations are
+[s, b, h], or this rank's positions of it between blocks under sequence parallelism.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ptdmpi.config import ModelConfig, RecomputeConfig
+from ptdmpi.model.parameters import declare
+from ptdmpi.model.random import Stream, dropout
+from ptdmpi.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorAxis,
+    VocabularyEmbedding,
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a forward pass knows besides its input: the random stream, None where nothing drops."""
+
+    stream: Stream | None = None
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.eps = model.norm_eps
+        self.shape = (model.hidden,)
+        self.weight = declare(1, self.shape, "ones", shared_gradient=True)
+        layernorm = model.norm == "layernorm"
+        self.bias = declare(1, self.shape, "zeros", shared_gradient=True) if layernorm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
+
+    Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
+    """
+    size = model.head_size
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / model.rope_theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [s, b, a, head size] turned by its position's angles."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, its heads divided over the tensor axis."""
+
+    def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int, selective: bool) -> None:
+        super().__init__()
+        self.axis, self.layer = axis, layer
+        self.head_size = model.head_size
+        self.heads, self.kv_heads = model.heads // axis.size, model.kv_heads // axis.size
+        self.rate = model.attention_dropout
+        self.selective = selective
+        query, key_value = model.hidden, model.kv_heads * model.head_size
+        self.qkv = ColumnParallelLinear(
+            axis, model.hidden, (query, key_value, key_value), model.bias, model.init_std
+        )
+        self.out = RowParallelLinear(
+            axis, model.hidden, model.hidden, model.bias, _residual_std(model)
+        )
+        self.rotary: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        qkv = self.qkv(x)  # [s, b, (a + 2 kv) / t * head size]
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_size))
+            for part in qkv.split([size * self.head_size for size in sizes], dim=-1)
+        )
+        if self.rotary is not None:
+            q, k = rotate(q, *self.rotary), rotate(k, *self.rotary)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
+        if self.selective:
+            # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
+            core = checkpoint(
+                self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            core = self._core(q, k, v, context)
+        return self.out(core.permute(2, 0, 1, 3).flatten(2))
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if self.kv_heads != self.heads:
+            group = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        if context.stream is None or self.rate == 0.0:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1, dtype=wide).to(v.dtype)
+        stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
+        keep = stream.attention_mask(tuple(weights.shape), self.rate)
+        return dropout(weights, keep, self.rate) @ v
+
+
+class Mlp(nn.Module):
+    """Two linears around GELU (tanh form), or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
+        super().__init__()
+        self.gated = model.activation == "swiglu"
+        parts = (model.ffn_hidden,) * (2 if self.gated else 1)
+        self.up = ColumnParallelLinear(axis, model.hidden, parts, model.bias, model.init_std)
+        self.down = RowParallelLinear(
+            axis, model.ffn_hidden, model.hidden, model.bias, _residual_std(model)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.gated:
+            gate, value = x.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * value)
+        return self.down(F.gelu(x, approximate="tanh"))
+
+
+def _residual_std(model: ModelConfig) -> float:
+    """Smaller by sqrt(2 l) where outputs add up in the residual stream (GPT-2, section 2.3)."""
+    return model.init_std / math.sqrt(2 * model.layers)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+
+    def __init__(
+        self, model: ModelConfig, axis: TensorAxis, layer: int, recompute: RecomputeConfig
+    ) -> None:
+        super().__init__()
+        self.axis, self.layer = axis, layer
+        self.rate = model.dropout
+        limit = model.layers if recompute.layers == "all" else recompute.layers
+        self.recompute = recompute.mode == "full" and layer < limit
+        self.attention_norm = Norm(model)
+        self.attention = Attention(model, axis, layer, recompute.mode == "selective")
+        self.mlp_norm = Norm(model)
+        self.mlp = Mlp(model, axis)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._forward, x, context, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._forward(x, context)
+
+    def _forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), context), context, 0)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), context, 1)
+
+    def _drop(self, x: Tensor, context: Context, place: int) -> Tensor:
+        return drop_hidden(x, context, self.rate, (self.layer, place), self.axis)
+
+
+def drop_hidden(
+    x: Tensor, context: Context, rate: float, place: tuple[int, ...], axis: TensorAxis
+) -> Tensor:
+    """Dropout on [s, b, h], or on this rank's positions of it."""
+    if context.stream is None or rate == 0.0:
+        return x
+    first = axis.rank * x.shape[0] if axis.divides_sequence else 0
+    stream = context.stream.at(*place, first_position=first)
+    return dropout(x, stream.hidden_mask(tuple(x.shape), rate), rate)
+
+
+class Embedding(nn.Module):
+    """Token ids [s, b] -> activations [s, b, h]: word embedding, learned positions, dropout."""
+
+    def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.rate = model.dropout
+        self.word = VocabularyEmbedding(axis, vocab_size, model.hidden, model.init_std)
+        self.position = Positions(model) if model.positions == "learned" else None
+
+    def forward(self, ids: Tensor, context: Context) -> Tensor:
+        x = self.word(ids)
+        if self.position is not None:
+            x = x + self.position(self.axis.local_positions(ids.shape[0]))[:, None, :]
+        # the embedding counts as the layer before the first
+        return drop_hidden(x, context, self.rate, (-1, 0), self.axis)
+
+
+class Positions(nn.Module):
+    """Learned positions; a slice of them -> [s, h]."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.weight = declare(
+            1, (model.seq_length, model.hidden), model.init_std, shared_gradient=True
+        )
+
+    def forward(self, positions: slice) -> Tensor:
+        return self.weight[positions]

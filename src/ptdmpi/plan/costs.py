@@ -1,0 +1,57 @@
+"""Closed forms of what a model costs: parameters and FLOPs."""
+
+from ptdmpi.config import ModelConfig
+
+
+def layer_forward_flops(model: ModelConfig) -> float:
+    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions.
+
+    24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
+    their own GEMMs.
+    """
+    h, kv = model.hidden, model.kv_heads * model.head_size
+    up = 2 if model.activation == "swiglu" else 1
+    weights = 2 * h * h + 2 * h * kv + (up + 1) * h * model.ffn_hidden
+    return 2 * weights + 4 * model.seq_length * h
+
+
+def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
+    """FLOPs of the output head's forward pass per token: 2 V h."""
+    return 2 * vocab_size * model.hidden
+
+
+def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
+    """Model FLOPs of forward and backward over `tokens`, recomputation not counted.
+
+    For a GPT, 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
+    appendix A): the backward pass counts twice the forward.
+    """
+    per_token = model.layers * layer_forward_flops(model) + head_forward_flops(model, vocab_size)
+    return 3 * per_token * tokens
+
+
+def hardware_flops(
+    model: ModelConfig, vocab_size: int, tokens: int, recomputed_layers: int
+) -> float:
+    """Model FLOPs plus one more forward pass of each recomputed layer.
+
+    With every layer, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
+    """
+    return (
+        model_flops(model, vocab_size, tokens)
+        + recomputed_layers * layer_forward_flops(model) * tokens
+    )
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, a tied head counted once."""
+    h, kv, ffn = model.hidden, model.kv_heads * model.head_size, model.ffn_hidden
+    up = 2 if model.activation == "swiglu" else 1
+    norm = (2 if model.norm == "layernorm" else 1) * h
+    layer = 2 * h * h + 2 * h * kv + (up + 1) * h * ffn + 2 * norm
+    if model.bias:
+        layer += h + 2 * kv + h + up * ffn + h
+    tables = vocab_size * h * (1 if model.tie_embeddings else 2)
+    if model.positions == "learned":
+        tables += model.seq_length * h
+    return model.layers * layer + norm + tables

@@ -1,0 +1,135 @@
+"""The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config
+from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan import schedule as schedules
+from ptdmpi.plan.program import post_early, programs
+from ptdmpi.plan.simulate import Span
+from ptdmpi.plan.stages import head_in_layers, split_layers
+from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
+from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
+from ptdmpi.train.runner import Runner
+from ptdmpi.train.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
+    ranks. `skipped`: fp16 overflowed, so nothing was updated. `spans`: this rank's timeline."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    spans: list[Span]
+
+
+class Engine:
+    """Everything of a rank that a training step touches, save data, logs and checkpoints."""
+
+    def __init__(
+        self, config: Config, axes: Axes, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.config, self.axes, self.vocab_size = config, axes, vocab_size
+        self.device = torch.device(device)
+        parallel, model = config.parallel, config.model
+        precision = PRECISIONS[config.precision.compute]
+        axis = TensorAxis(axes.tensor, parallel.sequence_parallel)
+        layers = split_layers(
+            model.layers,
+            parallel.pipeline,
+            parallel.virtual,
+            head_in_layers(model, vocab_size),
+        )
+        self.schedule = schedules.build(
+            parallel.schedule, parallel.pipeline, parallel.virtual, config.microbatches
+        )
+        self.stages = {
+            number: Stage(config, vocab_size, layers[number], axis)
+            for number in range(self.schedule.stages)
+            if self.schedule.rank_of(number) == axes.coordinates.pipeline
+        }
+        named = [pair for stage in self.stages.values() for pair in stage.named_logical_parameters()]
+        self.buffer = ParameterBuffer(named, precision, self.device, axis.rank, axis.size)
+        self.buffer.initialise(config.run.seed)
+        for stage in self.stages.values():
+            stage.place_tables(model, self.device)
+        self.program = self._program(self.schedule)
+        self.runner = Runner(self.stages, axes.pipeline, precision.compute, self.device)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
+        self.optimizer = Optimizer(config.optimizer, self.buffer)
+        self.loss_scale = LossScale(config.precision)
+
+    def _data_sum(self) -> DataSum | TreeSum:
+        if not self.config.run.reproducible:
+            return DataSum(self.axes.data, self.buffer)
+        tree = TreeSum(self.axes.data, self.stages, self.schedule.microbatches)
+        self.runner.on_backward = tree.add_leaf
+        return tree
+
+    def _program(self, schedule: schedules.Schedule):
+        return post_early(programs(schedule)[self.axes.coordinates.pipeline])
+
+    def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
+        """One optimizer step (0-based `step`) on this data rank's microbatches."""
+        watch = Stopwatch(self.axes.pipeline.rank)
+        valid = self._valid_tokens(batches)
+        scale = self.loss_scale.value
+        self.buffer.gradients.zero_()
+        for stage in self.stages.values():
+            stage.begin_step(step, list(batches), scale / valid)
+        watch.spans += self.runner.run(self.schedule, self.program)
+        with watch.span("reduce"):
+            self.reduction.reduce()
+            loss = self._loss(valid)
+        rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
+        with watch.span("optimizer"):
+            if scale != 1.0:
+                self.buffer.gradients.mul_(1.0 / scale)
+            norm = self.reduction.global_norm()
+            # every rank sees the same norm, so every rank skips the same steps
+            skipped = self.loss_scale.dynamic and not bool(torch.isfinite(norm))
+            if not skipped:
+                self.optimizer.step(rate, norm)
+            self.loss_scale.update(skipped)
+        return StepResult(loss, float(norm), rate, scale, skipped, watch.spans)
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """(summed loss in nats, valid tokens) over all data ranks' `batches`; equal on all ranks."""
+        schedule = schedules.build(
+            "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
+        )
+        for stage in self.stages.values():
+            stage.begin_step(None, list(batches), 1.0)
+        with torch.no_grad():
+            self.runner.run(schedule, self._program(schedule))
+        return self._loss(1.0), self._valid_tokens(batches)
+
+    def _valid_tokens(self, batches: Sequence[Batch]) -> float:
+        """Valid tokens of the global batch; counted only where something is masked."""
+        mine = sum(
+            float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
+            for batch in batches
+        )
+        return sum(self.axes.data.all_gather_object(mine))
+
+    def _loss(self, valid: float) -> float:
+        """The summed loss over `valid`, added up in order of the global batch's microbatches."""
+        last = self.stages.get(self.schedule.stages - 1)
+        total = 0.0
+        if last is not None:
+            mine = torch.stack([last.losses[i] for i in sorted(last.losses)]).double().tolist()
+            for losses in self.axes.data.all_gather_object(mine):
+                for loss in losses:
+                    total += loss
+        # the last stage stands on the last rank of the pipeline axis
+        return self.axes.pipeline.broadcast_object(total / valid, self.axes.pipeline.size - 1)

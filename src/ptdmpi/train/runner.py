@@ -1,0 +1,111 @@
+"""Executes a program: for each step of it, one action.
+
+The runner knows neither ranks' roles nor the schedule's phases; it is handed a program, in which
+every message already stands where it cannot deadlock, and the stages of this rank.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.model.stage import Stage
+from ptdmpi.plan.program import Action, Compute, Receive, Send
+from ptdmpi.plan.schedule import Op, Schedule
+from ptdmpi.plan.simulate import Span
+from ptdmpi.train.stopwatch import Stopwatch
+
+KINDS = {"F": "forward", "B": "backward"}
+
+
+class Runner:
+    """The stages of one rank and the pipeline axis that their activations travel on.
+
+    `on_backward(stage, microbatch)` is called after each B.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        axis: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.stages = stages
+        self.axis = axis
+        self.dtype, self.device = dtype, device
+        self.boundary = next(iter(stages.values())).boundary
+        self.on_backward: Callable[[int, int], None] = lambda stage, microbatch: None
+        self.most_in_flight = 0
+        self._ready: dict[Op, Tensor] = {}
+        self._arriving: dict[Op, tuple[Handle, Tensor]] = {}
+        self._leaving: list[tuple[Handle, Tensor]] = []
+        self._watch = Stopwatch(axis.rank)
+
+    def run(self, schedule: Schedule, program: Sequence[Action]) -> list[Span]:
+        """Execute `program`, this rank's part of `schedule`; returns what happened when.
+
+        An exception is raised again with a note that shows the place in the schedule.
+        """
+        self._watch = Stopwatch(self.axis.rank)
+        self.most_in_flight = 0
+        for place, action in enumerate(program):
+            try:
+                self._act(schedule, action)
+            except Exception as error:
+                error.add_note(_here(program, place))
+                raise
+        for handle, _ in self._leaving:
+            self._timed("send", "", handle.wait)
+        self._leaving = []
+        return self._watch.spans
+
+    def _act(self, schedule: Schedule, action: Action) -> None:
+        match action:
+            case Receive(op, peer):
+                buffer = torch.empty(
+                    self.boundary.wire_elements, dtype=self.dtype, device=self.device
+                )
+                self._arriving[op] = (self.axis.irecv(buffer, peer), buffer)
+            case Send(op, peer):
+                message = self.boundary.pack(self._ready.pop(op))
+                self._leaving = [kept for kept in self._leaving if not kept[0].done()]
+                self._leaving.append((self.axis.isend(message, peer), message))
+            case Compute(op):
+                self._compute(op, self._input(schedule.source(op)))
+
+    def _input(self, source: Op | None) -> Tensor | None:
+        """The output of `source`: handed over on this rank, or received."""
+        if source is None:
+            return None
+        if source in self._ready:
+            return self._ready.pop(source)
+        handle, buffer = self._arriving.pop(source)
+        self._timed("receive", str(source), handle.wait)
+        if not self.boundary.scattered:
+            return self.boundary.unpack(buffer)
+        return self._timed("gather", str(source), lambda: self.boundary.unpack(buffer))
+
+    def _compute(self, op: Op, given: Tensor | None) -> None:
+        stage = self.stages[op.stage]
+        work = stage.forward_microbatch if op.kind == "F" else stage.backward_microbatch
+        result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
+        if result is not None:
+            self._ready[op] = result
+        held = sum(stage.in_flight for stage in self.stages.values())
+        self.most_in_flight = max(self.most_in_flight, held)
+        if op.kind == "B":
+            self.on_backward(op.stage, op.microbatch)
+
+    def _timed(self, kind: str, op: str, work: Callable):
+        with self._watch.span(kind, op):
+            return work()
+
+
+def _here(program: Sequence[Action], place: int) -> str:
+    """The neighbourhood of `place`, marked."""
+    lines = [f"in op {program[place]} of this rank's schedule:"]
+    for i in range(max(0, place - 3), min(len(program), place + 4)):
+        lines.append(f"  {program[i]}{'   <-- here' if i == place else ''}")
+    return "\n".join(lines)

@@ -1,12 +1,13 @@
 """AdamW on the flat master weights, the learning-rate schedule, clipping and fp16's loss scale."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
-from ptdmpi.model.parameters import ParameterBuffer
+from ptdmpi.model.parameters import Entry, ParameterBuffer
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
@@ -87,9 +88,14 @@ class Optimizer:
         for _, tensor in self.flat:
             self.adam.state[tensor]["step"].fill_(count)
 
-    def moment(self, kind: str) -> list[tuple[slice, Tensor]]:
-        """The flat "exp_avg" or "exp_avg_sq", each piece with its place in the buffer."""
-        return [(part, self.adam.state[tensor][kind]) for part, tensor in self.flat]
+    def moment(self, kind: str, entry: Entry) -> Tensor:
+        """The "exp_avg" or "exp_avg_sq" of one parameter, a view in its local shape."""
+        for part, tensor in self.flat:
+            if part.start <= entry.start < part.stop:
+                return replace(entry, start=entry.start - part.start).view(
+                    self.adam.state[tensor][kind]
+                )
+        raise KeyError(entry.name)
 
     def step(self, rate: float, norm: Tensor) -> None:
         """Clip by `norm`, the global norm of the gradients, and update.

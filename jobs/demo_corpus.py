@@ -1,0 +1,36 @@
+"""Write the sources of this Python's standard library as one .jsonl file: some 30 MB of real text
+that every machine has.
+
+    python jobs/demo_corpus.py OUTPUT.jsonl
+"""
+
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def main(output: Path) -> None:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    temporary = output.with_suffix(".tmp")
+    count = size = 0
+    with open(temporary, "w", encoding="utf-8") as file:
+        for path in sorted(library.rglob("*.py")):
+            # packages that somebody installed are not the standard library
+            if {"site-packages", "dist-packages"} & set(path.parts):
+                continue
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:  # test data of Python's own tests
+                continue
+            file.write(json.dumps({"text": text}) + "\n")
+            count, size = count + 1, size + len(text.encode())
+    if not count:
+        sys.exit(f"no Python sources below {library}; give a text of your own: make demo CORPUS=path")
+    os.replace(temporary, output)
+    print(f"{count:,} files of the standard library, {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""From sample ids to microbatches, and the thread that prepares them ahead of the training step."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ptdmpi.data.order import SampleOrder
+from ptdmpi.data.shards import Dataset
+
+_WINDOW_SAMPLES = 1 << 14  # samples whose places are computed at once: numpy's cost per call is spread
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """b sequences of s tokens. `inputs` and `labels` are two views of one int64 [b, s + 1] array, so
+    neither is contiguous (reshape, do not view)."""
+
+    sample_ids: np.ndarray  # int64 [b]: global sample indices; of validation: samples of the dataset
+    inputs: np.ndarray  # int64 [b, s]
+    labels: np.ndarray  # int64 [b, s]: the inputs one token further
+    loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+
+
+def _microbatch(sample_ids: np.ndarray, rows: np.ndarray, loss_mask: np.ndarray | None) -> Microbatch:
+    return Microbatch(sample_ids, rows[:, :-1], rows[:, 1:], loss_mask)
+
+
+class TrainBatches:
+    """The training microbatches of one data rank.
+
+    Step k (from 0) trains on global samples k*B to (k+1)*B - 1. Microbatch j of a step holds samples
+    j*b to (j+1)*b - 1 of it, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither
+    the samples of a step nor their order depends on d, t or p. Raises ValueError if d b does not divide B.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        order: SampleOrder,
+        seq_length: int,
+        global_size: int,
+        micro_size: int,
+        data_rank: int,
+        data_size: int,
+    ):
+        if global_size % (micro_size * data_size):
+            raise ValueError(f"global batch {global_size} is no multiple of {micro_size} * {data_size}")
+        self._datasets = datasets
+        self._order = order
+        self._seq_length = seq_length
+        self._global_size = global_size
+        self._micro_size = micro_size
+        self._rank_size = global_size // data_size
+        self._rank_start = data_rank * self._rank_size
+        self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
+        self._window: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def _locate(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Global ids, datasets and samples within them of this rank's part of a step, int64 [B / d] each.
+
+        Consecutive steps are located in windows; what is kept is a cache of a pure function.
+        """
+        number, place = divmod(step, self._window_steps)
+        if self._window is None or self._window[0] != number:
+            steps = np.arange(number * self._window_steps, (number + 1) * self._window_steps)
+            firsts = steps[:, None] * self._global_size + self._rank_start
+            ids = (firsts + np.arange(self._rank_size)).reshape(-1)
+            self._window = (number, ids, *self._order.locate(ids))
+        part = slice(place * self._rank_size, (place + 1) * self._rank_size)
+        return self._window[1][part], self._window[2][part], self._window[3][part]
+
+    def step(self, k: int) -> list[Microbatch]:
+        """This rank's m microbatches of step k. Raises InputError for ids outside the vocabulary."""
+        ids, datasets, samples = self._locate(k)
+        rows = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
+        for number, dataset in enumerate(self._datasets):
+            chosen = np.flatnonzero(datasets == number)
+            if chosen.size:
+                rows[chosen] = dataset.read(samples[chosen], self._seq_length)
+        starts = range(0, ids.size, self._micro_size)
+        parts = [slice(start, start + self._micro_size) for start in starts]
+        return [_microbatch(ids[part], rows[part], None) for part in parts]
+
+
+class ValidationBatches:
+    """The validation microbatches of one data rank: the first samples of a dataset, in their order.
+
+    Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has the
+    same number of them: rows beyond the last sample repeat it under a loss mask of zeros.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        seq_length: int,
+        micro_size: int,
+        data_rank: int,
+        data_size: int,
+        max_samples: int | None = None,
+    ):
+        samples = dataset.samples(seq_length)
+        self.samples = samples if max_samples is None else min(samples, max_samples)
+        self.count = -(-self.samples // (micro_size * data_size))  # microbatches of each data rank
+        self._dataset = dataset
+        self._seq_length = seq_length
+        self._micro_size = micro_size
+        self._first = data_rank * self.count
+
+    def microbatches(self) -> Iterator[Microbatch]:
+        """This rank's microbatches, read one at a time. Only those with padded rows have a loss mask."""
+        for number in range(self._first, self._first + self.count):
+            ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
+            rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
+            mask = None
+            if ids[-1] >= self.samples:
+                mask = np.zeros((self._micro_size, self._seq_length), dtype=np.float32)
+                mask[ids < self.samples] = 1.0
+            yield _microbatch(ids, rows, mask)
+
+
+class Prefetcher:
+    """Iterates over the batches of steps first_step to last_step - 1, prepared ahead by a thread.
+
+    A thread, since forked or spawned processes do not go together with MPI. At most `depth` steps are
+    ready or in work. next() raises an exception of the thread with its traceback, in its step's turn.
+    """
+
+    def __init__(self, batches: TrainBatches, first_step: int, last_step: int, depth: int = 2):
+        self._batches = batches
+        self._steps = iter(range(first_step, last_step))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._ahead: deque[Future[list[Microbatch]]] = deque()
+        for _ in range(depth):
+            self._submit()
+
+    def _submit(self) -> None:
+        for step in islice(self._steps, 1):
+            self._ahead.append(self._thread.submit(self._batches.step, step))
+
+    def __iter__(self) -> Iterator[list[Microbatch]]:
+        return self
+
+    def __next__(self) -> list[Microbatch]:
+        """The microbatches of the next step."""
+        if not self._ahead:
+            self.close()
+            raise StopIteration
+        try:
+            microbatches = self._ahead.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._submit()
+        return microbatches
+
+    def close(self) -> None:
+        """End the thread; no more batches come. May be called more than once."""
+        self._steps = iter(())
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)

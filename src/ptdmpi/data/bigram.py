@@ -1,0 +1,59 @@
+"""A bigram language model: what a training run must beat to have learned more than token pairs."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import Dataset, map_tokens
+
+# V^2 counts of 8 bytes: half a GiB
+LARGEST_VOCABULARY = 8192
+CHUNK_TOKENS = 1 << 22
+
+
+class Bigram:
+    """P(next | token) by interpolated absolute discounting (Ney, Essen and Kneser 1994), fitted on
+    every pair of neighbouring tokens of the datasets:
+
+        P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
+
+    with T(v) the number of distinct followers of v, n1 and n2 the numbers of pairs seen once and
+    twice, and P(w) the unigram estimate with one added to each count.
+    """
+
+    def __init__(self, datasets: Iterable[Dataset]) -> None:
+        datasets = list(datasets)
+        size = datasets[0].vocab_size
+        if size > LARGEST_VOCABULARY:
+            raise InputError(
+                f"log.bigram_baseline with {size} token ids would need {size**2 * 8 >> 30} GiB; "
+                f"legal up to {LARGEST_VOCABULARY}"
+            )
+        pairs = np.zeros(size * size, dtype=np.int64)
+        single = np.zeros(size, dtype=np.int64)
+        for dataset in datasets:
+            for header in dataset.headers:
+                _count(map_tokens(header), size, pairs, single)
+        self.pairs = pairs.reshape(size, size)
+        once, twice = (int((pairs == count).sum()) for count in (1, 2))
+        self.discount = once / (once + 2 * twice) if once else 0.5
+        self.total = self.pairs.sum(axis=1)
+        self.followers = (self.pairs > 0).sum(axis=1)
+        self.unigram = (single + 1) / (single.sum() + size)
+
+    def loss(self, inputs: np.ndarray, labels: np.ndarray) -> float:
+        """Summed -log P(label | input) in nats, over two integer arrays of one shape."""
+        total = np.maximum(self.total[inputs], 1)
+        kept = np.maximum(self.pairs[inputs, labels] - self.discount, 0.0) / total
+        spread = np.where(
+            self.total[inputs] > 0, self.discount * self.followers[inputs] / total, 1.0
+        )
+        return float(-np.log(kept + spread * self.unigram[labels]).sum())
+
+
+def _count(tokens: np.ndarray, size: int, pairs: np.ndarray, single: np.ndarray) -> None:
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = tokens[start : start + CHUNK_TOKENS + 1].astype(np.int64)
+        single += np.bincount(chunk[:CHUNK_TOKENS], minlength=size)
+        pairs += np.bincount(chunk[:-1] * size + chunk[1:], minlength=size * size)

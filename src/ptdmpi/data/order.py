@@ -1,0 +1,217 @@
+"""The training order: a pure function (seed, global sample index) -> (dataset, sample of it).
+
+Nothing is stored but one period of the mixture: a keyed permutation stands in for the shuffled index
+files of other trainers, so start-up and memory do not depend on the size of the corpus, and resuming
+needs one integer, the number of samples consumed.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from math import lcm
+
+import numpy as np
+
+from ptdmpi.config import InputError
+
+MAX_PERIOD = 10**6  # the longest period of a mixture that is tabulated, in samples
+_ROUNDS = 8
+_SMALL_ROUNDS = 32  # below _SMALL_BITS a round function has too few output bits to mix in 8 rounds
+_SMALL_BITS = 14
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of splitmix64
+_WORD = (1 << 64) - 1
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit words whose output bits depend on all input bits.
+
+    Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D. Stafford).
+    """
+    words = (words ^ (words >> np.uint64(30))) * _M1
+    words = (words ^ (words >> np.uint64(27))) * _M2
+    return words ^ (words >> np.uint64(31))
+
+
+def _word(value: int) -> np.ndarray:
+    return np.array([value & _WORD], dtype=np.uint64)
+
+
+def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
+    """Feistel network on `bits`-bit words: a bijection of [0, 2^bits) for every key.
+
+    The halves have bits//2 and the other bits; rounds change them in turn, so an odd number of bits
+    needs no padding (an alternating, unbalanced network) and the domain is less than twice the size.
+    """
+    low_bits = np.uint64(bits // 2)
+    widths = (np.uint64(bits - bits // 2), low_bits)
+    halves = [words >> low_bits, words & ((np.uint64(1) << low_bits) - np.uint64(1))]
+    for number in range(_SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS):
+        changed = number % 2
+        if widths[changed] == 0:
+            continue
+        output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
+        output ^= output >> np.uint64(32)
+        output *= _M2
+        output >>= np.uint64(64) - widths[changed]
+        halves[changed] = halves[changed] ^ output
+    return (halves[0] << low_bits) | halves[1]
+
+
+def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
+    """The images of `index` (int [n], each in [0, size)) under the permutation of [0, size) named `key`.
+
+    A Feistel network permutes the next power of two; an image outside [0, size) is encrypted again until
+    it lies inside (cycle walking), which leaves a bijection of [0, size) and takes less than two passes
+    on average. `key` is an integer, or an uint64 array [n] with one key per index. Returns int64 [n].
+
+    Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002 (cycle walking). Raises IndexError for an index outside [0, size).
+    """
+    index = np.asarray(index, dtype=np.int64)
+    if index.size and (index.min() < 0 or index.max() >= size):
+        raise IndexError(f"index outside [0, {size})")
+    bits = (size - 1).bit_length()
+    if bits == 0:
+        return np.zeros_like(index)
+    keys = _mix(key if isinstance(key, np.ndarray) else _word(key))
+    images = _encrypt(index.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(images >= np.uint64(size))
+    while outside.size:
+        walked = _encrypt(images[outside], bits, keys if keys.size == 1 else keys[outside])
+        images[outside] = walked
+        outside = outside[walked >= np.uint64(size)]
+    return images.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One dataset of a mixture: its training samples, its weight, and how many epochs it may be read."""
+
+    samples: int
+    weight: Decimal | str
+    epochs: Decimal | None = None  # an upper limit, fractions allowed; None: no limit
+
+
+def _weights(parts: Sequence[Part]) -> list[int]:
+    """The exact weights over their smallest common denominator, which is their sum (the period)."""
+    exact = []
+    for number, part in enumerate(parts):
+        try:
+            weight = Decimal(part.weight)
+        except InvalidOperation:
+            weight = Decimal("NaN")
+        if not weight.is_finite() or weight <= 0:
+            raise InputError(
+                f"weight {part.weight} of training dataset {number}: a weight is a decimal above 0"
+            )
+        exact.append(Fraction(weight))
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
+    period = lcm(*(share.denominator for share in shares))
+    if period > MAX_PERIOD:
+        raise InputError(
+            f"the mixture weights {', '.join(str(part.weight) for part in parts)} repeat only after "
+            f"{period} samples; at most {MAX_PERIOD} are legal: round them to fewer digits"
+        )
+    return [int(share * period) for share in shares]
+
+
+def _apportion(weights: list[int]) -> np.ndarray:
+    """Which dataset gives each sample of one period: int32 [sum of weights].
+
+    After every prefix of n samples each dataset i has given floor(w_i n) or ceil(w_i n) of them
+    (w_i = weights[i] / period), hence strictly less than one away from w_i n. Proof: this is a unit-job
+    scheduling problem. Job k of dataset i may run from slot floor(k / w_i) and must have run by slot
+    ceil((k + 1) / w_i); jobs in their windows are just what the two bounds say. Giving every slot to all
+    datasets at once in fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i],
+    inside its window, so a fractional schedule exists; bipartite flows with integer bounds are
+    integral, so a whole one exists; and for unit jobs on one machine the earliest deadline first
+    finds it (Horn, Naval Res. Logist. 21 (1974)). The windows are those of proportionate fairness
+    (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993).
+    """
+    period = sum(weights)
+    table = np.empty(period, dtype=np.int32)
+    given = [0] * len(weights)
+    waiting = [(0, number) for number in range(len(weights))]  # (first slot of the next job, dataset)
+    ready: list[tuple[int, int]] = []  # (deadline, dataset)
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            number = heapq.heappop(waiting)[1]
+            deadline = -(-(given[number] + 1) * period // weights[number])
+            heapq.heappush(ready, (deadline, number))
+        number = heapq.heappop(ready)[1]
+        table[slot] = number
+        given[number] += 1
+        heapq.heappush(waiting, (given[number] * period // weights[number], number))
+    return table
+
+
+class SampleOrder:
+    """The order of all training samples of a run: a pure function of (seed, global sample index).
+
+    Global sample n goes to a dataset by the mixture's table; as the k-th draw from that dataset (k counts
+    from 0) it is sample permute(k mod samples) of epoch k // samples, under a key made of seed, dataset
+    and epoch. So every epoch of a dataset has each of its samples exactly once, in a new order.
+
+    Raises InputError for weights that are no decimals above 0 or that are finer than MAX_PERIOD allows,
+    and for epochs that are not above 0.
+    """
+
+    def __init__(self, parts: Sequence[Part], seed: int):
+        if not parts:
+            raise InputError("no training dataset: at least one is needed")
+        for number, part in enumerate(parts):
+            if part.samples < 1:
+                raise InputError(f"training dataset {number} has no samples: at least one is needed")
+            if part.epochs is not None and not part.epochs > 0:
+                raise InputError(f"epochs {part.epochs} of training dataset {number}: must be above 0")
+        self.parts = tuple(parts)
+        self.seed = seed
+        self._weights = _weights(self.parts)
+        self._period = sum(self._weights)
+        self._table = _apportion(self._weights)
+        # [period]: how many samples of the same dataset stand before this one in the period
+        self._rank = np.empty(self._period, dtype=np.int64)
+        for number, weight in enumerate(self._weights):
+            self._rank[self._table == number] = np.arange(weight)
+
+    def _keys(self, dataset: int, epochs: np.ndarray) -> np.ndarray:
+        """One permutation key per epoch: uint64 [n]."""
+        key = _mix(_mix(_word(self.seed)) + _word(_GOLDEN * (dataset + 1)))
+        return _mix(key + epochs.astype(np.uint64) * np.uint64(_GOLDEN))
+
+    def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Dataset (int64 [n]) and sample within it (int64 [n]) of global samples (int [n], from 0)."""
+        periods, slots = np.divmod(np.asarray(global_indices, dtype=np.int64), self._period)
+        datasets = self._table[slots].astype(np.int64)
+        samples = np.empty_like(datasets)
+        for number, part in enumerate(self.parts):
+            chosen = np.flatnonzero(datasets == number)
+            if not chosen.size:
+                continue
+            draws = periods[chosen] * self._weights[number] + self._rank[slots[chosen]]
+            epochs, positions = np.divmod(draws, part.samples)
+            samples[chosen] = permute(positions, part.samples, self._keys(number, epochs))
+        return datasets, samples
+
+    def counts(self, total_samples: int) -> list[int]:
+        """How many of the first `total_samples` samples come from each dataset."""
+        periods, rest = divmod(total_samples, self._period)
+        begun = np.bincount(self._table[:rest], minlength=len(self.parts))
+        return [periods * weight + int(n) for weight, n in zip(self._weights, begun, strict=True)]
+
+    def check(self, total_samples: int) -> None:
+        """Raise InputError if a run of `total_samples` samples needs more epochs of a dataset than it may."""
+        for number, drawn in enumerate(self.counts(total_samples)):
+            part = self.parts[number]
+            if part.epochs is not None and Fraction(drawn, part.samples) > Fraction(part.epochs):
+                raise InputError(
+                    f"training dataset {number} would be read for {drawn / part.samples:.4g} epochs "
+                    f"({drawn} samples of {part.samples}), but its limit is epochs = {part.epochs}: "
+                    "train on fewer samples, lower its weight, or raise its epochs"
+                )

@@ -1,0 +1,158 @@
+"""Writing token shards as a stream: bounded memory, every token written once, whole files or none.
+
+HDF5 wants the length of a contiguous dataset before its data, a stream knows it only at the end. So the
+tokens are appended to the file by plain writes, behind the still empty HDF5 structures, at the offset
+where HDF5 will place the first dataset; at the end HDF5 is told to make a dataset of the right length
+there, without filling it. The offset comes from asking HDF5 itself, and is checked when it is used.
+"""
+
+import io
+import os
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import h5py
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import FORMAT_VERSION, format_checksum, token_dtype
+
+_ALIGNMENT_BYTES = 4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
+_BUFFER_BYTES = 1 << 20  # gathers the writes of short documents
+
+
+def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
+    """Open so that each new object starts on a page: this alone makes the offset of `tokens` certain."""
+    return h5py.File(path, alignment_threshold=1, alignment_interval=_ALIGNMENT_BYTES, **options)
+
+
+def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
+    """Make the dataset `tokens` without touching its bytes; its byte offset in the file."""
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_layout(h5py.h5d.CONTIGUOUS)
+    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plan.set_obj_track_times(False)  # the same tokens give the same bytes
+    kind, space = h5py.h5t.py_create(dtype), h5py.h5s.create_simple((tokens,))
+    return h5py.h5d.create(file.id, b"tokens", kind, space, plan).get_offset()
+
+
+def _tokens_offset() -> int:
+    """Where HDF5 places `tokens` in a file that `ShardWriter` began: asked of a file in memory."""
+    with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
+        return _create_tokens(file, 1, np.dtype("<u2"))
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """Context manager that writes one shard as a stream: `PATH.tmp` first, then renamed to PATH.
+
+    Nothing but a whole, synced shard ever has the name PATH; when the block ends by an exception, or a
+    write fails, the temporary file is removed. Memory: one buffer and 8 bytes per document.
+
+    Raises InputError if the file cannot be written (a full disk, say), for a token id outside the
+    vocabulary, and for a shard that would be empty or whose last document has no end.
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer: str, tokenizer_sha256: str, vocab_size: int, eod_id: int
+    ):
+        self.path = Path(path)
+        self.tokens = 0  # written so far
+        self._temporary = self.path.with_name(self.path.name + ".tmp")
+        self._attributes = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer": tokenizer,
+            "tokenizer_sha256": tokenizer_sha256,
+            "vocab_size": vocab_size,
+            "eod_id": eod_id,
+        }
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._ends = [np.zeros(1, dtype="<u8")]
+        self._crc32 = 0
+        self._offset = _tokens_offset()
+        try:
+            _open_hdf5(self._temporary, mode="w").close()
+            self._stream = io.BufferedWriter(io.FileIO(self._temporary, "r+"), _BUFFER_BYTES)
+            self._stream.seek(self._offset)
+        except OSError as error:
+            self._discard()
+            raise self._failure(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def write(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
+        """Append tokens (int [n]). `document_ends` (int [k], rising, in 1..n) counts from this block's
+        first token; a document without an end in this block goes on in the next one."""
+        if tokens.size == 0:
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            self.discard()
+            raise InputError(
+                f"shard {self.path}: token id {wrong} is outside the vocabulary of {self._vocab_size}"
+            )
+        block = np.ascontiguousarray(tokens, dtype=self._dtype)
+        try:
+            self._stream.write(block)
+        except OSError as error:
+            self.discard()
+            raise self._failure(error) from error
+        self._crc32 = zlib.crc32(block, self._crc32)
+        self._ends.append(np.asarray(document_ends).astype("<u8") + np.uint64(self.tokens))
+        self.tokens += block.size
+
+    def close(self) -> None:
+        """Complete the file, sync it and give it its name."""
+        documents = np.concatenate(self._ends)
+        if self.tokens == 0 or documents[-1] != self.tokens:
+            self.discard()
+            raise InputError(f"shard {self.path}: no tokens, or no end of the last document")
+        try:
+            self._stream.close()
+            with _open_hdf5(self._temporary, mode="r+") as file:
+                offset = _create_tokens(file, self.tokens, self._dtype)
+                file.create_dataset("documents", data=documents)
+                file.attrs.update(self._attributes, checksum=format_checksum(self._crc32))
+            if offset != self._offset:
+                raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
+            with open(self._temporary, "rb") as stream:
+                os.fsync(stream.fileno())
+            os.replace(self._temporary, self.path)
+            _sync_directory(self.path.parent)
+        except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
+            self.discard()
+            raise self._failure(error) from error
+
+    def discard(self) -> None:
+        """Close and remove the temporary file."""
+        with suppress(OSError):  # flushing what is thrown away may fail again, as on a full disk
+            self._stream.close()
+        self._discard()
+
+    def _discard(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+
+    def _failure(self, error: Exception) -> InputError:
+        return InputError(f"shard {self.path} cannot be written: {error}; free space or choose another place")

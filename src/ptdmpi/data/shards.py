@@ -1,0 +1,303 @@
+"""Token shards: the file format, its reader and its checks. `shard_writer.py` writes it.
+
+A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32, little-endian),
+a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the number of tokens) and
+attributes. h5py opens it once, for the metadata and the byte offset of `tokens` in the file; after that the
+tokens are read through `np.memmap`, without HDF5.
+"""
+
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from ptdmpi.config import InputError
+
+FORMAT_VERSION = 1
+UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
+_OPEN_SHARDS = 512  # mapped at a time in one dataset: each takes a file descriptor, often limited to 1024
+_VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
+_INTEGERS = ("format_version", "vocab_size", "eod_id")
+_TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What is known of a shard without reading its tokens."""
+
+    path: Path
+    tokens: int  # number of tokens
+    dtype: np.dtype
+    byte_offset: int  # of the first token in the file
+    documents: int  # number of documents
+    documents_byte_offset: int  # of the documents + 1 offsets in the file
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int
+    eod_id: int
+    checksum: str
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type of the token ids of a vocabulary: uint16 while all ids fit, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def _attributes(file: h5py.File) -> dict[str, int | str]:
+    values: dict[str, int | str] = {}
+    for name in (*_INTEGERS, *_TEXTS):
+        if name not in file.attrs:
+            raise ValueError(f"has no attribute {name!r}")
+        value = file.attrs[name]
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise ValueError(f"attribute {name!r} is {value!r}, not a text")
+            values[name] = value
+        elif not isinstance(value, int | np.integer):
+            raise ValueError(f"attribute {name!r} is {value!r}, not an integer")
+        else:
+            values[name] = int(value)
+    if values["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}"
+        )
+    if not 0 <= values["eod_id"] < values["vocab_size"] <= 1 << 32:
+        raise ValueError(
+            f"has eod_id {values['eod_id']} and vocab_size {values['vocab_size']}; "
+            "0 <= eod_id < vocab_size <= 2^32 is needed"
+        )
+    return values
+
+
+def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, np.dtype, int]:
+    """Length, type and byte offset of a 1-D contiguous dataset that lies wholly inside the file."""
+    data = file.get(name)
+    if not isinstance(data, h5py.Dataset):
+        raise TypeError(f"has no dataset {name!r}")
+    if data.dtype not in [np.dtype(dtype) for dtype in dtypes]:
+        raise ValueError(f"dataset {name!r} has type {data.dtype.str}; legal: {', '.join(dtypes)}")
+    if data.ndim != 1 or data.size < 1:
+        raise ValueError(f"dataset {name!r} has shape {data.shape}; one dim, not empty, is needed")
+    offset = data.id.get_offset()
+    if data.chunks is not None or data.compression is not None or data.external or offset is None:
+        raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
+    end, size = offset + data.size * data.dtype.itemsize, os.path.getsize(file.filename)
+    if end > size:
+        raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
+    return data.size, data.dtype, offset
+
+
+def read_header(path: str | Path) -> ShardHeader:
+    """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
+
+    Raises InputError that names the file, what is wrong and what would be right: no such file, not HDF5,
+    truncated, missing datasets or attributes, a wrong type, layout or version, impossible offsets.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"shard {path}: no such file")
+    try:
+        with h5py.File(path, "r") as file:
+            values = _attributes(file)
+            tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
+            offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
+            first, last = int(file["documents"][0]), int(file["documents"][-1])
+    # h5py reports a damaged file by whichever of these its C library's message maps to
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
+    if offsets < 2 or first != 0 or last != tokens:
+        raise InputError(
+            f"shard {path}: {offsets} document offsets from {first} to {last}; "
+            f"they must run from 0 to the number of tokens, {tokens}"
+        )
+    return ShardHeader(
+        path=path,
+        tokens=tokens,
+        dtype=dtype,
+        byte_offset=byte_offset,
+        documents=offsets - 1,
+        documents_byte_offset=documents_byte_offset,
+        tokenizer=str(values["tokenizer"]),
+        tokenizer_sha256=str(values["tokenizer_sha256"]),
+        vocab_size=int(values["vocab_size"]),
+        eod_id=int(values["eod_id"]),
+        checksum=str(values["checksum"]),
+    )
+
+
+def find_shards(directory: str | Path) -> list[Path]:
+    """The shards of a dataset, in order of their names. Raises InputError if it has none."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise InputError(f"dataset {directory}: no such directory")
+    paths = sorted(directory.glob("*.h5"))
+    if (directory / UNFINISHED).exists():
+        raise InputError(
+            f"dataset {directory} is unfinished: run the same ptdmpi-data tokenize again to complete it"
+        )
+    if not paths:
+        raise InputError(f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize")
+    return paths
+
+
+def map_tokens(header: ShardHeader) -> np.ndarray:
+    """All tokens of a shard, read-only, paged in by the operating system as they are touched."""
+    try:
+        mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
+    except (OSError, ValueError) as error:  # replaced or cut since its header was read
+        raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
+    return mapped.view(np.ndarray)  # slicing the subclass costs three times as much
+
+
+def map_documents(header: ShardHeader) -> np.ndarray:
+    """Document offsets of a shard, uint64 [documents + 1], mapped like the tokens."""
+    offset, shape = header.documents_byte_offset, (header.documents + 1,)
+    return np.memmap(header.path, "<u8", "r", offset, shape).view(np.ndarray)
+
+
+Reader = Callable[[int, int], np.ndarray]  # (first token, end) -> tokens
+
+
+def _mapped_reader(header: ShardHeader) -> Reader:
+    tokens = map_tokens(header)
+    return lambda start, stop: tokens[start:stop]
+
+
+def _pread_reader(header: ShardHeader) -> Reader:
+    descriptor = os.open(header.path, os.O_RDONLY)
+    width = header.dtype.itemsize
+
+    def read(start: int, stop: int) -> np.ndarray:
+        size_bytes = (stop - start) * width
+        piece = os.pread(descriptor, size_bytes, header.byte_offset + start * width)
+        if len(piece) != size_bytes:
+            raise InputError(f"shard {header.path}: was truncated while it was read")
+        return np.frombuffer(piece, header.dtype)
+
+    weakref.finalize(read, os.close, descriptor)
+    return read
+
+
+def _count_samples(headers: Sequence[ShardHeader], seq_length: int) -> np.ndarray:
+    """The first sample of each shard, and the number of all: int64 [shards + 1]."""
+    counts = [(header.tokens - 1) // seq_length for header in headers]
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+class Dataset:
+    """A directory of shards with one tokenizer, seen as a sequence of training samples.
+
+    A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right, the
+    labels); sample j of a shard starts at token j * seq_length. `use_mmap=False` reads by pread, for
+    file systems where mapping hurts. Raises InputError if there is no shard, if one is damaged, or if
+    they differ in tokenizer, vocabulary size or eod_id.
+    """
+
+    def __init__(self, directory: str | Path, use_mmap: bool = True):
+        self.directory = Path(directory)
+        self.headers = tuple(read_header(path) for path in find_shards(directory))
+        first = self.headers[0]
+        for header in self.headers:
+            for name in ("tokenizer_sha256", "vocab_size", "eod_id"):
+                if getattr(header, name) != getattr(first, name):
+                    raise InputError(
+                        f"shard {header.path} has {name} {getattr(header, name)}, but {first.path} has "
+                        f"{getattr(first, name)}: all shards of a dataset must have the same"
+                    )
+        self.tokenizer = first.tokenizer
+        self.tokenizer_sha256 = first.tokenizer_sha256
+        self.vocab_size = first.vocab_size
+        self.eod_id = first.eod_id
+        self.token_count = sum(header.tokens for header in self.headers)
+        self._dtype = max((header.dtype for header in self.headers), key=lambda dtype: dtype.itemsize)
+        # Caches that do not refer to the dataset: files close when it goes, not at some collection.
+        open_reader = _mapped_reader if use_mmap else _pread_reader
+        headers = self.headers
+        self._reader = lru_cache(_OPEN_SHARDS)(lambda shard: open_reader(headers[shard]))
+        self._first_samples = lru_cache(4)(partial(_count_samples, headers))
+
+    def samples(self, seq_length: int) -> int:
+        """The number of training samples. Raises InputError if no shard has seq_length + 1 tokens."""
+        count = int(self._first_samples(seq_length)[-1])
+        if count == 0:
+            longest = max(header.tokens for header in self.headers)
+            raise InputError(
+                f"dataset {self.directory} is shorter than one sequence: its longest shard has {longest} "
+                f"tokens, seq_length {seq_length} needs {seq_length + 1}"
+            )
+        return count
+
+    def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
+        """Samples (int [n]) as int64 [n, seq_length + 1].
+
+        Raises InputError for a token id outside the vocabulary (shard, position, id), and IndexError for
+        a sample that does not exist.
+        """
+        first_samples = self._first_samples(seq_length)
+        indices = np.asarray(sample_indices, dtype=np.int64)
+        if indices.size and (indices.min() < 0 or indices.max() >= first_samples[-1]):
+            raise IndexError(f"sample outside [0, {first_samples[-1]}) of dataset {self.directory}")
+        shards = np.searchsorted(first_samples, indices, side="right") - 1
+        starts = (indices - first_samples[shards]) * seq_length
+        rows = np.empty((indices.size, seq_length + 1), dtype=self._dtype)
+        reader = self._reader
+        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
+            rows[row] = reader(shard)(start, start + seq_length + 1)
+        if rows.size and rows.max() >= self.vocab_size:  # in the narrow type: a tenth of the copying
+            row, column = np.argwhere(rows >= self.vocab_size)[0]
+            raise InputError(
+                f"shard {self.headers[shards[row]].path}: token {starts[row] + column} has id "
+                f"{rows[row, column]}, outside the vocabulary of {self.vocab_size}"
+            )
+        return rows.astype(np.int64)
+
+    def documents(self, shard: int) -> np.ndarray:
+        """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i], o[i+1])."""
+        return map_documents(self.headers[shard])
+
+
+def _offset_problems(header: ShardHeader) -> list[str]:
+    documents = map_documents(header)
+    for start in range(0, header.documents, _VERIFY_TOKENS):
+        piece = documents[start : start + _VERIFY_TOKENS + 1]
+        wrong = np.flatnonzero(piece[1:] <= piece[:-1])
+        if wrong.size:
+            return [f"{header.path}: document {start + wrong[0]} does not end after its start"]
+    return []
+
+
+def verify(path: str | Path) -> list[str]:
+    """Read a whole shard in bounded memory; the problems found, one line each, none if it is sound.
+
+    Checked: header, checksum of the token bytes, ids inside the vocabulary, document offsets rising.
+    """
+    try:
+        header = read_header(path)
+        tokens = map_tokens(header)
+    except InputError as error:
+        return [str(error)]
+    problems, checksum = [], 0
+    for start in range(0, header.tokens, _VERIFY_TOKENS):
+        piece = tokens[start : start + _VERIFY_TOKENS]
+        checksum = zlib.crc32(piece, checksum)
+        if not problems and piece.max() >= header.vocab_size:
+            at = int(np.argmax(piece >= header.vocab_size))
+            problems.append(
+                f"{path}: token {start + at} has id {piece[at]}, outside the vocabulary of "
+                f"{header.vocab_size}"
+            )
+    if format_checksum(checksum) != header.checksum:
+        problems.append(f"{path}: checksum {format_checksum(checksum)}, recorded {header.checksum}")
+    return problems + _offset_problems(header)
+
+
+def format_checksum(crc32: int) -> str:
+    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in "crc32:1c291ca3"."""
+    return f"crc32:{crc32:08x}"

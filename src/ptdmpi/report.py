@@ -1,0 +1,212 @@
+"""After the run: what a run directory says, as a table, pictures and a trace."""
+
+import json
+import statistics
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import InputError
+from ptdmpi.plan import draw
+from ptdmpi.plan.schedule import Op, build
+from ptdmpi.plan.simulate import COMPUTE_KINDS, Timeline, simulate
+
+# What a rank's step time is made of besides computing, in the words of the table.
+PARTS = {
+    "receive": "waiting for input (bubble and imbalance)",
+    "gather": "gather of scattered activations",
+    "send": "finishing sends",
+    "reduce": "gradient reduction",
+    "optimizer": "clipping and optimizer",
+    "data": "data",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory holds: its configuration, its records, and its measured timeline."""
+
+    path: Path
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+    measured: Timeline | None
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The mean duration of each stage's ops in a measured timeline; messages cost nothing."""
+
+    mean_s: dict[tuple[str, int], float]
+    transfer_s: float = 0.0
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "MeasuredCosts":
+        durations: dict[tuple[str, int], list[float]] = {}
+        for span in timeline.spans:
+            if span.kind in COMPUTE_KINDS:
+                op = Op.parse(span.op)
+                durations.setdefault((op.kind, op.stage), []).append(span.end_s - span.start_s)
+        return cls({key: statistics.mean(values) for key, values in durations.items()})
+
+    def duration_s(self, op: Op) -> float:
+        return self.mean_s[op.kind, op.stage]
+
+
+def read(path: Path) -> Run:
+    """The run of directory `path`. Raises InputError if it holds none."""
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise InputError(
+            f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
+        ) from None
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    timelines = sorted((path / "timeline").glob("step-????????.json"))
+    return Run(
+        path,
+        config,
+        [record for record in records if "loss" in record],
+        [record for record in records if "validation_loss" in record],
+        Timeline.from_json(timelines[-1].read_text(encoding="utf-8")) if timelines else None,
+    )
+
+
+def planned(run: Run) -> Timeline:
+    """The run's schedule as it would go with its own mean op times and without any waiting for
+    messages: what is left of the bubble is the schedule's."""
+    parallel, batch = run.config["parallel"], run.config["batch"]
+    microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
+    schedule = build(
+        parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches
+    )
+    timeline = simulate(schedule, MeasuredCosts.of(run.measured))
+    return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The numbers of the table, in its order."""
+    if not run.steps:
+        raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
+    last = run.steps[-1]
+    numbers: dict[str, Any] = {
+        "layout": last["layout"],
+        "ranks": last["rank_count"],
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "first_loss": run.steps[0]["loss"],
+        "last_loss": last["loss"],
+    }
+    if run.validations:
+        numbers["validation_loss"] = run.validations[-1]["validation_loss"]
+        numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
+    baseline = [r["bigram_validation_loss"] for r in run.validations if "bigram_validation_loss" in r]
+    if baseline:
+        numbers["bigram_validation_loss"] = baseline[0]
+    for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
+        numbers[f"median_{key}"] = statistics.median(record[key] for record in run.steps)
+    numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
+    if run.measured:
+        numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
+        numbers["bubble_fraction_measured"] = run.measured.bubble_fraction()
+        numbers["step_shares"] = shares(run.measured)
+    return numbers
+
+
+def shares(timeline: Timeline) -> dict[str, float]:
+    """Mean share of the ranks' time in the step, by kind of span; they add up to 1 with "other"."""
+    whole = timeline.makespan_s * len(timeline.ranks)
+    parts = {"forward": 0.0, "backward": 0.0, **dict.fromkeys(PARTS, 0.0)}
+    for span in timeline.spans:
+        parts[span.kind] = parts.get(span.kind, 0.0) + (span.end_s - span.start_s) / whole
+    parts["other"] = 1.0 - sum(parts.values())
+    return parts
+
+
+def table(numbers: dict[str, Any]) -> str:
+    """The summary as lines of text."""
+    rows: list[tuple[str, str]] = []
+    for key, value in numbers.items():
+        if key == "step_shares":
+            continue
+        name = key.removesuffix("_bytes").removesuffix("_time_s").replace("_", " ")
+        if key.endswith("_bytes"):
+            text = f"{value / 2**20:,.0f} MiB per rank"
+        elif key.endswith("fraction_planned") or key.endswith("fraction_measured"):
+            text = f"{value:.1%} of ideal time"
+        elif key == "median_mfu":
+            text = f"{value:.1%} of dense peak"
+        elif key.endswith("_time_s"):
+            text = f"{value:.3f} s"
+        elif isinstance(value, float):
+            text = f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
+        else:
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+        rows.append((name, text))
+    if "step_shares" in numbers:
+        words = {"forward": "forward", "backward": "backward", **PARTS, "other": "other"}
+        for key, share in numbers["step_shares"].items():
+            rows.append((f"step: {words.get(key, key)}", f"{share:.1%}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def write(run: Run) -> list[Path]:
+    """Draw the pictures and the trace into the run directory; returns their paths."""
+    paths = [run.path / "loss.png"]
+    loss_curve(run, paths[0])
+    if run.measured:
+        paths += [run.path / "timeline.png", run.path / "trace.json"]
+        draw.figure([planned(run), compute_window(run.measured)], paths[1])
+        draw.chrome_trace(run.measured, paths[2])
+    return paths
+
+
+def compute_window(timeline: Timeline) -> Timeline:
+    """The part of a step that a schedule describes: without data, reduction and optimizer."""
+    kinds = ("forward", "backward", "receive", "send", "gather")
+    spans = tuple(span for span in timeline.spans if span.kind in kinds)
+    return Timeline(spans, timeline.title)
+
+
+def loss_curve(run: Run, path: Path) -> None:
+    """Training loss of each step, its running mean, validation points and the bigram's line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    tokens = [record["tokens"] for record in run.steps]
+    losses = [record["loss"] for record in run.steps]
+    axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
+    window = max(1, len(losses) // 50)
+    means = [
+        statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))
+    ]
+    if window > 1:
+        axes.plot(tokens, means, color="#1f4e8c", label=f"mean of {window} steps")
+    at = {record["step"]: record["tokens"] for record in run.steps}
+    points = [(at[r["step"]], r["validation_loss"]) for r in run.validations if r["step"] in at]
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", color="#c8511b", label="validation loss")
+    for record in run.validations:
+        if "bigram_validation_loss" in record:
+            level = record["bigram_validation_loss"]
+            axes.axhline(level, color="#555555", linestyle="--", linewidth=1)
+            axes.annotate(
+                f"bigram model {level:.3f}",
+                (tokens[-1], level),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="right",
+                color="#555555",
+            )
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value else "0")
+    axes.legend(frameon=False)
+    figure.savefig(path)

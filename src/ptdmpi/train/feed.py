@@ -1,0 +1,123 @@
+"""From datasets on disk to microbatches on the device."""
+
+from collections.abc import Iterator
+
+import torch
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config, InputError
+from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
+from ptdmpi.data.bigram import Bigram
+from ptdmpi.data.order import Part, SampleOrder
+from ptdmpi.data.shards import Dataset
+from ptdmpi.model.stage import Batch
+
+# Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
+VALIDATION_GROUP = 16
+
+
+class Feed:
+    """The data of a run, as one data rank sees it."""
+
+    def __init__(self, config: Config, axes: Axes, device: torch.device) -> None:
+        self.config, self.axes, self.device = config, axes, device
+        self.train, self.valid = open_datasets(config)
+        self.vocab_size = self.train[0].vocab_size
+        self.order = sample_order(config, self.train)
+
+    def steps(self, first: int) -> Prefetcher:
+        """Microbatches of step `first` and the following ones, read ahead by a thread."""
+        config, data = self.config, self.axes.data
+        batches = TrainBatches(
+            self.train,
+            self.order,
+            config.model.seq_length,
+            config.batch.global_size,
+            config.batch.micro_size,
+            data.rank,
+            data.size,
+        )
+        return Prefetcher(batches, first, config.run.steps)
+
+    def place(self, microbatches: list[Microbatch]) -> list[Batch]:
+        """As tensors on the device, sequence first."""
+        return [self._batch(microbatch) for microbatch in microbatches]
+
+    def _batch(self, microbatch: Microbatch) -> Batch:
+        def sequence_first(array) -> torch.Tensor:
+            return torch.from_numpy(array).t().contiguous().to(self.device)
+
+        mask = microbatch.loss_mask
+        return Batch(
+            inputs=sequence_first(microbatch.inputs),
+            labels=sequence_first(microbatch.labels),
+            weights=None if mask is None else sequence_first(mask),
+            samples=torch.from_numpy(microbatch.sample_ids).to(self.device),
+        )
+
+    def validation(self) -> Iterator[list[Microbatch]]:
+        """This data rank's validation microbatches, in groups of equal number on every rank."""
+        samples, data = self.config.log.validate_samples, self.axes.data
+        batches = ValidationBatches(
+            self.valid,
+            self.config.model.seq_length,
+            self.config.batch.micro_size,
+            data.rank,
+            data.size,
+            None if samples == "all" else samples,
+        )
+        group: list[Microbatch] = []
+        for microbatch in batches.microbatches():
+            group.append(microbatch)
+            if len(group) == VALIDATION_GROUP:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def bigram_loss(self) -> float:
+        """Nats per token of a bigram model of the training shards on the validation samples.
+
+        Rank 0 fits it; the validation tokens are the same that every layout validates on.
+        """
+        if self.axes.world.rank:
+            return 0.0
+        config, samples = self.config, self.config.log.validate_samples
+        bigram = Bigram(self.train)
+        everything = ValidationBatches(
+            self.valid, config.model.seq_length, 1, 0, 1, None if samples == "all" else samples
+        )
+        pairs = [(batch.inputs, batch.labels) for batch in everything.microbatches()]
+        tokens = len(pairs) * config.model.seq_length
+        return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
+
+
+def open_datasets(config: Config) -> tuple[list[Dataset], Dataset | None]:
+    """The training and validation datasets. Raises InputError if they do not go together."""
+    use_mmap = config.data.reader == "mmap"
+    train = [Dataset(part.path, use_mmap) for part in config.data.train]
+    valid = None if config.data.valid is None else Dataset(config.data.valid, use_mmap)
+    paths = [part.path for part in config.data.train] + [config.data.valid]
+    wanted, owner = config.data.tokenizer_sha256, "data.tokenizer_sha256"
+    if wanted is None:
+        wanted, owner = train[0].tokenizer_sha256, paths[0]
+    for path, dataset in zip(paths, [*train, *([valid] if valid else [])], strict=False):
+        if dataset.tokenizer_sha256 != wanted:
+            raise InputError(
+                f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "
+                f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
+                "all datasets of a run need the same tokenizer"
+            )
+        dataset.samples(config.model.seq_length)  # refuses a corpus shorter than one sequence
+    return train, valid
+
+
+def sample_order(config: Config, train: list[Dataset]) -> SampleOrder:
+    """The order of all training samples. Raises InputError if the run would exceed an `epochs`."""
+    parts = [
+        Part(dataset.samples(config.model.seq_length), part.weight, part.epochs)
+        for dataset, part in zip(train, config.data.train, strict=True)
+    ]
+    order = SampleOrder(parts, config.run.seed)
+    order.check(config.run.steps * config.batch.global_size)
+    return order

@@ -1,0 +1,200 @@
+"""The training loop: batch -> engine -> meter, with validation, checkpoints and the run directory."""
+
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import Config, InputError, resolve, to_toml
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.plan.costs import parameter_count
+from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.train.checkpoint import Checkpoints
+from ptdmpi.train.engine import Engine, StepResult
+from ptdmpi.train.feed import Feed, open_datasets, sample_order
+from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
+from ptdmpi.train.stopwatch import Stopwatch
+
+# The timeline that is kept is that of the step of median duration among the last ones.
+TIMELINE_STEPS = 20
+
+
+class Loop:
+    """One rank of a training run, from configuration to the last checkpoint."""
+
+    def __init__(self, tree: dict[str, Any], world: World) -> None:
+        self.world = world
+        self.config: Config = world.on_root(lambda: _checked(tree, world.size))
+        config, parallel = self.config, self.config.parallel
+        torch.set_num_threads(config.run.threads)
+        self.device = _device(world)
+        self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+        self.feed = Feed(config, self.axes, self.device)
+        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device)
+        self.path = Path(config.run.dir)
+        self.checkpoints = Checkpoints(
+            self.path / "checkpoints", self.engine, config.checkpoint.keep
+        )
+        progress, skipped = self.checkpoints.resume(config.checkpoint.resume)
+        self.first = progress.step if progress else 0
+        self.directory = None
+        if world.rank == 0:
+            self.directory = RunDirectory(self.path, to_toml(config), self.first)
+        self._greet(skipped)
+        self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
+        self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
+        self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
+        self.durations: deque[float] = deque(maxlen=100)
+
+    def run(self) -> None:
+        """Every step from where the run stands to the last one."""
+        config, steps = self.config, self.config.run.steps
+        feed = self.feed.steps(self.first)
+        for step in range(self.first, steps):
+            watch = Stopwatch(self.axes.pipeline.rank)
+            begin = time.perf_counter()
+            with watch.span("data"):
+                batches = self.feed.place(next(feed))
+            result = self.engine.step(step, batches)
+            elapsed = time.perf_counter() - begin
+            self.recent.append((elapsed, watch.spans + result.spans))
+            self._record(step + 1, result, elapsed)
+            if _due(step + 1, config.log.validate_every_steps, steps) and self.feed.valid:
+                self._validate(step + 1)
+            if _due(step + 1, config.checkpoint.every_steps, steps):
+                path = self.checkpoints.save(step + 1)
+                self._say(f"saved {path}")
+        feed.close()
+        self._keep_timeline()
+        if self.directory:
+            self.directory.close()
+
+    def _record(self, step: int, result: StepResult, elapsed: float) -> None:
+        config = self.config
+        memory = max(self.axes.world.all_gather_object(peak_memory_bytes(self.device)))
+        if self.directory is None:
+            return
+        rates = self.rates.of(elapsed)
+        self.durations.append(elapsed)
+        self.directory.record(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=result.learning_rate,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
+            tokens=step * self.rates.tokens,
+            **rates,
+            peak_memory_bytes=memory,
+            rank_count=self.world.size,
+            layout=layout_name(config),
+        )
+        if step % config.log.every_steps == 0 or step == config.run.steps:
+            left = (config.run.steps - step) * statistics.median(self.durations)
+            self._say(
+                f"step {step:>{len(str(config.run.steps))}}/{config.run.steps}  "
+                f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
+                f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
+                f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank  mfu {rates['mfu']:.1%}  "
+                f"left {duration(left)}{'  skipped: overflow' if result.skipped else ''}"
+            )
+
+    def _validate(self, step: int) -> None:
+        loss = tokens = 0.0
+        for group in self.feed.validation():
+            more = self.engine.evaluate(self.feed.place(group))
+            loss, tokens = loss + more[0], tokens + more[1]
+        values = {"validation_loss": loss / tokens}
+        values["validation_perplexity"] = float(torch.tensor(loss / tokens).double().exp())
+        text = f"validation loss {loss / tokens:.4f}  perplexity {values['validation_perplexity']:.2f}"
+        if self.bigram_pending:
+            values["bigram_validation_loss"] = self.feed.bigram_loss()
+            text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"
+            self.bigram_pending = False
+        if self.directory:
+            self.directory.record(step=step, **values)
+        self._say(f"step {step}  {text}")
+
+    def _keep_timeline(self) -> None:
+        """Write the measured timeline of one step, of all ranks of one pipeline."""
+        if not self.recent:
+            return
+        times = [elapsed for elapsed, _ in self.recent]
+        place = times.index(statistics.median_low(times))
+        place = self.axes.world.broadcast_object(place)
+        here = self.axes.coordinates
+        parts = self.axes.pipeline.all_gather_object(self.recent[place][1])
+        if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
+            step = self.config.run.steps - len(self.recent) + place + 1
+            spans = tuple(span for part in parts for span in part)
+            path = self.path / "timeline" / f"step-{step:08d}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(Timeline(spans, f"measured, step {step}").to_json(), encoding="utf-8")
+
+    def _peak(self) -> float:
+        precision = self.config.precision.compute
+        mine = peak_flops(self.device, PRECISIONS[precision].compute, precision)
+        return statistics.median(self.axes.world.all_gather_object(mine))
+
+    def _greet(self, skipped: list[str]) -> None:
+        config, world = self.config, self.world
+        parameters = parameter_count(config.model, self.feed.vocab_size)
+        self._say(
+            f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
+            f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
+            f"{parameters / 1e6:,.1f}M parameters, vocabulary {self.feed.vocab_size}; "
+            f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
+            "tokens"
+        )
+        for problem in skipped:
+            self._say(f"stepped over checkpoint {problem}")
+        if self.first:
+            self._say(f"resumed after step {self.first}")
+        if world.tensor_axis_crosses_nodes(self.axes.grid):
+            self._say(
+                "warning: the tensor axis crosses nodes; every layer waits for the network. "
+                f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
+            )
+
+    def _say(self, line: str) -> None:
+        if self.directory:
+            self.directory.say(line)
+
+
+def _checked(tree: dict[str, Any], ranks: int) -> Config:
+    """All that can be wrong before memory is allocated, found by one rank for everyone."""
+    config = resolve(tree, ranks)
+    train, _ = open_datasets(config)
+    sample_order(config, train)
+    path = Path(config.run.dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir = {path}: {error.strerror}") from None
+    return config
+
+
+def _device(world: World) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def layout_name(config: Config) -> str:
+    """Such as t=2,p=2,d=1,v=2,b=1."""
+    parallel = config.parallel
+    return (
+        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},"
+        f"v={parallel.virtual},b={config.batch.micro_size}"
+    )

@@ -1,0 +1,125 @@
+"""What a run is measured by: one record per step, one line on the terminal, the run directory."""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from ptdmpi.config import Config
+from ptdmpi.plan.costs import hardware_flops, model_flops
+
+# Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
+PEAK_FLOPS = {
+    "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
+    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12},
+    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 34e12},
+    "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 34e12},
+}
+GEMM_SIZE = 1024
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float:
+    """Dense peak of one rank: the data sheet's for a known GPU, else that of a square GEMM here.
+
+    On a CPU no data sheet knows how many cores a rank has, so MFU is against the best of a few
+    1024-cubed products in the compute type.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peaks in PEAK_FLOPS.items():
+            if known in name and precision in peaks:
+                return peaks[precision]
+    a = torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * GEMM_SIZE**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this rank has used so far: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Rates:
+    """FLOPs of a step and what they come to per second."""
+
+    def __init__(self, config: Config, vocab_size: int, ranks: int, peak: float) -> None:
+        model, recompute = config.model, config.recompute
+        self.tokens = config.batch.global_size * model.seq_length
+        self.ranks, self.peak = ranks, peak
+        recomputed = 0
+        if recompute.mode == "full":
+            recomputed = model.layers if recompute.layers == "all" else recompute.layers
+        self.model_flops = model_flops(model, vocab_size, self.tokens)
+        self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recomputed)
+
+    def of(self, step_time_s: float) -> dict[str, float]:
+        per_rank = self.ranks * step_time_s
+        return {
+            "step_time_s": step_time_s,
+            "tokens_per_s": self.tokens / step_time_s,
+            "model_tflops_per_rank": self.model_flops / per_rank / 1e12,
+            "hardware_tflops_per_rank": self.hardware_flops / per_rank / 1e12,
+            "mfu": self.model_flops / per_rank / self.peak,
+        }
+
+
+class RunDirectory:
+    """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
+
+    Each record is one write of a whole line. Resuming at a step removes a torn last line and the
+    records after that step.
+    """
+
+    def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        _replace(path / "config.toml", config_text)
+        metrics = path / "metrics.jsonl"
+        if metrics.exists():
+            kept = [line for line in metrics.read_bytes().splitlines() if _until(line, resumed_step)]
+            _replace(metrics, b"".join(line + b"\n" for line in kept).decode())
+        self._metrics: TextIO = open(metrics, "a", encoding="utf-8")
+        self._log: TextIO = open(path / "log.txt", "a", encoding="utf-8")
+
+    def record(self, **values: Any) -> None:
+        self._metrics.write(json.dumps(values) + "\n")
+        self._metrics.flush()
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self._log.write(line + "\n")
+        self._log.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._log.close()
+
+
+def _until(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1:02:05, 65 -> 1:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -131,7 +131,7 @@ def fail_together(world: World) -> Iterator[None]:
         raise SystemExit(2) from None
     except InputError as error:
         # Ranks that read the same bytes fail alike: the first one speaks and ends the others.
-        time.sleep(min(2.0, 0.1 * world.rank))
+        time.sleep(min(5.0, 0.5 * world.rank))
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         world.control.Abort(2)
     except BaseException as error:

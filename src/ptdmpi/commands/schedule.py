@@ -67,11 +67,13 @@ def _report(schedule: Schedule, timeline: Timeline) -> str:
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     peaks = " ".join(map(str, schedule.peak_activations()))
-    return "\n".join([
-        draw.terminal(timeline, width, color=color),
-        "",
-        f"bubble fraction   {timeline.bubble_fraction():.4f} (idle over ideal time)",
-        f"  closed form     {schedule.bubble_fraction_closed_form:.4f} = (p - 1) / (v m)",
-        f"makespan          {timeline.makespan_s:g} {timeline.time_unit}",
-        f"peak activations  {peaks} (forwards in flight, rank 0 first, in chunks)",
-    ])
+    return "\n".join(
+        [
+            draw.terminal(timeline, width, color=color),
+            "",
+            f"bubble fraction   {timeline.bubble_fraction():.4f} (idle over ideal time)",
+            f"  closed form     {schedule.bubble_fraction_closed_form:.4f} = (p - 1) / (v m)",
+            f"makespan          {timeline.makespan_s:g} {timeline.time_unit}",
+            f"peak activations  {peaks} (forwards in flight, rank 0 first, in chunks)",
+        ]
+    )

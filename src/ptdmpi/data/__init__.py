@@ -1,4 +1,5 @@
-"""Token shards, the order of training samples, and microbatches: numpy and h5py, no torch, no MPI."""
+"""Token shards, the order of training samples, and microbatches: numpy and h5py, no torch, no
+MPI."""
 
 import os
 

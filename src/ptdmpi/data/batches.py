@@ -11,30 +11,37 @@ import numpy as np
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset
 
-_WINDOW_SAMPLES = 1 << 14  # samples whose places are computed at once: numpy's cost per call is spread
+_WINDOW_SAMPLES = (
+    1 << 14
+)  # samples whose places are computed at once: numpy's cost per call is spread
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """b sequences of s tokens. `inputs` and `labels` are two views of one int64 [b, s + 1] array, so
-    neither is contiguous (reshape, do not view)."""
+    """b sequences of s tokens. `inputs` and `labels` are two views of one int64 [b, s + 1] array,
+    so neither is contiguous (reshape, do not view)."""
 
-    sample_ids: np.ndarray  # int64 [b]: global sample indices; of validation: samples of the dataset
+    sample_ids: (
+        np.ndarray
+    )  # int64 [b]: global sample indices; of validation: samples of the dataset
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs one token further
     loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
 
 
-def _microbatch(sample_ids: np.ndarray, rows: np.ndarray, loss_mask: np.ndarray | None) -> Microbatch:
+def _microbatch(
+    sample_ids: np.ndarray, rows: np.ndarray, loss_mask: np.ndarray | None
+) -> Microbatch:
     return Microbatch(sample_ids, rows[:, :-1], rows[:, 1:], loss_mask)
 
 
 class TrainBatches:
     """The training microbatches of one data rank.
 
-    Step k (from 0) trains on global samples k*B to (k+1)*B - 1. Microbatch j of a step holds samples
-    j*b to (j+1)*b - 1 of it, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither
-    the samples of a step nor their order depends on d, t or p. Raises ValueError if d b does not divide B.
+    Step k (from 0) trains on global samples k*B to (k+1)*B - 1. Microbatch j of a step holds
+    samples j*b to (j+1)*b - 1 of it, and data rank r has the contiguous block j = r*m to (r+1)*m -
+    1. So neither the samples of a step nor their order depends on d, t or p. Raises ValueError if d
+    b does not divide B.
     """
 
     def __init__(
@@ -48,7 +55,9 @@ class TrainBatches:
         data_size: int,
     ):
         if global_size % (micro_size * data_size):
-            raise ValueError(f"global batch {global_size} is no multiple of {micro_size} * {data_size}")
+            raise ValueError(
+                f"global batch {global_size} is no multiple of {micro_size} * {data_size}"
+            )
         self._datasets = datasets
         self._order = order
         self._seq_length = seq_length
@@ -60,7 +69,8 @@ class TrainBatches:
         self._window: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def _locate(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Global ids, datasets and samples within them of this rank's part of a step, int64 [B / d] each.
+        """Global ids, datasets and samples within them of this rank's part of a step, int64 [B / d]
+        each.
 
         Consecutive steps are located in windows; what is kept is a cache of a pure function.
         """
@@ -74,7 +84,8 @@ class TrainBatches:
         return self._window[1][part], self._window[2][part], self._window[3][part]
 
     def step(self, k: int) -> list[Microbatch]:
-        """This rank's m microbatches of step k. Raises InputError for ids outside the vocabulary."""
+        """This rank's m microbatches of step k. Raises InputError for ids outside the
+        vocabulary."""
         ids, datasets, samples = self._locate(k)
         rows = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
         for number, dataset in enumerate(self._datasets):
@@ -89,8 +100,8 @@ class TrainBatches:
 class ValidationBatches:
     """The validation microbatches of one data rank: the first samples of a dataset, in their order.
 
-    Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has the
-    same number of them: rows beyond the last sample repeat it under a loss mask of zeros.
+    Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has
+    the same number of them: rows beyond the last sample repeat it under a loss mask of zeros.
     """
 
     def __init__(
@@ -111,7 +122,8 @@ class ValidationBatches:
         self._first = data_rank * self.count
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """This rank's microbatches, read one at a time. Only those with padded rows have a loss mask."""
+        """This rank's microbatches, read one at a time. Only those with padded rows have a loss
+        mask."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
@@ -125,8 +137,9 @@ class ValidationBatches:
 class Prefetcher:
     """Iterates over the batches of steps first_step to last_step - 1, prepared ahead by a thread.
 
-    A thread, since forked or spawned processes do not go together with MPI. At most `depth` steps are
-    ready or in work. next() raises an exception of the thread with its traceback, in its step's turn.
+    A thread, since forked or spawned processes do not go together with MPI. At most `depth` steps
+    are ready or in work. next() raises an exception of the thread with its traceback, in its step's
+    turn.
     """
 
     def __init__(self, batches: TrainBatches, first_step: int, last_step: int, depth: int = 2):

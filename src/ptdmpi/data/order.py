@@ -1,8 +1,8 @@
 """The training order: a pure function (seed, global sample index) -> (dataset, sample of it).
 
-Nothing is stored but one period of the mixture: a keyed permutation stands in for the shuffled index
-files of other trainers, so start-up and memory do not depend on the size of the corpus, and resuming
-needs one integer, the number of samples consumed.
+Nothing is stored but one period of the mixture: a keyed permutation stands in for the shuffled
+index files of other trainers, so start-up and memory do not depend on the size of the corpus, and
+resuming needs one integer, the number of samples consumed.
 """
 
 import heapq
@@ -30,7 +30,8 @@ _M2 = np.uint64(0x94D049BB133111EB)
 def _mix(words: np.ndarray) -> np.ndarray:
     """A bijection of 64-bit words whose output bits depend on all input bits.
 
-    Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D. Stafford).
+    Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D.
+    Stafford).
     """
     words = (words ^ (words >> np.uint64(30))) * _M1
     words = (words ^ (words >> np.uint64(27))) * _M2
@@ -45,7 +46,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     """Feistel network on `bits`-bit words: a bijection of [0, 2^bits) for every key.
 
     The halves have bits//2 and the other bits; rounds change them in turn, so an odd number of bits
-    needs no padding (an alternating, unbalanced network) and the domain is less than twice the size.
+    needs no padding (an alternating, unbalanced network) and the domain is less than twice the
+    size.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
@@ -63,11 +65,13 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """The images of `index` (int [n], each in [0, size)) under the permutation of [0, size) named `key`.
+    """The images of `index` (int [n], each in [0, size)) under the permutation of [0, size) named
+    `key`.
 
-    A Feistel network permutes the next power of two; an image outside [0, size) is encrypted again until
-    it lies inside (cycle walking), which leaves a bijection of [0, size) and takes less than two passes
-    on average. `key` is an integer, or an uint64 array [n] with one key per index. Returns int64 [n].
+    A Feistel network permutes the next power of two; an image outside [0, size) is encrypted again
+    until it lies inside (cycle walking), which leaves a bijection of [0, size) and takes less than
+    two passes on average. `key` is an integer, or an uint64 array [n] with one key per index.
+    Returns int64 [n].
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002 (cycle walking). Raises IndexError for an index outside [0, size).
@@ -90,7 +94,8 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture: its training samples, its weight, and how many epochs it may be read."""
+    """One dataset of a mixture: its training samples, its weight, and how many epochs it may be
+    read."""
 
     samples: int
     weight: Decimal | str
@@ -115,8 +120,8 @@ def _weights(parts: Sequence[Part]) -> list[int]:
     period = lcm(*(share.denominator for share in shares))
     if period > MAX_PERIOD:
         raise InputError(
-            f"the mixture weights {', '.join(str(part.weight) for part in parts)} repeat only after "
-            f"{period} samples; at most {MAX_PERIOD} are legal: round them to fewer digits"
+            f"the mixture weights {', '.join(str(part.weight) for part in parts)} repeat only "
+            f"after {period} samples; at most {MAX_PERIOD} are legal: round them to fewer digits"
         )
     return [int(share * period) for share in shares]
 
@@ -125,19 +130,22 @@ def _apportion(weights: list[int]) -> np.ndarray:
     """Which dataset gives each sample of one period: int32 [sum of weights].
 
     After every prefix of n samples each dataset i has given floor(w_i n) or ceil(w_i n) of them
-    (w_i = weights[i] / period), hence strictly less than one away from w_i n. Proof: this is a unit-job
-    scheduling problem. Job k of dataset i may run from slot floor(k / w_i) and must have run by slot
-    ceil((k + 1) / w_i); jobs in their windows are just what the two bounds say. Giving every slot to all
-    datasets at once in fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i],
-    inside its window, so a fractional schedule exists; bipartite flows with integer bounds are
-    integral, so a whole one exists; and for unit jobs on one machine the earliest deadline first
-    finds it (Horn, Naval Res. Logist. 21 (1974)). The windows are those of proportionate fairness
-    (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993).
+    (w_i = weights[i] / period), hence strictly less than one away from w_i n. Proof: this is a
+    unit-job scheduling problem. Job k of dataset i may run from slot floor(k / w_i) and must have
+    run by slot ceil((k + 1) / w_i); jobs in their windows are just what the two bounds say. Giving
+    every slot to all datasets at once in fractions w_i fills each slot exactly and does job k
+    within [k / w_i, (k+1) / w_i], inside its window, so a fractional schedule exists; bipartite
+    flows with integer bounds are integral, so a whole one exists; and for unit jobs on one machine
+    the earliest deadline first finds it (Horn, Naval Res. Logist. 21 (1974)). The windows are those
+    of proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and of
+    Steiner and Yeomans (1993).
     """
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
-    waiting = [(0, number) for number in range(len(weights))]  # (first slot of the next job, dataset)
+    waiting = [
+        (0, number) for number in range(len(weights))
+    ]  # (first slot of the next job, dataset)
     ready: list[tuple[int, int]] = []  # (deadline, dataset)
     for slot in range(period):
         while waiting and waiting[0][0] <= slot:
@@ -154,12 +162,13 @@ def _apportion(weights: list[int]) -> np.ndarray:
 class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
-    Global sample n goes to a dataset by the mixture's table; as the k-th draw from that dataset (k counts
-    from 0) it is sample permute(k mod samples) of epoch k // samples, under a key made of seed, dataset
-    and epoch. So every epoch of a dataset has each of its samples exactly once, in a new order.
+    Global sample n goes to a dataset by the mixture's table; as the k-th draw from that dataset (k
+    counts from 0) it is sample permute(k mod samples) of epoch k // samples, under a key made of
+    seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly once, in a
+    new order.
 
-    Raises InputError for weights that are no decimals above 0 or that are finer than MAX_PERIOD allows,
-    and for epochs that are not above 0.
+    Raises InputError for weights that are no decimals above 0 or that are finer than MAX_PERIOD
+    allows, and for epochs that are not above 0.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int):
@@ -167,9 +176,13 @@ class SampleOrder:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):
             if part.samples < 1:
-                raise InputError(f"training dataset {number} has no samples: at least one is needed")
+                raise InputError(
+                    f"training dataset {number} has no samples: at least one is needed"
+                )
             if part.epochs is not None and not part.epochs > 0:
-                raise InputError(f"epochs {part.epochs} of training dataset {number}: must be above 0")
+                raise InputError(
+                    f"epochs {part.epochs} of training dataset {number}: must be above 0"
+                )
         self.parts = tuple(parts)
         self.seed = seed
         self._weights = _weights(self.parts)
@@ -186,7 +199,8 @@ class SampleOrder:
         return _mix(key + epochs.astype(np.uint64) * np.uint64(_GOLDEN))
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset (int64 [n]) and sample within it (int64 [n]) of global samples (int [n], from 0)."""
+        """Dataset (int64 [n]) and sample within it (int64 [n]) of global samples (int [n], from
+        0)."""
         periods, slots = np.divmod(np.asarray(global_indices, dtype=np.int64), self._period)
         datasets = self._table[slots].astype(np.int64)
         samples = np.empty_like(datasets)
@@ -206,12 +220,13 @@ class SampleOrder:
         return [periods * weight + int(n) for weight, n in zip(self._weights, begun, strict=True)]
 
     def check(self, total_samples: int) -> None:
-        """Raise InputError if a run of `total_samples` samples needs more epochs of a dataset than it may."""
+        """Raise InputError if a run of `total_samples` samples needs more epochs of a dataset than
+        it may."""
         for number, drawn in enumerate(self.counts(total_samples)):
             part = self.parts[number]
             if part.epochs is not None and Fraction(drawn, part.samples) > Fraction(part.epochs):
                 raise InputError(
-                    f"training dataset {number} would be read for {drawn / part.samples:.4g} epochs "
-                    f"({drawn} samples of {part.samples}), but its limit is epochs = {part.epochs}: "
-                    "train on fewer samples, lower its weight, or raise its epochs"
+                    f"training dataset {number} would be read for {drawn / part.samples:.4g} "
+                    f"epochs ({drawn} samples of {part.samples}), but its limit is epochs = "
+                    f"{part.epochs}: train on fewer samples, lower its weight, or raise its epochs"
                 )

@@ -1,9 +1,10 @@
 """Writing token shards as a stream: bounded memory, every token written once, whole files or none.
 
-HDF5 wants the length of a contiguous dataset before its data, a stream knows it only at the end. So the
-tokens are appended to the file by plain writes, behind the still empty HDF5 structures, at the offset
-where HDF5 will place the first dataset; at the end HDF5 is told to make a dataset of the right length
-there, without filling it. The offset comes from asking HDF5 itself, and is checked when it is used.
+HDF5 wants the length of a contiguous dataset before its data, a stream knows it only at the end. So
+the tokens are appended to the file by plain writes, behind the still empty HDF5 structures, at the
+offset where HDF5 will place the first dataset; at the end HDF5 is told to make a dataset of the
+right length there, without filling it. The offset comes from asking HDF5 itself, and is checked
+when it is used.
 """
 
 import io
@@ -20,12 +21,15 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import FORMAT_VERSION, format_checksum, token_dtype
 
-_ALIGNMENT_BYTES = 4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
+_ALIGNMENT_BYTES = (
+    4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
+)
 _BUFFER_BYTES = 1 << 20  # gathers the writes of short documents
 
 
 def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
-    """Open so that each new object starts on a page: this alone makes the offset of `tokens` certain."""
+    """Open so that each new object starts on a page: this alone makes the offset of `tokens`
+    certain."""
     return h5py.File(path, alignment_threshold=1, alignment_interval=_ALIGNMENT_BYTES, **options)
 
 
@@ -57,8 +61,8 @@ def _sync_directory(directory: Path) -> None:
 class ShardWriter:
     """Context manager that writes one shard as a stream: `PATH.tmp` first, then renamed to PATH.
 
-    Nothing but a whole, synced shard ever has the name PATH; when the block ends by an exception, or a
-    write fails, the temporary file is removed. Memory: one buffer and 8 bytes per document.
+    Nothing but a whole, synced shard ever has the name PATH; when the block ends by an exception,
+    or a write fails, the temporary file is removed. Memory: one buffer and 8 bytes per document.
 
     Raises InputError if the file cannot be written (a full disk, say), for a token id outside the
     vocabulary, and for a shard that would be empty or whose last document has no end.
@@ -102,8 +106,8 @@ class ShardWriter:
             self.discard()
 
     def write(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
-        """Append tokens (int [n]). `document_ends` (int [k], rising, in 1..n) counts from this block's
-        first token; a document without an end in this block goes on in the next one."""
+        """Append tokens (int [n]). `document_ends` (int [k], rising, in 1..n) counts from this
+        block's first token; a document without an end in this block goes on in the next one."""
         if tokens.size == 0:
             return
         low, high = int(tokens.min()), int(tokens.max())
@@ -111,7 +115,8 @@ class ShardWriter:
             wrong = low if low < 0 else high
             self.discard()
             raise InputError(
-                f"shard {self.path}: token id {wrong} is outside the vocabulary of {self._vocab_size}"
+                f"shard {self.path}: token id {wrong} is outside the vocabulary of "
+                f"{self._vocab_size}"
             )
         block = np.ascontiguousarray(tokens, dtype=self._dtype)
         try:
@@ -155,4 +160,6 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> InputError:
-        return InputError(f"shard {self.path} cannot be written: {error}; free space or choose another place")
+        return InputError(
+            f"shard {self.path} cannot be written: {error}; free space or choose another place"
+        )

@@ -1,9 +1,9 @@
 """Token shards: the file format, its reader and its checks. `shard_writer.py` writes it.
 
-A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32, little-endian),
-a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the number of tokens) and
-attributes. h5py opens it once, for the metadata and the byte offset of `tokens` in the file; after that the
-tokens are read through `np.memmap`, without HDF5.
+A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
+little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
+number of tokens) and attributes. h5py opens it once, for the metadata and the byte offset of
+`tokens` in the file; after that the tokens are read through `np.memmap`, without HDF5.
 """
 
 import os
@@ -21,7 +21,9 @@ from ptdmpi.config import InputError
 
 FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
-_OPEN_SHARDS = 512  # mapped at a time in one dataset: each takes a file descriptor, often limited to 1024
+_OPEN_SHARDS = (
+    512  # mapped at a time in one dataset: each takes a file descriptor, often limited to 1024
+)
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -96,8 +98,9 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
 def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
 
-    Raises InputError that names the file, what is wrong and what would be right: no such file, not HDF5,
-    truncated, missing datasets or attributes, a wrong type, layout or version, impossible offsets.
+    Raises InputError that names the file, what is wrong and what would be right: no such file, not
+    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
+    offsets.
     """
     path = Path(path)
     if not path.is_file():
@@ -140,10 +143,13 @@ def find_shards(directory: str | Path) -> list[Path]:
     paths = sorted(directory.glob("*.h5"))
     if (directory / UNFINISHED).exists():
         raise InputError(
-            f"dataset {directory} is unfinished: run the same ptdmpi-data tokenize again to complete it"
+            f"dataset {directory} is unfinished: run the same ptdmpi-data tokenize again to "
+            "complete it"
         )
     if not paths:
-        raise InputError(f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize")
+        raise InputError(
+            f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize"
+        )
     return paths
 
 
@@ -194,10 +200,10 @@ def _count_samples(headers: Sequence[ShardHeader], seq_length: int) -> np.ndarra
 class Dataset:
     """A directory of shards with one tokenizer, seen as a sequence of training samples.
 
-    A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right, the
-    labels); sample j of a shard starts at token j * seq_length. `use_mmap=False` reads by pread, for
-    file systems where mapping hurts. Raises InputError if there is no shard, if one is damaged, or if
-    they differ in tokenizer, vocabulary size or eod_id.
+    A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right,
+    the labels); sample j of a shard starts at token j * seq_length. `use_mmap=False` reads by
+    pread, for file systems where mapping hurts. Raises InputError if there is no shard, if one is
+    damaged, or if they differ in tokenizer, vocabulary size or eod_id.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True):
@@ -208,15 +214,17 @@ class Dataset:
             for name in ("tokenizer_sha256", "vocab_size", "eod_id"):
                 if getattr(header, name) != getattr(first, name):
                     raise InputError(
-                        f"shard {header.path} has {name} {getattr(header, name)}, but {first.path} has "
-                        f"{getattr(first, name)}: all shards of a dataset must have the same"
+                        f"shard {header.path} has {name} {getattr(header, name)}, but {first.path} "
+                        f"has {getattr(first, name)}: all shards of a dataset must have the same"
                     )
         self.tokenizer = first.tokenizer
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
-        self._dtype = max((header.dtype for header in self.headers), key=lambda dtype: dtype.itemsize)
+        self._dtype = max(
+            (header.dtype for header in self.headers), key=lambda dtype: dtype.itemsize
+        )
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
         open_reader = _mapped_reader if use_mmap else _pread_reader
         headers = self.headers
@@ -224,21 +232,22 @@ class Dataset:
         self._first_samples = lru_cache(4)(partial(_count_samples, headers))
 
     def samples(self, seq_length: int) -> int:
-        """The number of training samples. Raises InputError if no shard has seq_length + 1 tokens."""
+        """The number of training samples. Raises InputError if no shard has seq_length + 1
+        tokens."""
         count = int(self._first_samples(seq_length)[-1])
         if count == 0:
             longest = max(header.tokens for header in self.headers)
             raise InputError(
-                f"dataset {self.directory} is shorter than one sequence: its longest shard has {longest} "
-                f"tokens, seq_length {seq_length} needs {seq_length + 1}"
+                f"dataset {self.directory} is shorter than one sequence: its longest shard has "
+                f"{longest} tokens, seq_length {seq_length} needs {seq_length + 1}"
             )
         return count
 
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
         """Samples (int [n]) as int64 [n, seq_length + 1].
 
-        Raises InputError for a token id outside the vocabulary (shard, position, id), and IndexError for
-        a sample that does not exist.
+        Raises InputError for a token id outside the vocabulary (shard, position, id), and
+        IndexError for a sample that does not exist.
         """
         first_samples = self._first_samples(seq_length)
         indices = np.asarray(sample_indices, dtype=np.int64)
@@ -250,7 +259,9 @@ class Dataset:
         reader = self._reader
         for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
             rows[row] = reader(shard)(start, start + seq_length + 1)
-        if rows.size and rows.max() >= self.vocab_size:  # in the narrow type: a tenth of the copying
+        if (
+            rows.size and rows.max() >= self.vocab_size
+        ):  # in the narrow type: a tenth of the copying
             row, column = np.argwhere(rows >= self.vocab_size)[0]
             raise InputError(
                 f"shard {self.headers[shards[row]].path}: token {starts[row] + column} has id "
@@ -259,7 +270,8 @@ class Dataset:
         return rows.astype(np.int64)
 
     def documents(self, shard: int) -> np.ndarray:
-        """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i], o[i+1])."""
+        """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
+        o[i+1])."""
         return map_documents(self.headers[shard])
 
 
@@ -276,7 +288,8 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 def verify(path: str | Path) -> list[str]:
     """Read a whole shard in bounded memory; the problems found, one line each, none if it is sound.
 
-    Checked: header, checksum of the token bytes, ids inside the vocabulary, document offsets rising.
+    Checked: header, checksum of the token bytes, ids inside the vocabulary, document offsets
+    rising.
     """
     try:
         header = read_header(path)
@@ -299,5 +312,6 @@ def verify(path: str | Path) -> list[str]:
 
 
 def format_checksum(crc32: int) -> str:
-    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in "crc32:1c291ca3"."""
+    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in
+    "crc32:1c291ca3"."""
     return f"crc32:{crc32:08x}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.config import Config
 from ptdmpi.model.parameters import Parameter
@@ -88,7 +89,7 @@ class Stage(nn.Module):
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
-        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
@@ -144,7 +145,8 @@ class Stage(nn.Module):
             y = cross_entropy(y, batch.labels, batch.weights, self.axis)
             self.losses[microbatch] = y.detach()
         if training:
-            self._in_flight[microbatch] = (x, y)
+            # only the graph is kept: the output itself can go once it has been passed on
+            self._in_flight[microbatch] = (x, get_gradient_edge(y))
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -152,8 +154,8 @@ class Stage(nn.Module):
 
         Weight gradients are added to each parameter's main_grad.
         """
-        x, y = self._in_flight.pop(microbatch)
+        x, output = self._in_flight.pop(microbatch)
         if self.last:
-            dy = torch.full_like(y, self._loss_scale)
-        torch.autograd.backward(y, dy)
+            dy = torch.full_like(self.losses[microbatch], self._loss_scale)
+        torch.autograd.backward(output, dy)
         return None if x is None else x.grad

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.model import kernels
 from ptdmpi.model.parameters import Parameter, Split, declare
 
 
@@ -63,15 +64,6 @@ class TensorAxis:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
-def accumulate_weight_gradient(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """weight.main_grad += dy^T x over all positions; dy [s, b, o], x [s, b, i], weight [o, i]."""
-    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-    if weight.main_grad.dtype == dy.dtype:
-        weight.main_grad.addmm_(dy.t(), x)
-    else:
-        weight.main_grad += dy.t() @ x
-
-
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
     if bias is not None:
         bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
@@ -84,14 +76,14 @@ class _ColumnLinear(Function):
     def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis):
         ctx.save_for_backward(x)
         ctx.layer = (weight, bias, axis)
-        return F.linear(axis.gather(x), weight, bias)
+        return kernels.linear(axis.gather(x), weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
-        dx = axis.reduce(dy @ weight)
-        accumulate_weight_gradient(weight, dy, axis.gather(x))
+        dx = axis.reduce(kernels.input_gradient(dy, weight))
+        kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
         accumulate_bias_gradient(bias, dy)
         return dx, None, None, None
 
@@ -104,8 +96,8 @@ class _RowLinear(Function):
         ctx.save_for_backward(x)
         ctx.layer = (weight, bias, axis)
         if axis.size == 1:
-            return F.linear(x, weight, bias)
-        y = axis.reduce(F.linear(x, weight))
+            return kernels.linear(x, weight, bias)
+        y = axis.reduce(kernels.linear(x, weight))
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -114,8 +106,8 @@ class _RowLinear(Function):
         (x,) = ctx.saved_tensors
         accumulate_bias_gradient(bias, dy)
         dy = axis.gather(dy)
-        accumulate_weight_gradient(weight, dy, x)
-        return dy @ weight, None, None, None
+        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        return kernels.input_gradient(dy, weight), None, None, None
 
 
 class ColumnParallelLinear(nn.Module):

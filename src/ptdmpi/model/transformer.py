@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
+from ptdmpi.model import kernels
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import Stream, dropout
 from ptdmpi.model.tensor_parallel import (
@@ -109,14 +110,14 @@ class Attention(nn.Module):
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         if context.stream is None or self.rate == 0.0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
+            return kernels.causal_attention(q, k, v)
+        scores = kernels.product(q, k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
         weights = scores.masked_fill(future, -torch.inf).softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
         keep = stream.attention_mask(tuple(weights.shape), self.rate)
-        return dropout(weights, keep, self.rate) @ v
+        return kernels.product(dropout(weights, keep, self.rate), v)
 
 
 class Mlp(nn.Module):

@@ -191,12 +191,14 @@ def _draw_all(drawing: "Figure", timelines: Sequence[Timeline], heights: Sequenc
     handles: dict[str, object] = {}
     for timeline, height in zip(timelines, heights, strict=True):
         bottom = top - height
-        axes = drawing.add_axes((
-            left / _WIDTH_INCHES,
-            (bottom + 0.45) / total,
-            1 - (left + right) / _WIDTH_INCHES,
-            (height - _MARGIN_INCHES) / total,
-        ))
+        axes = drawing.add_axes(
+            (
+                left / _WIDTH_INCHES,
+                (bottom + 0.45) / total,
+                1 - (left + right) / _WIDTH_INCHES,
+                (height - _MARGIN_INCHES) / total,
+            )
+        )
         _draw_lanes(axes, timeline, longest_s if len(units) == 1 else timeline.makespan_s, handles)
         top = bottom
     drawing.legend(  # of at most 7 columns, and rows of like length
@@ -228,9 +230,12 @@ def _draw_lanes(
 
     axes.barh(list(lane.values()), timeline.makespan_s / unit_s, left=0, height=0.86, color=_IDLE)
     for (kind, shade), spans in sorted(bars.items(), key=lambda item: item[0][0] in COMPUTE_KINDS):
-        _draw_bars(axes, kind, shade, [
-            (x(s.start_s), lane[s.rank] - 0.43, (s.end_s - s.start_s) / unit_s) for s in spans
-        ])
+        _draw_bars(
+            axes,
+            kind,
+            shade,
+            [(x(s.start_s), lane[s.rank] - 0.43, (s.end_s - s.start_s) / unit_s) for s in spans],
+        )
     _draw_numbers(axes, timeline, chunks, x, extent_s)
     for kind in ("forward", "backward"):
         for chunk in range(chunks.count):
@@ -326,20 +331,24 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
         events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
     for span in timeline.spans:
         name = span.op if span.kind in COMPUTE_KINDS else f"{span.kind} {span.op}".strip()
-        events.append({
-            "ph": "X",
-            "pid": span.rank,
-            "tid": 0,
-            "cat": span.kind,
-            "name": name,
-            "ts": (span.start_s - timeline.start_s) * us_per_unit,
-            "dur": (span.end_s - span.start_s) * us_per_unit,
-        })
-    trace = json.dumps({
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"title": timeline.title, "time_unit": timeline.time_unit},
-    })
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": 0,
+                "cat": span.kind,
+                "name": name,
+                "ts": (span.start_s - timeline.start_s) * us_per_unit,
+                "dur": (span.end_s - span.start_s) * us_per_unit,
+            }
+        )
+    trace = json.dumps(
+        {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"title": timeline.title, "time_unit": timeline.time_unit},
+        }
+    )
     _write(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))
 
 

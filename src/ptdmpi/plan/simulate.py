@@ -55,17 +55,17 @@ class Timeline:
     title: str = ""
     time_unit: str = "s"
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """When the first span starts; 0 without spans."""
         return min((span.start_s for span in self.spans), default=0.0)
 
-    @property
+    @cached_property
     def makespan_s(self) -> float:
         """From the start of the first span to the end of the last; 0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that appear, ascending."""
         return tuple(sorted({span.rank for span in self.spans}))

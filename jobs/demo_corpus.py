@@ -27,7 +27,7 @@ def main(output: Path) -> None:
             file.write(json.dumps({"text": text}) + "\n")
             count, size = count + 1, size + len(text.encode())
     if not count:
-        sys.exit(f"no Python sources below {library}; give a text of your own: make demo CORPUS=path")
+        sys.exit(f"no Python sources below {library}; take a text of yours: make demo CORPUS=path")
     os.replace(temporary, output)
     print(f"{count:,} files of the standard library, {size / 1e6:.1f} MB")
 

@@ -102,9 +102,9 @@ def summary(run: Run) -> dict[str, Any]:
     if run.validations:
         numbers["validation_loss"] = run.validations[-1]["validation_loss"]
         numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
-    baseline = [r["bigram_validation_loss"] for r in run.validations if "bigram_validation_loss" in r]
-    if baseline:
-        numbers["bigram_validation_loss"] = baseline[0]
+    for record in run.validations:
+        if "bigram_validation_loss" in record:
+            numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
     for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
         numbers[f"median_{key}"] = statistics.median(record[key] for record in run.steps)
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
@@ -134,7 +134,7 @@ def table(numbers: dict[str, Any]) -> str:
         name = key.removesuffix("_bytes").removesuffix("_time_s").replace("_", " ")
         if key.endswith("_bytes"):
             text = f"{value / 2**20:,.0f} MiB per rank"
-        elif key.endswith("fraction_planned") or key.endswith("fraction_measured"):
+        elif key.startswith("bubble_fraction"):
             text = f"{value:.1%} of ideal time"
         elif key == "median_mfu":
             text = f"{value:.1%} of dense peak"

@@ -14,7 +14,7 @@ from ptdmpi.comm.communicator import Communicator, Handle, combine
 
 # Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
 DIRECT_BYTES = 32 * 1024
-# Between two ranks, one exchange wins up to here: the same bytes move, in one message instead of two.
+# Between two ranks one exchange wins up to here: the same bytes, in one message instead of two.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large sums go in pieces of this size, so that the scratch memory is bounded and stays in cache.
 BUCKET_BYTES = 4 * 1024 * 1024
@@ -69,7 +69,7 @@ class MpiCommunicator(Communicator):
             flat.copy_(host)
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """Reduce-scatter by an exchange of pieces, then all-gather: 2 (size-1)/size of the bytes."""
+        """Reduce-scatter by exchanging pieces, then all-gather: 2 (size-1)/size of the bytes."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]

@@ -1,9 +1,12 @@
-"""Products of matrices in the compute type, as quick as the device allows.
+"""What a layer computes between its collectives, as quick as the device allows and keeping little.
 
 A CPU without bfloat16 or float16 instructions falls back to scalar code for products of those types
 (measured on an AVX2 machine: 0.3 to 8 GFLOP/s where float32 reaches 40). There the operands are
 widened to float32 first and the result is rounded once: the values that hardware with float32
 accumulators gives.
+
+Where PyTorch composes an operation of several on a CPU, each of them keeps what its own backward
+wants; such an operation is one Function here that keeps its input alone.
 """
 
 from functools import cache
@@ -11,6 +14,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -58,13 +62,68 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(head size)) v, each position seeing itself and what is before it.
 
-    q, k, v and the result are [b, heads, s, head size]; PyTorch picks the kernel (FlashAttention
-    where the device has it).
+    q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
+    (grouped queries); PyTorch picks the kernel (FlashAttention where the device has it).
     """
-    out = F.scaled_dot_product_attention(_wide(q), _wide(k), _wide(v), is_causal=True)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        _wide(q), _wide(k), _wide(v), is_causal=True, enable_gqa=grouped
+    )
     return out.to(q.dtype)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b, batched."""
     return (_wide(a) @ _wide(b)).to(a.dtype)
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        dnormed = dy * weight.to(scale.dtype)
+        dweight = (dy * normed).flatten(0, -2).sum(0)
+        projection = (dnormed * normed).mean(-1, keepdim=True)
+        dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 at least.
+
+    Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+    if x.device.type == "cpu":
+        return _RmsNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _SwiGlu(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(value)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, value = x.chunk(2, dim=-1)
+        dx = torch.empty_like(x)
+        dgate, dvalue = dx.chunk(2, dim=-1)
+        torch.mul(dy, F.silu(gate), out=dvalue)
+        torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
+        return dx
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020)."""
+    return _SwiGlu.apply(x)

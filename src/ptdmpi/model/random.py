@@ -73,7 +73,7 @@ class Stream:
 
     def hidden_mask(self, shape: tuple[int, int, int], rate: float) -> Tensor:
         """[s, b, h] bool: True where kept, with probability 1 - rate."""
-        s, b, h = shape
+        s, _, h = shape
         device = self.samples.device
         positions = torch.arange(self.first_position, self.first_position + s, device=device)
         rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * _GOLDEN)
@@ -81,7 +81,7 @@ class Stream:
 
     def attention_mask(self, shape: tuple[int, int, int, int], rate: float) -> Tensor:
         """[b, a, s, s] bool: True where kept, with probability 1 - rate."""
-        b, a, s, _ = shape
+        _, a, s, _ = shape
         device = self.samples.device
         heads = torch.arange(self.first_head, self.first_head + a, device=device)
         positions = torch.arange(s, device=device)

@@ -99,7 +99,9 @@ class Stage(nn.Module):
     def place_tables(self, model, device: torch.device) -> None:
         """Make what is computed once for all layers: the rotary angles."""
         if model.positions == "rope" and self.layers:
-            table = rotary_table(model, device)
+            # in the compute type: a conversion in each layer would be a copy to keep
+            compute = next(self.parameters()).dtype
+            table = tuple(angles.to(compute) for angles in rotary_table(model, device))
             for block in self.layers.values():
                 block.attention.rotary = table
 

@@ -44,12 +44,12 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return kernels.rms_norm(x, self.weight, self.eps)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
+    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864), float32.
 
     Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
     """
@@ -62,9 +62,9 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, a, head size] turned by its position's angles."""
+    """x [s, b, a, head size] turned by its position's angles; they have the type of x, or a narrower."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -94,7 +94,8 @@ class Attention(nn.Module):
             for part in qkv.split([size * self.head_size for size in sizes], dim=-1)
         )
         if self.rotary is not None:
-            q, k = rotate(q, *self.rotary), rotate(k, *self.rotary)
+            # v is a view of all of qkv, which would stay only for its sake
+            q, k, v = rotate(q, *self.rotary), rotate(k, *self.rotary), v.clone()
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
         if self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
@@ -106,11 +107,11 @@ class Attention(nn.Module):
         return self.out(core.permute(2, 0, 1, 3).flatten(2))
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.stream is None or self.rate == 0.0:
+            return kernels.causal_attention(q, k, v)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        if context.stream is None or self.rate == 0.0:
-            return kernels.causal_attention(q, k, v)
         scores = kernels.product(q, k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -135,8 +136,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.gated:
-            gate, value = x.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * value)
+            return self.down(kernels.swiglu(x))
         return self.down(F.gelu(x, approximate="tanh"))
 
 

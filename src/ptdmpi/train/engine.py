@@ -58,7 +58,9 @@ class Engine:
             for number in range(self.schedule.stages)
             if self.schedule.rank_of(number) == axes.coordinates.pipeline
         }
-        named = [pair for stage in self.stages.values() for pair in stage.named_logical_parameters()]
+        named = []
+        for stage in self.stages.values():
+            named += stage.named_logical_parameters()
         self.buffer = ParameterBuffer(named, precision, self.device, axis.rank, axis.size)
         self.buffer.initialise(config.run.seed)
         for stage in self.stages.values():
@@ -104,7 +106,7 @@ class Engine:
         return StepResult(loss, float(norm), rate, scale, skipped, watch.spans)
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """(summed loss in nats, valid tokens) over all data ranks' `batches`; equal on all ranks."""
+        """(summed loss in nats, valid tokens) of all data ranks' `batches`; equal on all ranks."""
         schedule = schedules.build(
             "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
         )

@@ -1,5 +1,6 @@
-"""The training loop: batch -> engine -> meter, with validation, checkpoints and the run directory."""
+"""The training loop: batch -> engine -> meter, validation, checkpoints, the run directory."""
 
+import math
 import statistics
 import time
 from collections import deque
@@ -71,8 +72,6 @@ class Loop:
                 self._say(f"saved {path}")
         feed.close()
         self._keep_timeline()
-        if self.directory:
-            self.directory.close()
 
     def _record(self, step: int, result: StepResult, elapsed: float) -> None:
         config = self.config
@@ -109,9 +108,10 @@ class Loop:
         for group in self.feed.validation():
             more = self.engine.evaluate(self.feed.place(group))
             loss, tokens = loss + more[0], tokens + more[1]
-        values = {"validation_loss": loss / tokens}
-        values["validation_perplexity"] = float(torch.tensor(loss / tokens).double().exp())
-        text = f"validation loss {loss / tokens:.4f}  perplexity {values['validation_perplexity']:.2f}"
+        mean = loss / tokens
+        perplexity = math.exp(mean) if mean < 700 else math.inf
+        values = {"validation_loss": mean, "validation_perplexity": perplexity}
+        text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
         if self.bigram_pending:
             values["bigram_validation_loss"] = self.feed.bigram_loss()
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"

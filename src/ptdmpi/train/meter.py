@@ -5,7 +5,7 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -84,25 +84,25 @@ class RunDirectory:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         _replace(path / "config.toml", config_text)
-        metrics = path / "metrics.jsonl"
-        if metrics.exists():
-            kept = [line for line in metrics.read_bytes().splitlines() if _until(line, resumed_step)]
-            _replace(metrics, b"".join(line + b"\n" for line in kept).decode())
-        self._metrics: TextIO = open(metrics, "a", encoding="utf-8")
-        self._log: TextIO = open(path / "log.txt", "a", encoding="utf-8")
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log.txt"
+        if self.metrics.exists():
+            lines = self.metrics.read_bytes().splitlines()
+            kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
+            _replace(self.metrics, b"".join(kept).decode())
 
     def record(self, **values: Any) -> None:
-        self._metrics.write(json.dumps(values) + "\n")
-        self._metrics.flush()
+        _append(self.metrics, json.dumps(values))
 
     def say(self, line: str) -> None:
         print(line, flush=True)
-        self._log.write(line + "\n")
-        self._log.flush()
+        _append(self.log, line)
 
-    def close(self) -> None:
-        self._metrics.close()
-        self._log.close()
+
+def _append(path: Path, line: str) -> None:
+    """One write of the whole line, on disk's way before the next step begins."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def _until(line: bytes, step: int) -> bool:

@@ -1,0 +1,103 @@
+"""TOML and `--set` in, a checked configuration out, and back to TOML."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.rules import rules
+from ptdmpi.config.sections import Config, Section, TrainDataConfig
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The TOML file as a tree of values, with `section.key=value` overrides applied.
+
+    Raises InputError if the file is missing or is not TOML, or an override has no key.
+    """
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"configuration {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(tree, override)
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise InputError(f"--set {override}: write section.key=value, for example run.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    target = tree.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise InputError(f"--set {override}: [{section}] of the file is not a section")
+    target[name] = value
+
+
+def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
+    """The complete configuration of `tree` on `ranks` ranks.
+
+    Raises InputError with one line for each mistake, all of them together.
+    """
+    mistakes: list[str] = []
+    sections: dict[str, Section] = {}
+    for name in tree:
+        if name not in Config.model_fields:
+            mistakes.append(f"[{name}] is no section{_did_you_mean(name, Config.model_fields)}")
+    for name, field in Config.model_fields.items():
+        try:
+            sections[name] = field.annotation.model_validate(tree.get(name, {}))
+        except ValidationError as error:
+            mistakes.extend(_explain(name, field.annotation, error))
+    mistakes.extend(rules(sections, ranks))
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    config = Config.model_construct(**sections)
+    parallel = config.parallel
+    return config.replace("parallel", data=ranks // (parallel.tensor * parallel.pipeline))
+
+
+def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:
+    mistakes = error.errors()
+    for mistake in mistakes:
+        if mistake["type"] == "too_short" and len(mistakes) > 1:
+            continue  # the list seems short only because of a mistake in one of its items
+        path = [str(part) for part in mistake["loc"]]
+        # pydantic appends the tried branch of a union (such as 'int') to the location
+        known = [part for part in path if part in model.model_fields or part.isdigit()]
+        key = ".".join([section, *(path if mistake["type"] == "extra_forbidden" else known)])
+        if mistake["type"] == "extra_forbidden":
+            owner = TrainDataConfig if len(path) > 1 else model
+            yield f"{key} is no key{_did_you_mean(path[-1], owner.model_fields)}"
+        elif mistake["type"] == "missing":
+            yield f"{section}.{'.'.join(path)} is missing; it has no default"
+        else:
+            yield f"{key} = {mistake['input']!r}: {mistake['msg']}"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; legal are {', '.join(known)}"
+
+
+def to_toml(config: Config) -> str:
+    """The complete configuration as TOML text; `load` and `resolve` read it back unchanged."""
+    import tomlkit
+
+    tree = config.model_dump(exclude_none=True)
+    for dataset in tree["data"]["train"]:
+        dataset.update({k: str(v) for k, v in dataset.items() if isinstance(v, Decimal)})
+    tree["data"]["train"] = list(tree["data"]["train"])
+    return tomlkit.dumps(tree)

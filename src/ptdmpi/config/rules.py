@@ -1,0 +1,128 @@
+"""Every rule that ties two keys together, such as sizes that must divide each other."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from ptdmpi.config.sections import (
+    BatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfig,
+    Section,
+)
+
+
+def divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
+
+
+def _nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
+    chosen = sorted(sorted(set(legal), key=lambda k: (abs(k - number), k))[:count])
+    return " or ".join(map(str, chosen))
+
+
+def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
+    """Every rule that ties two keys together; a rule is skipped if its sections did not parse."""
+    model, parallel = sections.get("model"), sections.get("parallel")
+    if isinstance(model, ModelConfig):
+        yield from _model_rules(model)
+    if isinstance(parallel, ParallelConfig):
+        yield from _parallel_rules(parallel, ranks)
+    if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig):
+        yield from _split_rules(model, parallel)
+        recompute = sections.get("recompute")
+        if isinstance(recompute, RecomputeConfig):
+            yield from _recompute_rules(recompute, model)
+    if isinstance(parallel, ParallelConfig) and isinstance(sections.get("batch"), BatchConfig):
+        yield from _batch_rules(sections["batch"], parallel, ranks)
+    run, optimizer = sections.get("run"), sections.get("optimizer")
+    if isinstance(optimizer, OptimizerConfig):
+        if optimizer.min_learning_rate > optimizer.learning_rate:
+            yield "optimizer.min_learning_rate is above learning_rate"
+        if isinstance(run, RunConfig) and optimizer.warmup_steps > run.steps:
+            yield (
+                f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than "
+                f"run.steps = {run.steps}"
+            )
+
+
+def _model_rules(model: ModelConfig) -> Iterator[str]:
+    if model.hidden % model.heads:
+        yield (
+            f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
+            f"legal nearby: heads {_nearest(model.heads, divisors(model.hidden))}"
+        )
+    elif model.positions == "rope" and model.head_size % 2:
+        yield f"model.hidden / heads = {model.head_size} must be even for rope positions"
+    if model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
+            f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+        )
+
+
+def _parallel_rules(parallel: ParallelConfig, ranks: int) -> Iterator[str]:
+    model_ranks = parallel.tensor * parallel.pipeline
+    if parallel.data == "auto":
+        if ranks % model_ranks:
+            yield (
+                f"{ranks} ranks cannot be split: parallel.tensor * pipeline = {parallel.tensor} * "
+                f"{parallel.pipeline} = {model_ranks} must divide the number of ranks; start "
+                f"{max(1, ranks // model_ranks) * model_ranks}, or use tensor * pipeline = "
+                f"{_nearest(model_ranks, divisors(ranks))}"
+            )
+    elif model_ranks * parallel.data != ranks:
+        yield (
+            f"parallel.tensor * pipeline * data = {parallel.tensor} * {parallel.pipeline} * "
+            f"{parallel.data} = {model_ranks * parallel.data}, but {ranks} ranks were started; "
+            f'start {model_ranks * parallel.data}, or set parallel.data = "auto"'
+        )
+    if parallel.virtual > 1 and parallel.schedule == "1f1b":
+        yield (
+            f'parallel.schedule = "1f1b" has virtual = 1, not {parallel.virtual}; '
+            'legal: schedule = "interleaved" or virtual = 1'
+        )
+
+
+def _split_rules(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual
+    for key in ("heads", "kv_heads", "ffn_hidden"):
+        value = getattr(model, key)
+        if value % tensor and (key != "kv_heads" or model.kv_heads != model.heads):
+            yield (
+                f"parallel.tensor = {tensor} does not divide model.{key} = {value}; "
+                f"legal nearby: tensor {_nearest(tensor, divisors(value))}"
+            )
+    if parallel.sequence_parallel and model.seq_length % tensor:
+        yield (
+            f"sequence_parallel: parallel.tensor = {tensor} does not divide model.seq_length = "
+            f"{model.seq_length}; legal nearby: {_nearest(tensor, divisors(model.seq_length))}"
+        )
+    if stages > model.layers:
+        yield (
+            f"parallel.pipeline * virtual = {stages} stages, but model.layers = {model.layers}; "
+            f"at most one stage per layer"
+        )
+
+
+def _recompute_rules(recompute: RecomputeConfig, model: ModelConfig) -> Iterator[str]:
+    if recompute.layers != "all":
+        if recompute.mode != "full":
+            yield 'recompute.layers belongs to recompute.mode = "full"'
+        elif recompute.layers > model.layers:
+            yield f"recompute.layers = {recompute.layers}: the model has {model.layers} layers"
+
+
+def _batch_rules(batch: BatchConfig, parallel: ParallelConfig, ranks: int) -> Iterator[str]:
+    data = parallel.data
+    if data == "auto":
+        data = max(1, ranks // (parallel.tensor * parallel.pipeline))
+    unit = data * batch.micro_size
+    if batch.global_size % unit:
+        below = batch.global_size // unit * unit
+        yield (
+            f"batch.global_size = {batch.global_size} is no multiple of data * micro_size = "
+            f"{data} * {batch.micro_size} = {unit}; legal nearby: "
+            f"{_nearest(batch.global_size, [n for n in (below, below + unit) if n])}"
+        )

@@ -1,0 +1,221 @@
+"""The layouts and models that are compared: every legal pair of settings stands in one of them.
+
+Most faults need two settings to meet (sequence parallelism and dropout, an uneven split and a tied
+embedding), so all pairs are covered, not all combinations (Cohen et al. 1997, "The AETG system").
+The candidates are few enough to be listed, so the greedy choice needs no random search: it is the
+same set on every machine.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+MOST_RANKS = 8
+GLOBAL_SIZE = 16  # sequences: every d and b below divides it
+
+LAYOUT_FACTORS: dict[str, tuple] = {
+    "tensor": (1, 2, 4),
+    "pipeline": (1, 2, 4),
+    "virtual": (1, 2, 3),
+    "data": (1, 2, 4),
+    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "sequence_parallel": (False, True),
+    "scatter_gather": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "micro_size": (1, 2, 4),
+}
+# 12 layers hold p v = 12 stages; no p v but 1 divides 7. No t but 1 divides 53.
+MODEL_FACTORS: dict[str, tuple] = {
+    "kind": ("gpt", "llama"),
+    "layers": (12, 7),
+    "vocab_size": (52, 53),
+    "tied": (True, False),
+    "dropout": (False, True),
+    "masked": (True, False),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained; all layouts of one model are compared with one reference."""
+
+    kind: str = "gpt"
+    layers: int = 7
+    vocab_size: int = 53
+    tied: bool = True
+    dropout: bool = False
+    masked: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is trained. The defaults are the plainest layout: one rank, nothing recomputed."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    data: int = 1
+    schedule: str = "gpipe"
+    sequence_parallel: bool = False
+    scatter_gather: bool = False
+    recompute: str = "none"
+    micro_size: int = 1
+    reproducible: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.virtual
+
+    @property
+    def base(self) -> "Layout":
+        """The plainest layout whose training must have the same bits.
+
+        It keeps what decides the order of a sum: t, b, sequence parallelism and, unless the run is
+        reproducible, d.
+        """
+        return Layout(
+            tensor=self.tensor,
+            data=1 if self.reproducible else self.data,
+            sequence_parallel=self.sequence_parallel,
+            micro_size=self.micro_size,
+            reproducible=self.reproducible,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout."""
+
+    layout: Layout
+    model: Model
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The value of every factor."""
+        known = LAYOUT_FACTORS | MODEL_FACTORS
+        values = asdict(self.layout) | asdict(self.model)
+        return {name: values[name] for name in known}
+
+    @property
+    def effects(self) -> dict[str, Any]:
+        """What settings come to: a switch that is on need not do anything in a given layout.
+
+        Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only
+        where t = 1.
+        """
+        layout, model = self.layout, self.model
+        divided = layout.sequence_parallel and layout.tensor > 1
+        scattered = layout.scatter_gather and layout.tensor > 1 and layout.pipeline > 1
+        plain = layout.schedule == "interleaved" and layout.virtual == 1
+        return {
+            "order": "1f1b" if plain else layout.schedule,
+            "divided_sequence": divided,
+            "scattered_boundary": scattered and not divided,
+            "uneven_stages": model.layers % layout.stages > 0,
+            "padded_vocabulary": model.vocab_size % layout.tensor > 0,
+        }
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs(values: dict[str, Any]) -> Iterator[Pair]:
+    """All pairs of (name, value), in the order of the names."""
+    return itertools.combinations(values.items(), 2)
+
+
+def refusal(case: Case, ranks: int) -> str | None:
+    """Why the case cannot be trained on `ranks` ranks; None if it can."""
+    layout = case.layout
+    if layout.ranks > ranks:
+        return f"more than {ranks} rank{'s' if ranks > 1 else ''}"
+    if layout.schedule == "1f1b" and layout.virtual > 1:
+        return "1f1b has one chunk per rank"
+    if layout.stages > case.model.layers:
+        return "more stages than layers"
+    return None
+
+
+def models() -> list[Model]:
+    """A few models in which every pair of the model's settings occurs."""
+    every = [Model(*values) for values in itertools.product(*MODEL_FACTORS.values())]
+    return [every[i] for i in _cover([asdict(model) for model in every])]
+
+
+def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
+    """Cases of at most `ranks` ranks that hold every pair of settings and effects that any legal
+    case holds. The first few hold most."""
+    layouts = [Layout(*values) for values in itertools.product(*LAYOUT_FACTORS.values())]
+    candidates = [
+        case
+        for case in itertools.starmap(Case, itertools.product(layouts, models()))
+        if refusal(case, ranks) is None
+    ]
+    return [candidates[i] for i in _cover([case.settings | case.effects for case in candidates])]
+
+
+def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, list[Pair]]:
+    """Pairs of settings that are in no case, by the reason that forbids them ("" is none)."""
+    covered = {pair for case in cases for pair in pairs(case.settings)}
+    factors = LAYOUT_FACTORS | MODEL_FACTORS
+    missing: dict[str, list[Pair]] = {}
+    for one, other in itertools.combinations(factors, 2):
+        for pair in itertools.product(
+            [(one, value) for value in factors[one]], [(other, value) for value in factors[other]]
+        ):
+            if pair not in covered:
+                missing.setdefault(refusal(_mildest(dict(pair)), ranks) or "", []).append(pair)
+    return missing
+
+
+def _mildest(values: dict[str, Any]) -> Case:
+    """The case with these values that breaks a rule only if the values do."""
+    most_layers = {"layers": max(MODEL_FACTORS["layers"])}
+    of_model = {k: v for k, v in (most_layers | values).items() if k in MODEL_FACTORS}
+    of_layout = {k: v for k, v in values.items() if k in LAYOUT_FACTORS}
+    return Case(Layout(**of_layout), Model(**of_model))
+
+
+def _cover(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """Indices of rows that together hold every pair that any row holds: each time the first of
+    those rows that add most."""
+    codes: list[dict[Any, int]] = [{} for _ in rows[0]]
+    table = np.array(
+        [
+            [code.setdefault(value, len(code)) for code, value in zip(codes, row.values())]
+            for row in rows
+        ],
+        dtype=np.int32,
+    )
+    columns, offset = [], 0
+    for i, j in itertools.combinations(range(len(codes)), 2):
+        columns.append(offset + table[:, i] * len(codes[j]) + table[:, j])
+        offset += len(codes[i]) * len(codes[j])
+    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: number of the pair of values
+    wanted = np.zeros(offset, dtype=bool)
+    wanted[held] = True
+    chosen = []
+    while wanted.any():
+        chosen.append(int(wanted[held].sum(axis=1).argmax()))
+        wanted[held[chosen[-1]]] = False
+    return chosen
+
+
+def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """Layouts whose bits must not depend on d either; the model has all that could disturb them."""
+    model = Model(dropout=True)
+    layouts = [
+        Layout(data=2, pipeline=2, schedule="1f1b"),
+        Layout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
+        Layout(data=4, micro_size=2),
+        Layout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
+    ]
+    cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]
+    return [case for case in cases if refusal(case, ranks) is None]

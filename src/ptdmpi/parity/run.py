@@ -1,0 +1,209 @@
+"""One training of a case, and what it leaves behind as whole logical tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.config import Config, resolve
+from ptdmpi.model.parameters import ParameterBuffer
+from ptdmpi.model.stage import Batch
+from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout
+from ptdmpi.plan.grid import Grid
+from ptdmpi.train.engine import Engine
+
+HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
+SEED = 1234
+
+# name -> (this rank's pieces: where each stands in the logical tensor, and its values)
+Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training to be done: a case in one compute type for a number of steps.
+
+    `attempt` tells two trainings of one case apart.
+    """
+
+    case: Case
+    compute: str
+    steps: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Loss and gradient norm of each step, the gradients of the first step as the optimizer gets
+    them, the final master weights, and the names of tensors whose copies on several ranks differ.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    torn: list[str] = field(default_factory=list)
+
+
+def configuration(task: Task) -> Config:
+    """The configuration of a task, checked like a user's."""
+    layout, model = task.case.layout, task.case.model
+    rate = 0.1 if model.dropout else 0.0
+    tree = {
+        "run": {"seed": SEED, "steps": task.steps, "reproducible": layout.reproducible},
+        "model": {
+            "kind": model.kind,
+            "layers": model.layers,
+            "hidden": HIDDEN,
+            "heads": HEADS,
+            "ffn_hidden": 2 * HIDDEN,
+            "seq_length": SEQ_LENGTH,
+            "tie_embeddings": model.tied,
+            "dropout": rate,
+            "attention_dropout": rate,
+        },
+        "parallel": {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "virtual": layout.virtual,
+            "data": layout.data,
+            "schedule": layout.schedule,
+            "sequence_parallel": layout.sequence_parallel,
+            "scatter_gather": layout.scatter_gather,
+        },
+        "batch": {"global_size": GLOBAL_SIZE, "micro_size": layout.micro_size},
+        "precision": {"compute": task.compute},
+        "recompute": {"mode": layout.recompute},
+        "optimizer": {"warmup_steps": min(5, task.steps)},
+        "data": {"train": [{"path": "synthetic"}]},
+    }
+    return resolve(tree, layout.ranks)
+
+
+def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Batch]:
+    """One data rank's microbatches of the global batch of `step`: random tokens, the same in every
+    layout. Masked sequences keep each another share of their tokens."""
+    generator = torch.Generator().manual_seed(SEED + step)
+    shape = (GLOBAL_SIZE, SEQ_LENGTH)
+    ids = torch.randint(case.model.vocab_size, (shape[0], shape[1] + 1), generator=generator)
+    kept = torch.rand(GLOBAL_SIZE, 1, generator=generator)
+    weights = (torch.rand(shape, generator=generator) < kept).float()
+    m, b = config.microbatches, config.batch.micro_size
+    batches = []
+    for start in range(data_rank * m * b, (data_rank + 1) * m * b, b):
+        rows = slice(start, start + b)
+        sequences = ids[rows].t()  # [s + 1, b]
+        batches.append(
+            Batch(
+                inputs=sequences[:-1].contiguous(),
+                labels=sequences[1:].contiguous(),
+                weights=weights[rows].t().contiguous() if case.model.masked else None,
+                samples=torch.arange(start, start + b) + step * GLOBAL_SIZE,
+            )
+        )
+    return batches
+
+
+def train(task: Task, axes: Axes) -> Training | None:
+    """Train on the ranks of `axes`; their rank 0 gets the result, the others None."""
+    config = configuration(task)
+    engine = Engine(config, axes, task.case.model.vocab_size)
+    losses, norms = [], []
+    gradients: Pieces = {}
+    for step in range(task.steps):
+        result = engine.step(step, microbatches(config, task.case, step, axes.data.rank))
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        if step == 0:
+            gradients = pieces(engine.buffer, engine.buffer.gradients)
+    here = (gradients, pieces(engine.buffer, engine.buffer.master))
+    shapes = {name: entry.declaration.shape for name, entry in engine.buffer.entries.items()}
+    everyone = axes.world.control.gather((shapes, *here), root=0)
+    if everyone is None:
+        return None
+    shapes = {name: shape for of_rank in everyone for name, shape in of_rank[0].items()}
+    found = Training(losses, norms)
+    for whole, parts in ((found.gradients, 1), (found.parameters, 2)):
+        for name in sorted(shapes):
+            held = [piece for of_rank in everyone for piece in of_rank[parts].get(name, ())]
+            whole[name], same = assemble(shapes[name], held)
+            if not same and name not in found.torn:
+                found.torn.append(name)
+    return found
+
+
+def pieces(buffer: ParameterBuffer, flat: Tensor) -> Pieces:
+    """This rank's parts of the logical tensors in `flat`, copied."""
+    return {
+        name: [
+            (box.logical, entry.view(flat)[box.local].clone())
+            for box in entry.declaration.boxes(buffer.tensor_rank, buffer.tensor_size)
+        ]
+        for name, entry in buffer.entries.items()
+    }
+
+
+def assemble(
+    shape: tuple[int, ...], held: Sequence[tuple[tuple[slice, ...], Tensor]]
+) -> tuple[Tensor, bool]:
+    """The logical tensor from the pieces of all ranks, and whether all copies have the same bits.
+
+    An element that no rank holds is NaN, so that no comparison lets it pass.
+    """
+    whole = held[0][1].new_full(shape, torch.nan)
+    filled = torch.zeros(shape, dtype=torch.bool)
+    same = True
+    for place, values in held:
+        again = filled[place]
+        same = same and torch.equal(whole[place][again], values[again])
+        whole[place] = values
+        filled[place] = True
+    return whole, same
+
+
+class Blocks:
+    """The world cut into blocks of equal size, so that small layouts train side by side.
+
+    One set of communicators serves all trainings: MPI libraries have a limited number of them.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._parts: dict[int, World] = {}
+        self._axes: dict[Grid, Axes] = {}
+
+    def run(self, tasks: Sequence[Task]) -> dict[Task, Training]:
+        """Train all tasks, which need the same number of ranks; every rank of the world calls it.
+
+        Rank 0 of the world gets the results, the others an empty mapping.
+        """
+        ranks = tasks[0].case.layout.ranks
+        blocks = self.world.size // ranks
+        mine: dict[Task, Training] = {}
+        if self.world.rank < blocks * ranks:
+            block = self.world.rank // ranks
+            part = self._part(ranks, block)
+            for task in tasks[block::blocks]:
+                result = train(task, self._split(part, task.case.layout))
+                if result is not None:
+                    mine[task] = result
+        else:
+            self._part(ranks, MPI.UNDEFINED)
+        gathered = self.world.control.gather(mine, root=0) or []
+        return {task: result for part in gathered for task, result in part.items()}
+
+    def _part(self, ranks: int, block: int) -> World | None:
+        """This rank's block as a world of its own. Every rank of the world calls it alike."""
+        if ranks not in self._parts:
+            control = self.world.control.Split(block, key=self.world.rank)
+            self._parts[ranks] = World(control) if block != MPI.UNDEFINED else None
+        return self._parts[ranks]
+
+    def _split(self, part: World, layout: Layout) -> Axes:
+        grid = Grid(layout.tensor, layout.pipeline, layout.data)
+        if grid not in self._axes:
+            self._axes[grid] = part.split(grid)
+        return self._axes[grid]

@@ -1,0 +1,1 @@
+"""Offline preprocessing: text files to token shards (`ptdmpi-data`)."""

@@ -1,0 +1,195 @@
+"""Tasks to tokens, in this process or in several; results always come in the order of the tasks."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from data_prep.sources import JSONL, Chunk, Task, document_share, split_document
+from data_prep.vocabulary import load_tokenizer
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import token_dtype
+
+_TASKS_PER_WORKER = 3  # under way: one is encoded, one waits, one is written
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How documents are read and encoded."""
+
+    tokenizer: str
+    text_field: str
+    errors: str  # "strict" or "replace", for bytes that are not UTF-8
+    valid_fraction: float  # of the documents, by their hash
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a task, as segments: documents, or parts of a document that goes on across
+    tasks."""
+
+    group: int
+    index: int
+    tokens: np.ndarray  # all segments, one after the other
+    lengths: np.ndarray  # int64 [segments]
+    ended: np.ndarray  # bool [segments]: the document ends here, with its eod
+    held_out: np.ndarray  # bool [segments]; of a document's first segment
+    begins: np.ndarray  # bool [segments]: the document begins here
+    documents: int  # that end in this task, without the empty ones
+    empty: int  # documents without text, skipped
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Up to PIECE_BYTES of one document's text."""
+
+    text: str
+    size_bytes: int  # in UTF-8
+    held_out: bool  # decided by the first piece; False in the others
+    first: bool
+    last: bool
+
+
+def _decode(data: bytes, path: str, start: int, errors: str) -> str:
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: byte {start + error.start} is not UTF-8 ({error.reason}); "
+            "mend the file, or use --errors replace"
+        ) from error
+
+
+def _field(line: str, place: str, options: EncodeOptions) -> bytes:
+    """The UTF-8 text of one JSON line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: not a JSON line: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
+        raise InputError(f"{place}: no JSON object with a text in the field {options.text_field!r}")
+    # a lone surrogate, legal in JSON's \u escapes, is no character: UTF-8 has no bytes for it
+    errors = "strict" if options.errors == "strict" else "replace"
+    try:
+        return record[options.text_field].encode("utf-8", errors)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place}: the text has a lone surrogate; use --errors replace") from error
+
+
+def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
+    start = chunk.start
+    for number, data in enumerate(chunk.data.split(b"\n"), chunk.line):
+        if data.strip():
+            line = _decode(data, chunk.path, start, options.errors)
+            yield _field(line, f"{chunk.path}:{number}", options)
+        start += len(data) + 1
+
+
+def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
+    """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
+    line that is no JSON object with the text field, naming file and byte or line."""
+    for chunk in task.chunks:
+        if chunk.kind == JSONL:
+            for document in _documents(chunk, options):
+                first = True
+                for data, last in split_document([document]):
+                    held_out = first and document_share(data) < options.valid_fraction
+                    yield Piece(data.decode(), len(data), held_out, first, last)
+                    first = False
+        else:
+            text = _decode(chunk.data, chunk.path, chunk.start, options.errors)
+            held_out = chunk.first and document_share(chunk.data) < options.valid_fraction
+            yield Piece(text, len(chunk.data), held_out, chunk.first, chunk.last)
+
+
+class Encoder:
+    """Encodes tasks with one tokenizer."""
+
+    def __init__(self, options: EncodeOptions):
+        self._options = options
+        self._tokenizer = load_tokenizer(options.tokenizer)
+        self._eod = np.array([self._tokenizer.eod_id], token_dtype(self._tokenizer.vocab_size))
+        self._nothing = self._eod[:0]
+
+    def encode(self, task: Task) -> Encoded:
+        """Raises InputError as read_pieces does."""
+        pieces = list(read_pieces(task, self._options))
+        full = [piece for piece in pieces if piece.text or not (piece.first and piece.last)]
+        arrays = self._tokenizer.encode([piece.text for piece in full])
+        parts = [self._nothing]  # so that there is something to concatenate
+        for piece, ids in zip(full, arrays, strict=True):
+            parts += (ids, self._eod) if piece.last else (ids,)
+        lengths = [ids.size + piece.last for piece, ids in zip(full, arrays, strict=True)]
+        return Encoded(
+            group=task.group,
+            index=task.index,
+            tokens=np.concatenate(parts),
+            lengths=np.array(lengths, np.int64),
+            begins=np.array([piece.first for piece in full], bool),
+            ended=np.array([piece.last for piece in full], bool),
+            held_out=np.array([piece.held_out for piece in full], bool),
+            documents=sum(piece.last for piece in full),
+            empty=len(pieces) - len(full),
+            text_bytes=sum(piece.size_bytes for piece in pieces),
+        )
+
+
+@lru_cache(1)
+def _encoder(options: EncodeOptions) -> Encoder:
+    return Encoder(options)
+
+
+def _encode(options: EncodeOptions, task: Task) -> Encoded:
+    return _encoder(options).encode(task)
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _start_worker(options: EncodeOptions) -> None:
+    """Runs first in a worker: leave Ctrl-C to the parent, and end with it even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _encoder(options)
+
+
+def encode_in_order(
+    tasks: Iterable[Task], options: EncodeOptions, workers: int
+) -> Iterator[Encoded]:
+    """Encode tasks by `workers` processes (1: in this one), a bounded number of them at a time.
+
+    An error of a task is raised when its turn comes, so it does not depend on the number of
+    workers.
+    """
+    if workers == 1:
+        encoder = Encoder(options)
+        yield from map(encoder.encode, tasks)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (options,))
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(_encode, options, task))
+            if len(waiting) >= workers * _TASKS_PER_WORKER:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ChildProcessError(
+            "a worker process died (killed for memory?): run the same command again to go on"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

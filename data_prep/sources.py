@@ -1,0 +1,249 @@
+"""Finding and reading corpus files: everything here is a pure function of the files and their
+order.
+
+A corpus is read as a sequence of tasks of about a megabyte, each made of chunks: whole lines of a
+.jsonl file, or a piece of a text file. Tasks never depend on who works on them or how fast.
+"""
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+
+from ptdmpi.config import InputError
+
+TEXT, JSONL = ".txt", ".jsonl"
+_COMPRESSED = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: a gzip header and trailer are expected
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
+TASK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 30  # a line of a .jsonl file must fit into memory
+_BLOCK_BYTES = 1 << 16  # of compressed bytes: also bounds what one block can inflate to
+_SPACE = b" \t\n\r\v\f"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus file."""
+
+    path: Path
+    name: str  # as given, or relative to the directory given: names the file in the corpus identity
+    kind: str  # TEXT (one document) or JSONL (one document a line)
+    size_bytes: int  # on disk
+    modified_ns: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive bytes of a source, decompressed: whole lines (JSONL) or a piece of a document
+    (TEXT)."""
+
+    path: str
+    kind: str
+    data: bytes
+    start: int  # byte offset of `data` in the decompressed file
+    line: int  # number of its first line, from 1 (JSONL)
+    first: bool  # a document begins at its start
+    last: bool  # a document ends at its end
+
+
+@dataclass(frozen=True)
+class Task:
+    """Chunks that are encoded together; `index` counts the tasks of a group from 0."""
+
+    group: int
+    index: int
+    chunks: tuple[Chunk, ...]
+
+
+def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
+    name = path.name
+    for compressed in _COMPRESSED:
+        name = name.removesuffix(compressed)
+    if name.endswith(JSONL):
+        return JSONL
+    return TEXT if name.endswith((TEXT, *suffixes)) else None
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    def unreadable(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for folder, folders, files in os.walk(directory, onerror=unreadable):
+        folders.sort()
+        yield from (Path(folder) / name for name in sorted(files))
+
+
+def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[Source]:
+    """The corpus files: `inputs` in the order given, directories walked in sorted order.
+
+    Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), and each of them
+    followed by .gz or .zst. Raises InputError for a missing input, a file of another kind, a
+    directory with no usable file, a file that is named twice.
+    """
+    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz or .zst)"
+    sources: list[Source] = []
+    for given in map(Path, inputs):
+        if given.is_dir():
+            paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]
+            if not paths:
+                raise InputError(f"{given}: no usable file in this directory; taken are {legal}")
+        elif not given.exists():
+            raise InputError(f"{given}: no such file or directory")
+        elif _kind(given, suffixes):
+            paths = [given]
+        else:
+            raise InputError(
+                f"{given}: unknown kind of file; taken are {legal}; name more by --suffix"
+            )
+        for path in paths:
+            status, name = (
+                path.stat(),
+                str(path.relative_to(given) if path != given else given.name),
+            )
+            kind = _kind(path, suffixes) or TEXT
+            sources.append(Source(path, name, kind, status.st_size, status.st_mtime_ns))
+    seen: set[Path] = set()
+    for source in sources:
+        resolved = source.path.resolve()
+        if resolved in seen:
+            raise InputError(f"{source.path}: this file is given twice")
+        seen.add(resolved)
+    return sources
+
+
+def group_sources(sources: Sequence[Source], group_bytes: int) -> list[list[Source]]:
+    """Consecutive files in groups of at least `group_bytes` on disk (but the last). Shards never
+    hold tokens of two groups, so that groups can be dealt to ranks without knowing their token
+    counts."""
+    groups: list[list[Source]] = []
+    size_bytes = group_bytes
+    for source in sources:
+        if size_bytes >= group_bytes:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(source)
+        size_bytes += source.size_bytes
+    return groups
+
+
+def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
+    """Decompress one or more concatenated streams; EOFError where the last one is not complete."""
+    decompressor = None
+    for block in blocks:
+        while block:
+            decompressor = decompressor or _COMPRESSED[suffix]()
+            yield decompressor.decompress(block)
+            block = decompressor.unused_data if decompressor.eof else b""
+            if decompressor.eof:
+                decompressor = None
+    if decompressor is not None:
+        raise EOFError("the compressed stream is truncated")
+
+
+def read_blocks(source: Source, advance: Callable[[int], object]) -> Iterator[bytes]:
+    """The decompressed bytes of a file, in blocks. `advance` is told the bytes read from the disk.
+
+    Raises InputError for a file that cannot be read or decompressed.
+    """
+
+    def raw() -> Iterator[bytes]:
+        with open(source.path, "rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                advance(len(block))
+                yield block
+
+    suffix = source.path.suffix
+    try:
+        yield from _inflate(raw(), suffix) if suffix in _COMPRESSED else raw()
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise InputError(f"{source.path}: cannot be read: {error}") from error
+
+
+def _cut(window: bytes) -> int:
+    """Where to cut a document of more than PIECE_BYTES; `window` is its first PIECE_BYTES + 1
+    bytes.
+
+    Preferred, in the second half: after the last single line end between two characters that are no
+    spaces, since the usual pre-tokenizers (GPT-2's and its successors') have a boundary there on
+    either side whatever follows, so that the tokens stay those of the whole document. Else after
+    the last line end; else before the last whole UTF-8 character.
+    """
+    low, end = PIECE_BYTES // 2, PIECE_BYTES
+    while (at := window.rfind(b"\n", low, end)) >= 0:
+        if window[at - 1] not in _SPACE and window[at + 1] not in _SPACE:
+            return at + 1
+        end = at
+    if (at := window.rfind(b"\n", low, PIECE_BYTES)) >= 0:
+        return at + 1
+    cut = PIECE_BYTES
+    while cut > PIECE_BYTES - 3 and window[cut] & 0xC0 == 0x80:  # a UTF-8 continuation byte
+        cut -= 1
+    return cut
+
+
+def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """A document's pieces of at most PIECE_BYTES, and whether each is the last: a pure function of
+    its bytes, not of the blocks they come in. An empty document is one empty piece."""
+    buffer = bytearray()
+    for block in blocks:
+        buffer += block
+        while len(buffer) > PIECE_BYTES:
+            cut = _cut(bytes(buffer[: PIECE_BYTES + 1]))
+            yield bytes(buffer[:cut]), False
+            del buffer[:cut]
+    yield bytes(buffer), True
+
+
+def _text_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
+    start = 0
+    for data, last in split_document(blocks):
+        yield Chunk(str(source.path), TEXT, data, start, 1, start == 0, last)
+        start += len(data)
+
+
+def _line_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
+    """Whole lines: each chunk ends at the first line end at or after TASK_BYTES."""
+    buffer, start, line, searched = bytearray(), 0, 1, TASK_BYTES - 1
+    for block in blocks:
+        buffer += block
+        while (end := buffer.find(b"\n", searched) + 1) > 0:
+            data = bytes(buffer[:end])
+            yield Chunk(str(source.path), JSONL, data, start, line, True, True)
+            del buffer[:end]
+            start, line, searched = start + end, line + data.count(b"\n"), TASK_BYTES - 1
+        searched = max(searched, len(buffer))
+        if len(buffer) > MAX_LINE_BYTES:
+            raise InputError(f"{source.path}:{line}: a line is longer than {MAX_LINE_BYTES} bytes")
+    if buffer:
+        yield Chunk(str(source.path), JSONL, bytes(buffer), start, line, True, True)
+
+
+def read_tasks(
+    group: int, sources: Sequence[Source], advance: Callable[[int], object]
+) -> Iterator[Task]:
+    """The tasks of one group, in order. Raises InputError for a file that cannot be read."""
+    chunks: list[Chunk] = []
+    index = size_bytes = 0
+    for source in sources:
+        read = _line_chunks if source.kind == JSONL else _text_chunks
+        for chunk in read(source, read_blocks(source, advance)):
+            chunks.append(chunk)
+            size_bytes += len(chunk.data)
+            if size_bytes >= TASK_BYTES:
+                yield Task(group, index, tuple(chunks))
+                chunks, index, size_bytes = [], index + 1, 0
+    if chunks:
+        yield Task(group, index, tuple(chunks))
+
+
+def document_share(first_piece: bytes) -> float:
+    """A number in [0, 1) that depends only on the first piece of a document (BLAKE2b, 8 bytes)."""
+    digest = hashlib.blake2b(first_piece, digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,123 @@
+"""Tokenizers: bytes, and Hugging Face `tokenizer.json` files, read and trained."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import token_dtype
+
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>")
+BYTES = "bytes"
+BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
+MIN_VOCAB_SIZE = 257  # every byte and the end of document
+
+
+class Tokenizer(Protocol):
+    """Text to token ids."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eod_id: int
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, in `token_dtype(vocab_size)`, without any added token."""
+
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of some tokens, special ones included."""
+
+
+class ByteTokenizer:
+    """The bytes of the UTF-8 text: ids 0 to 255, and 256 for the end of a document."""
+
+    name, sha256, vocab_size, eod_id = BYTES, BYTES_SHA256, 257, 256
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype("<u2") for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        pieces = np.split(ids, np.flatnonzero(ids == self.eod_id))
+        texts = [
+            bytes(piece[piece < 256].astype(np.uint8)).decode(errors="replace") for piece in pieces
+        ]
+        return END_OF_DOCUMENT[0].join(texts)
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` file. The end of document is the first of END_OF_DOCUMENT that its
+    vocabulary has, else a new id behind it. Special tokens' names inside the text are ordinary
+    text."""
+
+    def __init__(self, path: str | Path):
+        # The parallelism is that of our processes; rayon's threads on top would oversubscribe the
+        # cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        import tokenizers
+
+        path = Path(path)
+        try:
+            content = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises plain Exception for a malformed file
+            raise InputError(
+                f"tokenizer {path}: {error}; legal: '{BYTES}' or a Hugging Face tokenizer.json"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise InputError(f"tokenizer {path}: its vocabulary is empty")
+        known = max(vocabulary.values()) + 1
+        self.eod_id = next(
+            (vocabulary[text] for text in END_OF_DOCUMENT if text in vocabulary), known
+        )
+        self.vocab_size = max(known, self.eod_id + 1)
+        self.name = path.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._dtype = token_dtype(self.vocab_size)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        # "fast": without the offsets, which nobody reads here
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def load_tokenizer(name: str | Path) -> Tokenizer:
+    """`bytes`, or the path of a `tokenizer.json`. Raises InputError if that is none."""
+    return ByteTokenizer() if str(name) == BYTES else HuggingFaceTokenizer(name)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
+    """Train a byte-level BPE (Radford et al. 2019, section 2.2) with the special token
+    <|endoftext|>.
+
+    Returns the content of its tokenizer.json and its size, smaller than asked for where the texts
+    do not have enough pairs. The same texts give the same tokenizer. Raises InputError for a size
+    below MIN_VOCAB_SIZE.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise InputError(
+            f"--vocab-size {vocab_size}: at least {MIN_VOCAB_SIZE} (256 bytes and the end)"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()

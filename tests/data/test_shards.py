@@ -1,0 +1,271 @@
+"""The shard format: round trips, every kind of damage, whole files or none."""
+
+import errno
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset, read_header, verify
+
+VOCABULARY = {
+    "tokenizer": "t.json",
+    "tokenizer_sha256": "ab" * 32,
+    "vocab_size": 1000,
+    "eod_id": 999,
+}
+
+
+def write_shard(path, tokens, ends=None, **changes):
+    with ShardWriter(path, **{**VOCABULARY, **changes}) as writer:
+        writer.write(np.asarray(tokens), np.array([len(tokens)] if ends is None else ends))
+    return path
+
+
+@pytest.fixture
+def shard(tmp_path):
+    return write_shard(tmp_path / "shard.h5", np.arange(500), [100, 500])
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, "<u2"), (65536, "<u2"), (65537, "<u4"), (10**6, "<u4")]
+)
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_round_trip(tmp_path, vocab_size, dtype, use_mmap):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 10_001)
+    tokens[17] = vocab_size - 1
+    with ShardWriter(tmp_path / "a.h5", "x", "y" * 64, vocab_size, 1) as writer:
+        writer.write(tokens[:5], np.array([2]))
+        writer.write(tokens[5:5], np.array([], dtype=int))
+        writer.write(tokens[5:9000], np.array([1, 8000]))
+        writer.write(tokens[9000:], np.array([1001]))
+    dataset = Dataset(tmp_path, use_mmap)
+    header = dataset.headers[0]
+    assert (header.tokens, header.documents, header.dtype) == (10_001, 4, np.dtype(dtype))
+    assert (dataset.tokenizer, dataset.tokenizer_sha256) == ("x", "y" * 64)
+    assert (dataset.vocab_size, dataset.eod_id, dataset.token_count) == (vocab_size, 1, 10_001)
+    assert dataset.documents(0).tolist() == [0, 2, 6, 8005, 10_001]
+    assert dataset.documents(0).dtype == np.uint64
+    rows = dataset.read(np.arange(1000), 10)
+    assert rows.dtype == np.int64 and rows.shape == (1000, 11)
+    assert all((rows[j] == tokens[10 * j : 10 * j + 11]).all() for j in range(1000))
+    assert verify(header.path) == []
+    with h5py.File(header.path) as file:  # what HDF5 itself reads
+        assert (file["tokens"][:] == tokens).all()
+        assert file["tokens"].chunks is None
+    assert os.listdir(tmp_path) == ["a.h5"]
+
+
+def test_same_tokens_give_the_same_bytes(tmp_path):
+    tokens = np.arange(900)
+    write_shard(tmp_path / "a.h5", tokens, [5, 900])
+    with ShardWriter(tmp_path / "b.h5", **VOCABULARY) as writer:
+        for start in range(0, 900, 100):
+            ends = [5] if start == 0 else ([100] if start == 800 else [])
+            writer.write(tokens[start : start + 100], np.array(ends, dtype=int))
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+def test_samples_never_cross_shards(tmp_path):
+    for name, first, length in (("a", 0, 25), ("b", 100, 3), ("c", 200, 31)):
+        write_shard(tmp_path / f"{name}.h5", np.arange(first, first + length))
+    dataset = Dataset(tmp_path)
+    assert dataset.samples(10) == 2 + 0 + 3
+    rows = dataset.read(np.array([4, 0, 2, 1, 3, 3]), 10)
+    assert rows[:, 0].tolist() == [220, 0, 200, 10, 210, 210]
+    assert (rows == rows[:, :1] + np.arange(11)).all()
+    for outside in (-1, 5):
+        with pytest.raises(IndexError):
+            dataset.read(np.array([outside]), 10)
+
+
+def test_shorter_than_one_sequence(shard):
+    assert Dataset(shard.parent).samples(499) == 1
+    with pytest.raises(
+        InputError, match=r"shorter than one sequence.*500 tokens, seq_length 500 needs 501"
+    ):
+        Dataset(shard.parent).samples(500)
+
+
+def overwrite(shard, position, value):
+    header = read_header(shard)
+    with open(shard, "r+b") as file:
+        file.seek(header.byte_offset + position * 2)
+        file.write(np.array([value], "<u2").tobytes())
+
+
+@pytest.mark.parametrize("use_mmap", [True, False])
+def test_id_outside_the_vocabulary(shard, use_mmap):
+    overwrite(shard, 123, 1000)
+    dataset = Dataset(shard.parent, use_mmap)
+    dataset.read(np.array([0]), 100)
+    with pytest.raises(
+        InputError, match=r"shard\.h5: token 123 has id 1000, outside the vocabulary of 1000"
+    ):
+        dataset.read(np.array([0, 1]), 100)
+    assert any("token 123 has id 1000" in problem for problem in verify(shard))
+
+
+def test_verify_finds_a_changed_token(shard):
+    overwrite(shard, 7, 8)
+    problems = verify(shard)
+    assert len(problems) == 1 and "checksum" in problems[0]
+
+
+def test_verify_finds_documents_out_of_order(tmp_path):
+    shard = write_shard(tmp_path / "a.h5", np.arange(50), [10, 10, 50])
+    assert any("document 1 does not end after its start" in problem for problem in verify(shard))
+
+
+def change(shard, edit):
+    with h5py.File(shard, "r+") as file:
+        edit(file)
+
+
+def replace_tokens(file, **options):
+    del file["tokens"]
+    file.create_dataset("tokens", **options)
+
+
+DAMAGES = {
+    "has no attribute 'eod_id'": lambda f: f.attrs.pop("eod_id"),
+    "has no attribute 'checksum'": lambda f: f.attrs.pop("checksum"),
+    "format_version 2": lambda f: f.attrs.update(format_version=2),
+    "eod_id 1000 and vocab_size 1000": lambda f: f.attrs.update(eod_id=1000),
+    "'vocab_size' is 'many'": lambda f: f.attrs.update(vocab_size="many"),
+    "'tokenizer' is": lambda f: f.attrs.update(tokenizer=5),
+    "no dataset 'documents'": lambda f: f.pop("documents"),
+    "no dataset 'tokens'": lambda f: f.pop("tokens"),
+    "type <i8": lambda f: replace_tokens(f, data=np.arange(500)),
+    "type >u2": lambda f: replace_tokens(f, data=np.arange(500, dtype=">u2")),
+    "one dim": lambda f: replace_tokens(f, data=np.ones((500, 1), "<u2")),
+    "not empty": lambda f: replace_tokens(f, data=np.ones(0, "<u2")),
+    "contiguous": lambda f: replace_tokens(f, data=np.ones(500, "<u2"), chunks=(100,)),
+    "contiguous, uncompressed": lambda f: replace_tokens(
+        f, data=np.ones(500, "<u2"), compression="gzip"
+    ),
+    "run from 0 to the number of tokens, 499": lambda f: replace_tokens(
+        f, data=np.ones(499, "<u2")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged_metadata(shard, message):
+    change(shard, DAMAGES[message])
+    with pytest.raises(InputError) as caught:
+        Dataset(shard.parent)
+    assert message in str(caught.value) and str(shard) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert verify(shard) == [str(caught.value)]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, 5000, 0.5, 0.99])
+def test_truncated_shard(shard, keep):
+    size = shard.stat().st_size
+    os.truncate(shard, int(keep if keep >= 1 else keep * size))
+    with pytest.raises(InputError, match=r"shard\.h5") as caught:
+        read_header(shard)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_shard_directory_and_foreign_files(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_header(tmp_path / "none.h5")
+    with pytest.raises(InputError, match="no such directory"):
+        Dataset(tmp_path / "none")
+    with pytest.raises(InputError, match=r"no \*\.h5 file"):
+        Dataset(tmp_path)
+    (tmp_path / "a.h5").write_text("no HDF5")
+    with pytest.raises(InputError, match=r"a\.h5"):
+        Dataset(tmp_path)
+
+
+def test_unfinished_directory_is_refused(shard):
+    (shard.parent / ".unfinished").mkdir()
+    with pytest.raises(InputError, match="unfinished"):
+        Dataset(shard.parent)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vocab_size": 1001}, {"eod_id": 998}, {"tokenizer_sha256": "cd" * 32}]
+)
+def test_shards_of_different_tokenizers(shard, changes):
+    write_shard(shard.with_name("z.h5"), np.arange(10), **changes)
+    with pytest.raises(InputError, match=f"z.h5 has {next(iter(changes))}"):
+        Dataset(shard.parent)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.tuples(st.integers(0, 45000), st.integers(0, 255)), min_size=1, max_size=6))
+def test_flipped_bytes_give_only_the_documented_error(shard, flips):
+    content = bytearray(shard.read_bytes())
+    for position, value in flips:
+        content[position % len(content)] = value
+    broken = shard.with_name("broken")
+    broken.write_bytes(content)
+    try:
+        header = read_header(broken)
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        assert header.byte_offset + header.tokens * header.dtype.itemsize <= len(content)
+
+
+def test_exception_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), ShardWriter(tmp_path / "a.h5", **VOCABULARY) as writer:
+        writer.write(np.arange(10), np.array([10]))
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("bad", [-1, 1000])
+def test_writer_refuses_ids_outside_the_vocabulary(tmp_path, bad):
+    with pytest.raises(InputError, match=f"token id {bad} is outside"):
+        write_shard(tmp_path / "a.h5", [1, bad, 2])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("tokens", "ends"), [([], []), ([1, 2, 3], [2])])
+def test_writer_refuses_an_empty_shard_and_an_open_document(tmp_path, tokens, ends):
+    with pytest.raises(InputError, match="no tokens, or no end"):
+        write_shard(tmp_path / "a.h5", np.array(tokens, dtype=int), np.array(ends, dtype=int))
+    assert os.listdir(tmp_path) == []
+
+
+def test_failing_sync_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match="No space left"):
+        write_shard(tmp_path / "a.h5", np.arange(10))
+    assert os.listdir(tmp_path) == []
+
+
+def test_unwritable_place(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        ShardWriter(tmp_path / "none" / "a.h5", **VOCABULARY)
+
+
+def test_opening_more_shards_than_are_kept_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("ptdmpi.data.shards._OPEN_SHARDS", 3)
+    write_shard(tmp_path / "s0.h5", np.arange(21))
+    for number in range(1, 8):
+        shutil.copy(tmp_path / "s0.h5", tmp_path / f"s{number}.h5")
+    before = len(os.listdir("/proc/self/fd"))
+    for use_mmap in (True, False):
+        dataset = Dataset(tmp_path, use_mmap)
+        rows = dataset.read(np.arange(16), 10)
+        assert (rows[:, 0] == np.tile([0, 10], 8)).all()
+        assert len(os.listdir("/proc/self/fd")) <= before + 3
+        del dataset
+    assert len(os.listdir("/proc/self/fd")) == before

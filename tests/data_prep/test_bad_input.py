@@ -1,0 +1,295 @@
+"""Bad input: one clear line, exit code 2, nothing left behind."""
+
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+
+from data_prep import sources
+from data_prep.cli import main
+from ptdmpi.data.shard_writer import ShardWriter
+
+
+def fail(monkeypatch, capsys, *arguments):
+    """The one line on stderr of a command that must fail."""
+    monkeypatch.setattr(sys, "argv", ["ptdmpi-data", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    output = capsys.readouterr()
+    assert caught.value.code == 2 and output.out == ""
+    assert output.err.startswith("ptdmpi-data: error: ") and output.err.count("\n") == 1
+    return output.err
+
+
+LINE = json.dumps({"text": "fine"}).encode() + b"\n"
+CONTENTS = {
+    "a.txt": (b"good \xc3\xa9 then \xff bad", "a.txt: byte 13 is not UTF-8"),
+    "late.txt": (b"line\n" * 400_000 + b"\x80", "late.txt: byte 2000000 is not UTF-8"),
+    "a.jsonl": (LINE * 2 + b'{"text": "\xff"}', "a.jsonl: byte 44 is not UTF-8"),
+    "late.jsonl": (LINE * 200_000 + b"{text", "late.jsonl:200001: not a JSON line"),
+    "b.jsonl": (LINE + b"\n{broken\n", "b.jsonl:3: not a JSON line"),
+    "c.jsonl": (
+        LINE * 3 + b'{"body": "x"}\n',
+        "c.jsonl:4: no JSON object with a text in the field 'text'",
+    ),
+    "d.jsonl": (b'["text"]', "d.jsonl:1: no JSON object"),
+    "e.jsonl": (b'{"text": null}', "e.jsonl:1: no JSON object"),
+    "f.jsonl": (rb'{"text": "\ud800"}', "f.jsonl:1: the text has a lone surrogate"),
+    "g.jsonl": (b"[" * 100_000, "g.jsonl:1: not a JSON line"),
+    "a.txt.gz": (gzip.compress(b"text" * 1000)[:-9], "a.txt.gz: cannot be read"),
+    "b.txt.gz": (b"no gzip", "b.txt.gz: cannot be read"),
+    "a.txt.zst": (zstandard.compress(os.urandom(5000))[:-3], "a.txt.zst: cannot be read"),
+    "b.txt.zst": (b"no zstd at all", "b.txt.zst: cannot be read"),
+    "empty.txt": (b"", "no token to train on"),
+    "empty.jsonl": (b'\n{"text": ""}\n', "no token to train on"),
+    "x.bin": (b"text", "x.bin: unknown kind of file; taken are .txt, .jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_bad_corpus(tmp_path, monkeypatch, capsys, name):
+    content, message = CONTENTS[name]
+    (tmp_path / name).write_bytes(content)
+    error = fail(
+        monkeypatch,
+        capsys,
+        "tokenize",
+        tmp_path / name,
+        "--output",
+        tmp_path / "o",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    )
+    assert message in error
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_errors_replace_takes_them(tmp_path, monkeypatch):
+    for name in ("a.txt", "a.jsonl", "f.jsonl"):
+        (tmp_path / name).write_bytes(CONTENTS[name][0])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "ptdmpi-data",
+            "tokenize",
+            str(tmp_path),
+            "--output",
+            str(tmp_path / "o"),
+            "--tokenizer",
+            "bytes",
+            "--errors",
+            "replace",
+        ],
+    )
+    main()
+    assert os.listdir(tmp_path / "o") != []
+
+
+def test_error_in_a_worker_process(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 10**6 + b"\x80")
+    error = fail(
+        monkeypatch,
+        capsys,
+        "tokenize",
+        tmp_path / "a.txt",
+        "--output",
+        tmp_path / "o",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "2",
+    )
+    assert "byte 5000000" in error
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.fixture
+def good(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("hello")
+    return folder
+
+
+def test_bad_arguments(good, monkeypatch, capsys):
+    output = good.parent / "o"
+
+    def error(*arguments):
+        return fail(monkeypatch, capsys, "tokenize", *arguments, "--output", output)
+
+    empty = good.parent / "empty"
+    empty.mkdir()
+    (good.parent / "bad.json").write_text("{}")
+    assert "none.txt: no such file" in error(good / "none.txt", "--tokenizer", "bytes")
+    assert "taken are .txt, .jsonl, .py" in error(empty, "--tokenizer", "bytes", "--suffix", ".py")
+    assert "given twice" in error(good, good / "a.txt", "--tokenizer", "bytes")
+    assert "none.json" in error(good, "--tokenizer", "none.json")
+    assert "bad.json" in error(good, "--tokenizer", good.parent / "bad.json")
+    assert "belong together" in error(good, "--tokenizer", "bytes", "--valid-fraction", "0.1")
+    assert "belong together" in error(good, "--tokenizer", "bytes", "--valid-output", empty)
+    assert "must be in [0, 1)" in error(
+        good, "--tokenizer", "bytes", "--valid-fraction", "1.5", "--valid-output", empty
+    )
+    assert "two directories" in error(
+        good, "--tokenizer", "bytes", "--valid-fraction", "0.5", "--valid-output", output
+    )
+    assert "--workers" in error(good, "--tokenizer", "bytes", "--workers", "0")
+    assert not output.exists() and os.listdir(empty) == []
+
+
+def test_nothing_held_out_leaves_nothing(good, monkeypatch, capsys):
+    output, valid = good.parent / "o", good.parent / "v"
+    error = fail(
+        monkeypatch,
+        capsys,
+        "tokenize",
+        good,
+        "--output",
+        output,
+        "--tokenizer",
+        "bytes",
+        "--valid-fraction",
+        "1e-9",
+        "--valid-output",
+        valid,
+    )
+    assert "no document was held out" in error
+    assert not output.exists() and not valid.exists()
+
+
+def test_foreign_shards_are_never_removed(good, monkeypatch, capsys):
+    output = good.parent / "o"
+    output.mkdir()
+    (output / "mine.h5").write_text("precious")
+    for force in ([], ["--force"]):
+        error = fail(
+            monkeypatch,
+            capsys,
+            "tokenize",
+            good,
+            "--output",
+            output,
+            "--tokenizer",
+            "bytes",
+            *force,
+        )
+        assert "unknown origin" in error
+    assert (output / "mine.h5").read_text() == "precious"
+
+
+def test_output_that_is_a_file(good, monkeypatch, capsys):
+    output = good.parent / "o"
+    output.write_text("a file")
+    fail(monkeypatch, capsys, "tokenize", good, "--output", output, "--tokenizer", "bytes")
+    assert output.read_text() == "a file"
+
+
+@pytest.mark.parametrize("limit", [100_000, 4_990_000, 5_010_000])
+def test_full_disk(tmp_path, limit):
+    """Simulated by a small RLIMIT_FSIZE: the kernel refuses to let a file grow beyond it. The
+    limits hit the writing of the first block, the last blocks, and the metadata at the end."""
+    (tmp_path / "a.txt").write_text("some text\n" * 250_000)  # 2.5 M tokens: 5 MB
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "data_prep.cli",
+            "tokenize",
+            tmp_path / "a.txt",
+            "--output",
+            tmp_path / "o",
+            "--tokenizer",
+            "bytes",
+            "--workers",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("ptdmpi-data: error: shard ") and done.stderr.count("\n") == 1
+    assert "cannot be written" in done.stderr
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_too_long_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 3_000_000)
+    (tmp_path / "a.jsonl").write_bytes(LINE + b'{"text": "' + b"x" * 4_000_000 + b'"}')
+    error = fail(
+        monkeypatch,
+        capsys,
+        "tokenize",
+        tmp_path / "a.jsonl",
+        "--output",
+        tmp_path / "o",
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+    )
+    assert "a.jsonl:1: a line is longer" in error or "a.jsonl:2: a line is longer" in error
+
+
+def write_shard(path, tokens, **changes):
+    vocabulary = {
+        "tokenizer": "t",
+        "tokenizer_sha256": "0" * 64,
+        "vocab_size": 300,
+        "eod_id": 0,
+        **changes,
+    }
+    with ShardWriter(path, **vocabulary) as writer:
+        writer.write(np.asarray(tokens), np.array([len(tokens)]))
+
+
+def verify(monkeypatch, capsys, path):
+    monkeypatch.setattr(sys, "argv", ["ptdmpi-data", "verify", str(path), "--json"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    return json.loads(capsys.readouterr().out)["problems"]
+
+
+def test_verify_names_each_problem(tmp_path, monkeypatch, capsys):
+    write_shard(tmp_path / "a.h5", np.arange(100))
+    write_shard(tmp_path / "b.h5", np.arange(100), vocab_size=301)
+    assert "b.h5 has vocab_size 301" in verify(monkeypatch, capsys, tmp_path)[0]
+    content = bytearray((tmp_path / "b.h5").read_bytes())
+    at = content.find(np.arange(50, 60, dtype="<u2").tobytes())
+    content[at : at + 2] = b"\xff\xff"
+    (tmp_path / "b.h5").write_bytes(content)
+    os.truncate(tmp_path / "a.h5", 9000)
+    problems = verify(monkeypatch, capsys, tmp_path)
+    assert [
+        name in problem
+        for name, problem in zip(
+            ("a.h5", "token 50 has id 65535", "checksum"), problems, strict=True
+        )
+    ] == [True] * 3
+
+
+def test_verify_and_inspect_without_shards(tmp_path, monkeypatch, capsys):
+    for command in ("inspect", "verify"):
+        assert "no *.h5 file" in fail(monkeypatch, capsys, command, tmp_path)
+    assert "no such file" in fail(monkeypatch, capsys, "inspect", tmp_path / "none.h5")
+
+
+def test_bad_tokenizer_training(good, monkeypatch, capsys):
+    def error(*arguments):
+        return fail(monkeypatch, capsys, "train-tokenizer", *arguments, "--output", good / "t.json")
+
+    assert "--vocab-size 256: at least 257" in error(good, "--vocab-size", "256")
+    (good / "a.txt").write_text("")
+    assert "no text to learn from" in error(good, "--vocab-size", "300")
+    assert not (good / "t.json").exists()

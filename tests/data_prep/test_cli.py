@@ -1,0 +1,153 @@
+"""The other commands of `ptdmpi-data`, and what its processes do when they are stopped."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from data_prep.cli import main
+from data_prep.launch import launched_size
+from data_prep.vocabulary import load_tokenizer
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["ptdmpi-data", *map(str, arguments)])
+    main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(
+            f"the number {number} and its text\n" * (number + 1)
+        )
+    return folder
+
+
+def test_training_a_tokenizer_is_deterministic(corpus, tmp_path, monkeypatch, capsys):
+    for name in ("a.json", "b.json"):
+        arguments = (corpus, "--output", tmp_path / "new" / name, "--vocab-size", 280, "--json")
+        table = json.loads(run(monkeypatch, capsys, "train-tokenizer", *arguments))
+        assert table["vocab_size"] == 280
+    first, second = ((tmp_path / "new" / name).read_bytes() for name in ("a.json", "b.json"))
+    assert first == second
+    tokenizer = load_tokenizer(tmp_path / "new" / "a.json")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (280, 0)
+    text = "new text: 🙂\0\n"
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text  # every byte has an entry
+
+
+def test_sample_of_the_text(corpus, tmp_path, monkeypatch, capsys):
+    size = sum(path.stat().st_size for path in corpus.iterdir())
+    for name, options in (
+        ("all", []),
+        ("same", ["--sample-bytes", size]),
+        ("few", ["--sample-bytes", 900]),
+    ):
+        arguments = (corpus, "--output", tmp_path / name, "--vocab-size", 400, *options)
+        run(monkeypatch, capsys, "train-tokenizer", *arguments)
+    assert (tmp_path / "all").read_bytes() == (tmp_path / "same").read_bytes()
+    assert (tmp_path / "all").read_bytes() != (tmp_path / "few").read_bytes()
+
+
+def test_special_tokens_in_the_text_are_text(corpus, tmp_path, monkeypatch, capsys):
+    run(
+        monkeypatch,
+        capsys,
+        "train-tokenizer",
+        corpus,
+        "--output",
+        tmp_path / "t",
+        "--vocab-size",
+        300,
+    )
+    tokenizer = load_tokenizer(tmp_path / "t")
+    (ids,) = tokenizer.encode(["a<|endoftext|>b"])
+    assert tokenizer.eod_id not in ids and tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_tokenizer_without_an_end_gets_a_new_id(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (4, 3)
+    assert tokenizer.encode(["abba"])[0].tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
+    if name == "bpe":
+        name = tmp_path / "t.json"
+        run(monkeypatch, capsys, "train-tokenizer", corpus, "--output", name, "--vocab-size", 300)
+    output = tmp_path / "o"
+    run(monkeypatch, capsys, "tokenize", corpus, "--output", output, "--tokenizer", name,
+        "--shard-tokens", 1000)  # fmt: skip
+    described = json.loads(run(monkeypatch, capsys, "inspect", output, "--json"))
+    assert described["documents"] == 20
+    assert described["tokens"] == sum(shard["tokens"] for shard in described["shards"])
+    assert described["first_text"].startswith("the number 0")
+    first = np.array(described["first_tokens"])
+    assert load_tokenizer(name).decode(first) == described["first_text"]
+    text = run(monkeypatch, capsys, "inspect", output)
+    assert f"{described['tokens']:,} tokens" in text and described["tokenizer_sha256"] in text
+    shard = described["shards"][-1]["path"]
+    assert (
+        json.loads(run(monkeypatch, capsys, "inspect", shard, "--json"))["shards"][0]["path"]
+        == shard
+    )
+    assert "all sound" in run(monkeypatch, capsys, "verify", output)
+    (output / "tokenizer.json").write_text("another")
+    described = json.loads(run(monkeypatch, capsys, "inspect", shard, "--json"))
+    assert (described["first_text"] is None) == (name != "bytes")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_stopping_ends_the_workers_too(tmp_path, sent, code):
+    words = np.random.default_rng(0).integers(97, 123, 8_000_000, dtype=np.uint8).tobytes().decode()
+    (tmp_path / "a.txt").write_text("\n".join(words[i : i + 7] for i in range(0, len(words), 7)))
+    (tmp_path / "t.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "data_prep.cli", "tokenize", tmp_path / "a.txt", "--workers", "2",
+         "--output", tmp_path / "o", "--tokenizer", tmp_path / "t.json"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "o").exists() or len(psutil.Process(process.pid).children()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children()
+    process.send_signal(sent)
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == code
+    gone, alive = psutil.wait_procs(children, timeout=30)
+    assert len(gone) == 3 and not alive
+    if sent == signal.SIGINT:
+        assert error.strip() == "ptdmpi-data: interrupted; the same command again goes on"
+        assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_SIZE": "2"}, 2),
+        ({"SLURM_NTASKS": "8"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, 8),
+        ({"PALS_NRANKS": "3"}, 3),
+        ({"PMI_SIZE": ""}, 1),
+    ],
+)
+def test_ranks_of_a_launcher(environ, size):
+    assert launched_size(environ) == size

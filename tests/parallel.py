@@ -1,0 +1,372 @@
+"""Run programs and test functions under mpirun.
+
+`mpirun(ranks, args)` starts one program. `@parallel(ranks=[1, 2, 4, 8])` makes a test of a function
+that every rank calls with the world communicator:
+
+    @parallel(ranks=[1, 2, 4])
+    @pytest.mark.parametrize("size", [1, 1000])
+    def test_sum(comm, size):
+        assert comm.allreduce(size) == size * comm.size
+
+Besides `comm`, the function takes parametrised arguments (any picklable values) and `tmp_path`, one
+folder for all ranks. Other fixtures live in the pytest process and do not reach the ranks.
+
+Starting N interpreters that import torch takes seconds, so the selected tests of one module at one
+number of ranks share one mpirun, and each is still reported as its own pytest item. A failure ends
+all ranks; the tests behind it get a new mpirun.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STARTUP_LIMIT_S = 120.0  # until every rank has imported the test module, on a busy machine
+GRACE_S = 5.0  # for dying ranks to write their stacks, for mpirun to tidy up
+
+
+class MpirunError(AssertionError):
+    """The program under mpirun failed; the message holds all that it wrote."""
+
+
+class MpirunTimeout(MpirunError):
+    """The program was ended by its time limit; the message holds the stacks of all ranks."""
+
+
+@functools.cache
+def mpi_environment() -> dict[str, str]:
+    """The environment of this process with the settings of jobs/mpi-env.sh."""
+    environment = dict(os.environ)
+    # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
+    environment.pop("PYTHONUNBUFFERED", None)
+    if sys.prefix != sys.base_prefix:
+        environment["VIRTUAL_ENV"] = sys.prefix
+    dump = "import json, os; print(json.dumps(dict(os.environ)))"
+    script = f'. "$0" && exec "{sys.executable}" -c "{dump}"'
+    command = ["bash", "-c", script, str(ROOT / "jobs" / "mpi-env.sh")]
+    found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    # A crash, or SIGABRT from the time limit, then prints the stacks of all Python threads.
+    return json.loads(found.stdout) | {"PYTHONFAULTHANDLER": "1"}
+
+
+def mpirun(
+    ranks: int,
+    args: Sequence[str],
+    *,
+    timeout_s: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    cwd: Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `mpirun -n RANKS python ARGS...` and return its exit code and text output.
+
+    `env` is added to the environment. Raises MpirunError when the exit code is not 0 (unless
+    `check` is false), and MpirunTimeout, with the stacks of all ranks, when it takes longer than
+    `timeout_s`.
+    """
+    end = time.monotonic() + timeout_s
+    return _launch(
+        _command(ranks, args),
+        env=env or {},
+        cwd=cwd,
+        check=check,
+        overdue=lambda: f"time limit of {timeout_s:g} s" if time.monotonic() > end else None,
+    )
+
+
+def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callable], Callable]:
+    """Make a pytest test of a module-level function `test_x(comm, ...)` for each number of ranks.
+
+    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        if function.__qualname__ != function.__name__:
+            raise TypeError(f"{function.__qualname__}: only functions of a module run in parallel")
+        own = inspect.signature(function).parameters.values()
+        if [p.name for p in own][:1] != ["comm"]:
+            raise TypeError(f"{function.__name__}: the first argument must be `comm`")
+
+        @functools.wraps(function)
+        def run(request: pytest.FixtureRequest, ranks: int, **_: object) -> None:
+            _run_item(request, ranks)
+
+        fixed = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("request", "ranks")
+        ]
+        passed = [p for p in own if p.name not in ("comm", "tmp_path")]
+        run.__signature__ = inspect.Signature([*fixed, *passed])
+        run.parallel_body = function
+        run.parallel_limit_s = limit_s
+        return pytest.mark.parametrize("ranks", list(ranks))(run)
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one test ended: `kind` is passed, failed or skipped; `text` is what all ranks wrote."""
+
+    kind: str
+    text: str
+
+
+_OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
+
+
+def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
+    """Report the outcome of one pytest item, running it and its later siblings if need be."""
+    outcomes = request.config.stash.setdefault(_OUTCOMES, {})
+    item = request.node
+    _check_arguments(item)
+    if item.nodeid not in outcomes:
+        waiting = request.session.items[request.session.items.index(item) + 1 :]
+        batch = [item, *(other for other in waiting if _runs_with(other, item, ranks))]
+        for other, outcome in zip(batch, _run_batch(ranks, batch), strict=False):
+            outcomes[other.nodeid] = outcome
+    outcome = outcomes.pop(item.nodeid)
+    if outcome.kind == "failed":
+        pytest.fail(outcome.text, pytrace=False)
+    if outcome.kind == "skipped":
+        pytest.skip(outcome.text)
+    print(outcome.text)
+
+
+def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
+    """Whether `other` can share the mpirun of `item`."""
+    body = getattr(getattr(other, "obj", None), "parallel_body", None)
+    return (
+        body is not None
+        and other.path == item.path
+        and other.callspec.params["ranks"] == ranks
+        and not _foreign_arguments(other)
+    )
+
+
+def _foreign_arguments(item: pytest.Function) -> list[str]:
+    known = {"comm", "tmp_path", *item.callspec.params}
+    wanted = inspect.signature(item.obj.parallel_body).parameters
+    return [name for name in wanted if name not in known]
+
+
+def _check_arguments(item: pytest.Function) -> None:
+    if foreign := _foreign_arguments(item):
+        pytest.fail(
+            f"{', '.join(foreign)}: a parallel test has comm, tmp_path and parameters only",
+            pytrace=False,
+        )
+
+
+def _run_batch(ranks: int, batch: Sequence[pytest.Function]) -> list[Outcome]:
+    """Run tests of one module under one mpirun: their outcomes, up to the first failure."""
+    with tempfile.TemporaryDirectory(prefix="ptdmpi-tests-") as folder:
+        place = Path(folder)
+        tests = [_describe(item, place / f"tmp{i}") for i, item in enumerate(batch)]
+        job = {
+            "module_file": str(batch[0].path),
+            "module_name": batch[0].module.__name__,
+            "path": sys.path,
+            "tests": [(name, pickle.dumps(arguments)) for name, arguments in tests],
+        }
+        (place / "job.pickle").write_bytes(pickle.dumps(job))
+        limits_s = [item.obj.parallel_limit_s for item in batch]
+        error = ""
+        try:
+            _launch(
+                _command(ranks, [str(ROOT / "tests" / "parallel_worker.py"), folder]),
+                env={},
+                cwd=None,
+                check=True,
+                overdue=_Watch(place, ranks, limits_s),
+            )
+        except MpirunError as failure:
+            error = str(failure)
+        return _outcomes(place, ranks, len(batch), error)
+
+
+def _describe(item: pytest.Function, tmp_path: Path) -> tuple[str, dict[str, object]]:
+    """Name of the test function and the arguments that the ranks call it with."""
+    arguments = {k: v for k, v in item.callspec.params.items() if k != "ranks"}
+    if "tmp_path" in inspect.signature(item.obj.parallel_body).parameters:
+        tmp_path.mkdir()
+        arguments["tmp_path"] = tmp_path
+    return item.obj.parallel_body.__name__, arguments
+
+
+def _events(place: Path, rank: int) -> list[dict]:
+    """What rank `rank` has reported so far; a last line that is still being written is left out."""
+    file = place / f"rank{rank}.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+class _Watch:
+    """Says when the test that is running, or the start-up before it, has overrun its limit."""
+
+    def __init__(self, place: Path, ranks: int, limits_s: Sequence[float]) -> None:
+        self.place, self.ranks, self.limits_s = place, ranks, limits_s
+        self.test, self.since = -1, time.monotonic()
+
+    def __call__(self) -> str | None:
+        events = [event for rank in range(self.ranks) for event in _events(self.place, rank)]
+        newest = max((event["test"] for event in events), default=-1)
+        if newest != self.test:
+            self.test, self.since = newest, time.monotonic()
+        limit_s = STARTUP_LIMIT_S if self.test < 0 else self.limits_s[self.test]
+        if time.monotonic() - self.since <= limit_s:
+            return None
+        return f"time limit of {limit_s:g} s" + (" of the start-up" if self.test < 0 else "")
+
+
+def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
+    """Outcomes in order, ending with the first test that not every rank has finished well."""
+    events = [_events(place, rank) for rank in range(ranks)]
+    outcomes = []
+    for test in range(count):
+        ends = [_end(of_rank, test) for of_rank in events]
+        kinds = {end["kind"] for end in ends}
+        if len(kinds) == 1 and kinds <= {"passed", "skipped"}:
+            kind = kinds.pop()
+            # A skip is the same on all ranks: its reason is wanted once, as one line.
+            text = ends[0]["reason"] if kind == "skipped" else _output(place, events, test)
+            outcomes.append(Outcome(kind, text))
+            continue
+        states = ", ".join(f"rank {rank}: {end['kind']}" for rank, end in enumerate(ends))
+        text = "\n".join([states, _output(place, events, test), error])
+        outcomes.append(Outcome("failed", text))
+        return outcomes
+    if error:  # every test passed, then a rank died: nobody else would report it
+        outcomes[-1] = Outcome("failed", f"after the last test: {error}")
+    return outcomes
+
+
+def _end(events_of_rank: list[dict], test: int) -> dict:
+    """How a rank ended a test."""
+    ends = (e for e in events_of_rank if e["test"] == test and e["kind"] != "start")
+    return next(ends, {"kind": "unfinished"})
+
+
+def _output(place: Path, events: list[list[dict]], test: int) -> str:
+    """What each rank wrote while it ran one test (and, for the first, while it started)."""
+    parts = []
+    for rank, of_rank in enumerate(events):
+        file = place / f"rank{rank}.txt"
+        if not file.exists():
+            continue
+        starts = {e["test"]: e["offset"] for e in of_rank if e["kind"] == "start"}
+        begin = starts.get(test, 0) if test else 0
+        written = file.read_bytes()[begin : starts.get(test + 1)].decode(errors="replace").strip()
+        if written:
+            rule = "-" * 16
+            parts.append(f"{rule} rank {rank} of {len(events)} {rule}\n{written}")
+    return "\n".join(parts)
+
+
+def _command(ranks: int, args: Sequence[str]) -> list[str]:
+    program = shutil.which("mpirun", path=mpi_environment()["PATH"])
+    if program is None:
+        raise MpirunError("no mpirun: run `make setup`, or load the site's MPI")
+    return [program, "-n", str(ranks), sys.executable, *args]
+
+
+def _launch(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path | None,
+    check: bool,
+    overdue: Callable[[], str | None],
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a session of its own until it ends or `overdue` gives a reason to end it."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command,
+            env={**mpi_environment(), **env},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        reason = None
+        try:
+            while process.poll() is None and (reason := overdue()) is None:
+                time.sleep(0.1)
+            if reason:
+                _show_stacks(process)
+        finally:
+            if process.poll() is None:  # also after Ctrl-C; mpirun ends its ranks and tidies up
+                process.terminate()
+                _wait(lambda: process.poll() is not None)
+            for pid in _session(process):
+                _send(pid, signal.SIGKILL)
+            process.wait()
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read())
+    result = subprocess.CompletedProcess(command, process.returncode, *texts)
+    if reason or (check and result.returncode):
+        how = f"ended by the {reason}" if reason else f"exit code {result.returncode}"
+        message = "\n".join([f"{' '.join(command)}: {how}", *texts])
+        raise MpirunTimeout(message) if reason else MpirunError(message)
+    return result
+
+
+def _show_stacks(process: subprocess.Popen) -> None:
+    """Have every rank print its stacks and end.
+
+    mpirun sleeps meanwhile: it kills all ranks as soon as one has died, and the others would not
+    get to print.
+    """
+    ranks = [pid for pid in _session(process) if pid != process.pid]
+    _send(process.pid, signal.SIGSTOP)
+    for pid in ranks:
+        _send(pid, signal.SIGABRT)
+    _wait(lambda: not any(_is_alive(pid) for pid in ranks))
+    _send(process.pid, signal.SIGCONT)
+    _wait(lambda: process.poll() is not None)  # it passes on what the ranks wrote
+
+
+def _session(process: subprocess.Popen) -> list[int]:
+    """What the command started: Open MPI gives each rank a process group, but no session."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
+                members.append(int(entry.name))
+    return members
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it ended in the meantime
+        os.kill(pid, number)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        status = Path("/proc", str(pid), "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "State:\tZ" not in status  # Z: it has ended, and its parent has not yet looked
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + GRACE_S
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)

@@ -1,0 +1,104 @@
+"""What one rank does under `mpirun python parallel_worker.py FOLDER`: see parallel.py.
+
+It reads the job from FOLDER, redirects its output to rankR.txt, and appends to rankR.jsonl one line
+when a test starts and one when it has ended.
+"""
+
+import importlib.util
+import json
+import os
+import pickle
+import reprlib
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+ABORT_DELAY_S = 0.5  # time for the other ranks to report the same failure before all are ended
+
+
+def main() -> None:
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    place = Path(sys.argv[1])
+    output = os.open(place / f"rank{world.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)  # file descriptors, so that C libraries and faulthandler land there too
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a hang must be seen
+    test = -1
+    try:
+        # A program of ours wrote this file a moment ago; pickle lets parameters be any value.
+        job = pickle.loads((place / "job.pickle").read_bytes())
+        sys.path[:] = job["path"]
+        module = _load(job["module_name"], Path(job["module_file"]))
+        with open(place / f"rank{world.rank}.jsonl", "w", buffering=1) as events:
+            world.Barrier()
+            for test, (name, arguments) in enumerate(job["tests"]):
+                offset = _flush_and_tell()
+                _report(events, test=test, kind="start", offset=offset)
+                body = getattr(module, name).parallel_body
+                try:
+                    end = _call(body, world.Dup(), pickle.loads(arguments))
+                except BaseException:
+                    _report(events, test=test, kind="failed")
+                    raise
+                _report(events, test=test, **end)
+                world.Barrier()  # a rank that is ahead must not count as hung in the next test
+    except BaseException as error:
+        where = "start-up" if test < 0 else job["tests"][test][0]
+        print(f"rank {world.rank} of {world.size} failed in {where}:", file=sys.stderr)
+        try:
+            traceback.print_exception(error)
+            _print_locals(error)
+            _flush_and_tell()
+            time.sleep(ABORT_DELAY_S)
+        finally:
+            world.Abort(1)
+
+
+def _load(name: str, file: Path) -> ModuleType:
+    """Import the test module under the name that pytest gave it, as pickled values refer to it."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(body: Callable, comm: object, arguments: dict[str, object]) -> dict[str, str]:
+    """Run a test; its own communicator keeps stray messages away from the next test."""
+    import pytest
+
+    try:
+        body(comm, **arguments)
+    except pytest.skip.Exception as skipped:
+        return {"kind": "skipped", "reason": str(skipped)}
+    return {"kind": "passed"}
+
+
+def _report(events: object, **event: object) -> None:
+    events.write(json.dumps(event) + "\n")
+
+
+def _flush_and_tell() -> int:
+    """Flush what Python holds back; return the size of this rank's output so far in bytes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.fstat(1).st_size
+
+
+def _print_locals(error: BaseException) -> None:
+    """Show the variables of the frame below `_call`, the test's: a plain assert names no values."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_code.co_name for frame in frames]
+    shorten = reprlib.Repr()
+    shorten.maxstring = shorten.maxother = 400
+    if "_call" in names[:-1]:
+        for name, value in frames[names.index("_call") + 1].f_locals.items():
+            print(f"    {name} = {shorten.repr(value)}", file=sys.stderr)
+
+
+main()

@@ -1,0 +1,150 @@
+"""Rules of the house that a program can check: sizes, names that may not occur, imports."""
+
+import ast
+import importlib.metadata
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import ROOT
+
+FOLDERS = ("src", "data_prep", "benchmarks", "tests")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_ARGUMENTS = 7
+MAX_LINE_LENGTH = 100
+
+# What may exceed a budget, and why: "path" or "path::function" -> reason.
+EXCEPTIONS: dict[str, str] = {}
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("h5py", "mpi4py", "torch"):
+            raise ImportError(f"{name} is not for planning")
+
+sys.meta_path.insert(0, Blocker())
+import importlib, pkgutil
+import ptdmpi.config, ptdmpi.plan
+for module in pkgutil.walk_packages(ptdmpi.plan.__path__, "ptdmpi.plan."):
+    importlib.import_module(module.name)
+"""
+
+
+def over_budget(name: str, source: str) -> list[str]:
+    """Each excess over the budgets, as one line."""
+    found = []
+    lines = source.splitlines()
+    if len(lines) > MAX_FILE_LINES and name not in EXCEPTIONS:
+        found.append(f"{name}: {len(lines)} lines")
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_LENGTH:
+            found.append(f"{name}:{number}: {len(line)} columns")
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if f"{name}::{node.name}" in EXCEPTIONS:
+            continue
+        named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments = sum(a.arg not in ("self", "cls") for a in named)
+        length = node.end_lineno - node.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+        if arguments > MAX_ARGUMENTS:
+            found.append(f"{name}:{node.lineno}: {node.name} has {arguments} arguments")
+    return found
+
+
+def forbidden(name: str, source: str) -> list[str]:
+    """Statements and comments that no file may have, as one line each."""
+    found = [
+        f"{name}:{node.lineno}: global statement"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Global)
+    ]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and re.search(r"#\s*(noqa|type:\s*ignore)", token.string):
+            found.append(f"{name}:{token.start[0]}: {token.string}")
+    return found
+
+
+def names_in(source: str) -> set[str]:
+    """All names that the code (not its strings and comments) uses or imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                names.add(name)
+    return names
+
+
+def imported_packages(source: str) -> set[str]:
+    packages = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            packages |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            packages.add(node.module.partition(".")[0])
+    return packages
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_file_keeps_the_rules(file):
+    name, source = str(file.relative_to(ROOT)), file.read_text()
+    assert [*over_budget(name, source), *forbidden(name, source)] == []
+
+
+def test_exceptions_name_what_exists():
+    for name in EXCEPTIONS:
+        path, _, function = name.partition("::")
+        assert f"def {function}" in (ROOT / path).read_text()
+
+
+def test_rules_find_what_they_forbid():
+    many = ", ".join(f"a{i}" for i in range(8))
+    source = f"def f({many}):\n" + "    x = 1\n" * 400 + "    y = '" + "z" * 100 + "'\n"
+    assert len(over_budget("f.py", source)) == 4
+    assert len(forbidden("f.py", "def f():\n    global x\n    x = 1  # noqa: F841\n")) == 2
+    assert names_in("from a import COMM_WORLD as w") & names_in("m.COMM_WORLD") == {"COMM_WORLD"}
+
+
+def test_one_file_knows_the_world_communicator():
+    files = {f.relative_to(ROOT / "src") for f in FILES if "src" in f.relative_to(ROOT).parts}
+    users = {f for f in files if "COMM_WORLD" in names_in((ROOT / "src" / f).read_text())}
+    assert users <= {Path("ptdmpi/comm/world.py")}
+
+
+def test_planning_imports_no_heavy_packages():
+    subprocess.run([sys.executable, "-c", BLOCKER], check=True, cwd=ROOT, timeout=60)
+
+
+def test_every_import_is_declared():
+    """What src/ and data_prep/ import is named in setup.py, so that `pip install` brings it."""
+    required = importlib.metadata.requires("ptdmpi") or []
+    declared = {re.match(r"[\w.-]+", line)[0].lower() for line in required}
+    providers = importlib.metadata.packages_distributions()
+    own = {"ptdmpi", "data_prep", *sys.stdlib_module_names}
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] in ("src", "data_prep"):
+            for package in imported_packages(file.read_text()) - own:
+                names = {name.lower() for name in providers.get(package, [package])}
+                assert names & declared, f"{file.relative_to(ROOT)}: {package} is not in setup.py"
+
+
+def test_lock_satisfies_setup():
+    """Every requirement has one exact version in requirements.lock, inside its range."""
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    for line in importlib.metadata.requires("ptdmpi") or []:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(locked[requirement.name.lower()]), line

@@ -52,7 +52,7 @@ demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh
 
 bench: setup ## this project and plain torch side by side
-	. jobs/mpi-env.sh; $(BIN)/python benchmarks/bench.py
+	$(BIN)/python -m benchmarks.bench
 
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; $(BIN)/ptdmpi doctor --parity

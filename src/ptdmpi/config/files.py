@@ -75,7 +75,8 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             continue  # the list seems short only because of a mistake in one of its items
         path = [str(part) for part in mistake["loc"]]
         # pydantic appends the tried branch of a union (such as 'int') to the location
-        known = [part for part in path if part in model.model_fields or part.isdigit()]
+        keys = {*model.model_fields, *TrainDataConfig.model_fields}
+        known = [part for part in path if part in keys or part.isdigit()]
         key = ".".join([section, *(path if mistake["type"] == "extra_forbidden" else known)])
         if mistake["type"] == "extra_forbidden":
             owner = TrainDataConfig if len(path) > 1 else model

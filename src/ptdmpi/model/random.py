@@ -32,17 +32,20 @@ _GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
+# Elements of a mask that are hashed at once on a CPU: the quickest of 2^14, 2^16, ... 2^22.
+CHUNK_ELEMENTS = 2**18
+
 
 def _shift(value: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch shifts int64 arithmetically."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(value: Tensor) -> Tensor:
     """A bijection of int64 whose output bits each depend on all input bits."""
-    value = (value ^ _shift(value, 30)) * _MIX_1
-    value = (value ^ _shift(value, 27)) * _MIX_2
-    return value ^ _shift(value, 31)
+    value = value.bitwise_xor(_shift(value, 30)).mul_(_MIX_1)
+    value.bitwise_xor_(_shift(value, 27)).mul_(_MIX_2)
+    return value.bitwise_xor_(_shift(value, 31))
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,18 @@ class Stream:
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    threshold = round(rate * 2**32)
-    return _shift(mix(rows + columns * _GOLDEN), 32) >= threshold
+    """[..., columns] bool of the hashes rows [..., 1]."""
+    threshold, columns = round(rate * 2**32), columns * _GOLDEN
+    shape = (*rows.shape[:-1], columns.numel())
+    rows = rows.reshape(-1, 1)
+    kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
+    # A hash takes 8 bytes an element, a few times over: all at once would need more memory than
+    # what the mask is for, and on a CPU leave the cache.
+    elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
+    count = max(1, elements // columns.numel())
+    for part, hashed in zip(kept.split(count), rows.split(count), strict=True):
+        torch.ge(_shift(mix(hashed + columns), 32), threshold, out=part)
+    return kept.view(shape)
 
 
 def _fold(key: int, *numbers: int) -> int:

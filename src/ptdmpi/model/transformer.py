@@ -49,9 +49,9 @@ class Norm(nn.Module):
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864), float32.
+    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
 
-    Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
+    float32. Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
     """
     size = model.head_size
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
@@ -62,7 +62,7 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, a, head size] turned by its position's angles; they have the type of x, or a narrower."""
+    """x [s, b, a, head size] turned by its position's angles, which are no wider than x."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -8,7 +8,7 @@ same set on every machine.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,11 @@ class Layout:
         return self.pipeline * self.virtual
 
     @property
+    def reference(self) -> "Layout":
+        """One rank and the whole global batch in one microbatch: nothing is divided or summed."""
+        return Layout(micro_size=GLOBAL_SIZE)
+
+    @property
     def base(self) -> "Layout":
         """The plainest layout whose training must have the same bits.
 
@@ -100,7 +105,7 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """The value of every factor."""
         known = LAYOUT_FACTORS | MODEL_FACTORS
-        values = asdict(self.layout) | asdict(self.model)
+        values = vars(self.layout) | vars(self.model)
         return {name: values[name] for name in known}
 
     @property
@@ -146,16 +151,19 @@ def refusal(case: Case, ranks: int) -> str | None:
 def models() -> list[Model]:
     """A few models in which every pair of the model's settings occurs."""
     every = [Model(*values) for values in itertools.product(*MODEL_FACTORS.values())]
-    return [every[i] for i in _cover([asdict(model) for model in every])]
+    return [every[i] for i in _cover([vars(model) for model in every])]
 
 
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Cases of at most `ranks` ranks that hold every pair of settings and effects that any legal
     case holds. The first few hold most."""
     layouts = [Layout(*values) for values in itertools.product(*LAYOUT_FACTORS.values())]
+    few = models()
     candidates = [
         case
-        for case in itertools.starmap(Case, itertools.product(layouts, models()))
+        for layout in layouts
+        if layout.ranks <= ranks
+        for case in (Case(layout, model) for model in few)
         if refusal(case, ranks) is None
     ]
     return [candidates[i] for i in _cover([case.settings | case.effects for case in candidates])]
@@ -186,18 +194,16 @@ def _mildest(values: dict[str, Any]) -> Case:
 def _cover(rows: Sequence[dict[str, Any]]) -> list[int]:
     """Indices of rows that together hold every pair that any row holds: each time the first of
     those rows that add most."""
-    codes: list[dict[Any, int]] = [{} for _ in rows[0]]
+    codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
-        [
-            [code.setdefault(value, len(code)) for code, value in zip(codes, row.values())]
-            for row in rows
-        ],
+        [[code.setdefault(row[name], len(code)) for name, code in codes.items()] for row in rows],
         dtype=np.int32,
     )
     columns, offset = [], 0
-    for i, j in itertools.combinations(range(len(codes)), 2):
-        columns.append(offset + table[:, i] * len(codes[j]) + table[:, j])
-        offset += len(codes[i]) * len(codes[j])
+    sizes = [len(code) for code in codes.values()]
+    for i, j in itertools.combinations(range(len(sizes)), 2):
+        columns.append(offset + table[:, i] * sizes[j] + table[:, j])
+        offset += sizes[i] * sizes[j]
     held = np.stack(columns, axis=1)  # [rows, pairs of columns]: number of the pair of values
     wanted = np.zeros(offset, dtype=bool)
     wanted[held] = True

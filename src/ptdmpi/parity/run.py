@@ -110,6 +110,7 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 def train(task: Task, axes: Axes) -> Training | None:
     """Train on the ranks of `axes`; their rank 0 gets the result, the others None."""
     config = configuration(task)
+    torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
     losses, norms = [], []
     gradients: Pieces = {}

@@ -1,0 +1,1 @@
+"""This project beside plain torch: `python -m benchmarks.bench`."""

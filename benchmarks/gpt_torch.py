@@ -1,0 +1,120 @@
+"""The same GPT in plain torch, as its user would write it: batch first, fused qkv, SDPA.
+
+Parameters have this project's names and start from the same (seed, name), so that both sides can be
+held to the same losses.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptdmpi.config import Config
+from ptdmpi.model.random import initial
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        super().__init__()
+        model = config.model
+        self.word = nn.Embedding(vocab_size, model.hidden)
+        self.position = nn.Embedding(model.seq_length, model.hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.word(ids) + self.position.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden = config.model.hidden
+        self.head_size = config.model.head_size
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [b, s, a, 3, head size]: the heads are outermost, so that DTensor's contiguous shards of
+        # the rows of qkv are whole heads
+        qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
+        q, k, v = qkv.transpose(1, 2).unbind(3)
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(core.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, inner = config.model.hidden, config.model.ffn_hidden
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden, eps = config.model.hidden, config.model.norm_eps
+        self.attention_norm = nn.LayerNorm(hidden, eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(hidden, eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Gpt(nn.Module):
+    """The layers of one pipeline stage (of all, if it is the only one), on token ids or [b, s, h].
+
+    `autocast`: enter bf16 autocast for this forward pass.
+    """
+
+    def __init__(self, config: Config, layers: range, vocab_size: int, autocast: bool) -> None:
+        super().__init__()
+        model = config.model
+        self.autocast = autocast
+        self.embedding = Embedding(config, vocab_size) if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        last = layers.stop == model.layers
+        self.final_norm = nn.LayerNorm(model.hidden, model.norm_eps) if last else None
+        self.head = nn.Linear(model.hidden, vocab_size, bias=False) if last else None
+        self._initialise(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.autocast:
+            return self._forward(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.layers.values():
+            x = block(x)
+        return x if self.head is None else self.head(self.final_norm(x))
+
+    @torch.no_grad()
+    def _initialise(self, config: Config) -> None:
+        model = config.model
+        for name, parameter in self.named_parameters():
+            start: float | str = model.init_std
+            if "norm" in name:
+                start = "ones" if name.endswith("weight") else "zeros"
+            elif name.endswith("bias"):
+                start = "zeros"
+            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+                start = model.init_std / math.sqrt(2 * model.layers)
+            whole = initial(config.run.seed, name, tuple(parameter.shape), start)
+            if ".qkv." in name:  # from all q, all k, all v to q, k, v of each head
+                parts = (3, model.heads, model.head_size)
+                whole = whole.unflatten(0, parts).transpose(0, 1).flatten(0, 2)
+            parameter.copy_(whole)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the tokens, in float32; logits [b, s, V], labels [b, s]."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

@@ -1,0 +1,5 @@
+"""`python -m ptdmpi` is the command `ptdmpi`."""
+
+from ptdmpi.cli import main
+
+main()

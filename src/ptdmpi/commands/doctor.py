@@ -1,0 +1,223 @@
+"""`ptdmpi doctor`: is this machine fit to train, and is training on it exact?"""
+
+import json
+import os
+import platform
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import click
+
+from ptdmpi.comm import launch
+
+if TYPE_CHECKING:
+    from ptdmpi.comm.communicator import Communicator
+    from ptdmpi.comm.world import World
+
+ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
+TRIALS = 5
+PERIOD = 7  # of the numbers that are summed: small, so that every type holds each sum exactly
+# A variable that only this launcher sets.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
+    "SLURM_STEP_ID": "srun (Slurm)",
+    "PALS_NRANKS": "mpiexec (PALS)",
+    "PMI_SIZE": "mpiexec (MPICH)",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `status` is ok, note (worth knowing) or bad (training would fail)."""
+
+    name: str
+    value: str
+    status: str = "ok"
+
+
+@click.command("doctor", short_help="Check the machine, or the exactness of training on it.")
+@click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
+@click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+def command(parity: bool, short: bool, as_json: bool) -> None:
+    """Check the machine on all ranks of the job; with --parity, that training is exact on it.
+
+    mpirun -n 8 ptdmpi doctor --parity
+
+    Exit code 1 if something is bad or a row of the table is red.
+    """
+    if short and not parity:
+        raise click.UsageError("--short belongs to --parity")
+    launch.prepare()
+    # MPI is initialised by this import: before torch starts its threads
+    from ptdmpi.comm.world import World, fail_together
+
+    world = World()
+    with fail_together(world):
+        check = partial(check_parity, short=short) if parity else check_machine
+        if not check(world, as_json=as_json):
+            raise SystemExit(1)
+
+
+def check_parity(world: "World", *, short: bool, as_json: bool) -> bool:
+    """Print the table of exactness; True on every rank if no row is red."""
+    from ptdmpi.parity import layouts, suite, table
+
+    ranks = min(world.size, layouts.MOST_RANKS)
+    wanted = world.on_root(lambda: suite.comparisons(ranks, short=short))
+    steps = suite.SHORT_STEPS if short else suite.STEPS
+    rows = suite.run(world, wanted, steps, partial(click.echo, err=True))
+    if world.rank == 0:
+        if as_json:
+            click.echo(json.dumps(table.as_json(rows, ranks, steps)))
+        else:
+            click.echo(table.text(rows, ranks, steps))
+            if ranks < layouts.MOST_RANKS:
+                click.echo(f"Layouts of {ranks + 1} to {layouts.MOST_RANKS} ranks were left out.")
+    return world.on_root(lambda: not any(row.red() for row in rows))
+
+
+def check_machine(world: "World", *, as_json: bool) -> bool:
+    """Print what the machine is and whether its all-reduce is right; True on every rank if so."""
+    found = [*_launched(world), *_software(world), *_placed(world), *_all_reduce(world)]
+    if world.rank == 0:
+        if as_json:
+            click.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
+        else:
+            click.echo("\n".join(_line(finding) for finding in found))
+    return world.on_root(lambda: all(finding.status != "bad" for finding in found))
+
+
+def _line(finding: Finding) -> str:
+    mark = {"ok": "  ", "note": "! ", "bad": "X "}[finding.status]
+    return f"{mark}{finding.name:<18}{finding.value}"
+
+
+def _launched(world: "World") -> list[Finding]:
+    from mpi4py import MPI
+
+    launcher = next((name for key, name in LAUNCHERS.items() if key in os.environ), None)
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0].partition(",")[0]
+    multiple = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    counts = [local for local, first in _everyone(world, _local_size(world)) if first]
+    spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return [
+        Finding("MPI", f"{library.strip()}, MPI {'.'.join(map(str, MPI.Get_version()))}"),
+        Finding(
+            "MPI threads",
+            "multiple" if multiple else "not multiple: the heartbeat thread needs it",
+            "ok" if multiple else "bad",
+        ),
+        Finding("launcher", launcher or "none: one process; start with mpirun or srun"),
+        Finding("ranks", f"{world.size} on {world.nodes} node(s), {spread} per node"),
+    ]
+
+
+def _local_size(world: "World") -> tuple[int, bool]:
+    return world.local_size, world.local_rank == 0
+
+
+def _everyone(world: "World", value):
+    return world.control.allgather(value)
+
+
+def _software(world: "World") -> list[Finding]:
+    import torch
+
+    from ptdmpi.model import kernels
+
+    cores = len(os.sched_getaffinity(0))
+    # a core that several ranks of a node may use counts once
+    crowded = any(_everyone(world, world.local_size * torch.get_num_threads() > cores))
+    compilers = [path for path in ("cc", "c++") if shutil.which(path)]
+    everywhere = all(_everyone(world, len(compilers) == 2))
+    accelerator = "CUDA or ROCm device" if torch.cuda.is_available() else None
+    halves = [str(kind).removeprefix("torch.") for kind in kernels.HALF_TYPES]
+    wide = [kernels.widens("cpu", kind) for kind in kernels.HALF_TYPES]
+    return [
+        Finding("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
+        Finding(
+            "device",
+            f"CPU ({platform.machine()})" + (f"; {accelerator} not used" if accelerator else ""),
+            "note" if accelerator else "ok",
+        ),
+        *(
+            Finding(f"{kind} products", "through float32" if widened else "native")
+            for kind, widened in zip(halves, wide, strict=True)
+        ),
+        Finding(
+            "threads per rank",
+            f"{torch.get_num_threads()}, {cores} core(s) usable by a rank"
+            + ("; more ranks and threads than cores: slow" if crowded else ""),
+            "note" if crowded else "ok",
+        ),
+        Finding(
+            "C, C++ compiler",
+            "on every rank" if everywhere else "not on every rank (only run.compile needs one)",
+        ),
+    ]
+
+
+def _placed(world: "World") -> list[Finding]:
+    from ptdmpi.plan.grid import Grid
+
+    inside = [
+        tensor
+        for tensor in range(1, world.size + 1)
+        if world.size % tensor == 0
+        and not world.tensor_axis_crosses_nodes(Grid(tensor, 1, world.size // tensor))
+    ]
+    return [Finding("tensor axis", f"stays in a node for t = {', '.join(map(str, inside))}")]
+
+
+def _all_reduce(world: "World") -> list[Finding]:
+    import torch
+
+    from ptdmpi.plan.grid import Grid
+
+    comm = world.split(Grid(1, 1, world.size)).data
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in ALL_REDUCE_BYTES:
+            right, seconds = _sum_known(comm, size // dtype.itemsize, dtype)
+            name = f"{str(dtype).removeprefix('torch.')} sum"
+            if not all(_everyone(world, right)):
+                wrong = [str(rank) for rank, r in enumerate(_everyone(world, right)) if not r]
+                value = f"{size / 2**20:g} MiB: WRONG on ranks {', '.join(wrong)}"
+                found.append(Finding(name, value, "bad"))
+                continue
+            # what each rank must send at least (Thakur et al. 2005): 2 (n - 1) / n of the bytes
+            rate = 2 * (world.size - 1) / world.size * size / seconds
+            value = f"{size / 2**20:g} MiB in {seconds * 1e3:.3g} ms, right"
+            if world.size > 1:
+                value += f", {rate / 1e9:.3g} GB/s per rank"
+            found.append(Finding(name, value))
+    return found
+
+
+def _sum_known(comm: "Communicator", elements: int, dtype) -> tuple[bool, float]:
+    """(whether every element of an all-reduce is right on this rank, seconds of the best trial).
+
+    Rank r gives (r + i) mod PERIOD at place i, so neighbouring places and ranks differ.
+    """
+    import torch
+
+    places = torch.arange(elements)
+    given = ((places + comm.rank) % PERIOD).to(dtype)
+    expected = torch.zeros(elements, dtype=torch.float32)
+    for rank in range(comm.size):
+        expected += (places + rank) % PERIOD
+    # bfloat16 holds integers up to 256: beyond that the sum is rounded once, as the wire does
+    expected = expected.to(dtype)
+    right, best = True, float("inf")
+    for _ in range(TRIALS):
+        tensor = given.clone()
+        comm.barrier()
+        start = time.perf_counter()
+        comm.all_reduce(tensor)
+        best = min(best, time.perf_counter() - start)
+        right = right and torch.equal(tensor, expected)
+    return right, max(comm.all_gather_object(best))

@@ -1,0 +1,132 @@
+"""Which trainings are compared with which, and the rows of the table that come of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ptdmpi.comm.world import World
+from ptdmpi.parity import layouts
+from ptdmpi.parity.compare import BARS, BITWISE, Difference, differences, first_other_bit
+from ptdmpi.parity.layouts import Case
+from ptdmpi.parity.run import Blocks, Task, Training
+
+STEPS = 20
+SHORT_STEPS, SHORT_ROWS = 3, slice(1, 3)  # the first row is one rank
+
+COVERING = "Every layout against one rank, and its bits against p = v = 1"
+REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
+TWICE = "A second run of one layout"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case, and the training whose bits it must have."""
+
+    section: str
+    case: Case
+    base: Case
+    attempt: int = 0
+
+    def found(self, compute: str, steps: int) -> Task:
+        return Task(self.case, compute, steps, self.attempt)
+
+    def expected(self, compute: str, steps: int) -> Task:
+        """The one-rank training of the same model."""
+        return Task(replace(self.case, layout=self.case.layout.reference), compute, steps)
+
+    def same_bits(self, compute: str, steps: int) -> Task:
+        return Task(self.base, compute, steps)
+
+    def tasks(self, steps: int) -> list[Task]:
+        computes = BARS.keys() | set(BITWISE)
+        return [
+            *(self.found(compute, steps) for compute in sorted(computes)),
+            *(self.expected(compute, steps) for compute in BARS),
+            *(self.same_bits(compute, steps) for compute in BITWISE),
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a comparison found. `bits` names the first thing that differs, or None; `torn` the
+    tensors whose copies on several ranks differ; both by compute type."""
+
+    comparison: Comparison
+    differences: dict[str, dict[str, Difference]]
+    bits: dict[str, str | None]
+    torn: dict[str, list[str]] = field(default_factory=dict)
+
+    def red(self) -> list[str]:
+        """Each bar that is broken, in words."""
+        found = [
+            f"{compute} {name} {one.value:.1e} at {one.where}, bar {BARS[compute][name]:.0e}"
+            for compute, of_type in self.differences.items()
+            for name, one in of_type.items()
+            if not one.within(BARS[compute][name])
+        ]
+        found += [f"{compute} bits: {where}" for compute, where in self.bits.items() if where]
+        found += [
+            f"{compute}: copies of {', '.join(names)} differ"
+            for compute, names in self.torn.items()
+            if names
+        ]
+        return found
+
+
+def comparisons(ranks: int, *, short: bool = False) -> list[Comparison]:
+    """All comparisons that `ranks` ranks can make; `short`: a few of each kind that need little
+    time."""
+    covering = layouts.covering_set(ranks)
+    reproducible = layouts.reproducible_cases(ranks)
+    # most ranks, and of these most chunks: as much as possible can go wrong
+    twice = [max(covering, key=lambda case: (case.layout.ranks, case.layout.stages))]
+    if short:
+        covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
+    return [
+        *(Comparison(COVERING, case, replace(case, layout=case.layout.base)) for case in covering),
+        *(
+            Comparison(REPRODUCIBLE, case, replace(case, layout=case.layout.base))
+            for case in reproducible
+        ),
+        *(Comparison(TWICE, case, case, attempt=1) for case in twice),
+    ]
+
+
+def run(
+    world: World,
+    wanted: Sequence[Comparison],
+    steps: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """Do the trainings, small layouts side by side, and compare; every rank calls it alike.
+
+    Rank 0 gets the rows and is told by `say` how it goes; the other ranks get no rows. Raises
+    InputError if a layout needs more ranks than the world has.
+    """
+    tasks = list(dict.fromkeys(task for one in wanted for task in one.tasks(steps)))
+    blocks = Blocks(world)
+    results: dict[Task, Training] = {}
+    for ranks in sorted({task.case.layout.ranks for task in tasks}):
+        alike = [task for task in tasks if task.case.layout.ranks == ranks]
+        if world.rank == 0:
+            say(f"parity: {len(alike)} trainings of {steps} steps on {ranks} ranks each")
+        results |= blocks.run(alike)
+    return [_row(one, steps, results) for one in wanted] if world.rank == 0 else []
+
+
+def _row(one: Comparison, steps: int, results: dict[Task, Training]) -> Row:
+    return Row(
+        one,
+        differences={
+            compute: differences(
+                results[one.found(compute, steps)], results[one.expected(compute, steps)]
+            )
+            for compute in BARS
+        },
+        bits={
+            compute: first_other_bit(
+                results[one.found(compute, steps)], results[one.same_bits(compute, steps)]
+            )
+            for compute in BITWISE
+        },
+        torn={compute: results[one.found(compute, steps)].torn for compute in (*BARS, "bf16")},
+    )

@@ -1,0 +1,383 @@
+"""What a rank keeps in memory: an inventory of tensors, item by item.
+
+The tables list what the backward pass of one microbatch needs, as autograd keeps it for the code in
+`ptdmpi.model`, and, for comparison, for the layer of Korthikanti et al. 2022 (arXiv 2205.05198).
+Tensors that share their storage are one item. docs/memory.md explains where the two differ.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptdmpi.config import Config
+from ptdmpi.plan import schedule as schedules
+from ptdmpi.plan.stages import head_in_layers, split_layers
+
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+MODES = ("none", "selective", "full")
+MASK_CHUNK_ELEMENTS = 2**18  # of a dropout mask, drawn at once (on a CPU)
+
+
+@dataclass(frozen=True)
+class Item:
+    """`elements` of `element_bytes` each; `kept_up_to` is the last of `MODES` that keeps it."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    kept_up_to: str = "selective"
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+def kept(items: Sequence[Item], mode: str) -> list[Item]:
+    """Those of `items` that recomputation `mode` keeps until the backward pass."""
+    return [item for item in items if MODES.index(mode) <= MODES.index(item.kept_up_to)]
+
+
+def total_bytes(items: Sequence[Item]) -> int:
+    return sum(item.bytes for item in items)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of `config` on one rank, for one microbatch.
+
+    `wide_products`: half types are multiplied in float32, on widened copies, as on a CPU without
+    instructions for them.
+    """
+
+    config: Config
+    wide_products: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """s b."""
+        return self.config.model.seq_length * self.config.batch.micro_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Positions of this rank between the blocks: s b, or s b / t under sequence parallelism."""
+        parallel = self.config.parallel
+        return self.tokens // (parallel.tensor if parallel.sequence_parallel else 1)
+
+    @property
+    def compute_bytes(self) -> int:
+        return COMPUTE_BYTES[self.config.precision.compute]
+
+    @property
+    def wide_bytes(self) -> int:
+        """Of softmaxes, losses and master weights: float32 at least."""
+        return max(4, self.compute_bytes)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of the operands of a product."""
+        return self.wide_bytes if self.wide_products else self.compute_bytes
+
+    def share(self, size: int) -> int:
+        """A tensor rank's part of `size`, padded where t does not divide it."""
+        return -(-size // self.config.parallel.tensor)
+
+    def recomputed(self, layer: int) -> str:
+        """The recomputation mode of a layer."""
+        recompute = self.config.recompute
+        beyond = recompute.layers != "all" and layer >= recompute.layers
+        return "none" if recompute.mode == "full" and beyond else recompute.mode
+
+
+def korthikanti_layer(
+    s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False
+) -> list[Item]:
+    """The layer of Korthikanti et al. 2022, section 4.1 and Table 2: fp16, dropout, nothing fused.
+
+    s b h (10 + 24/t + 5 a s/(h t)) bytes; s b h (34/t + 5 a s/(h t)) under sequence parallelism.
+    """
+    tokens = s * b
+    whole = tokens // t if sequence_parallel else tokens
+    hidden, scores = tokens * h // t, b * a * s * s // t
+    return [
+        Item("attention_norm.input", whole * h, 2, "full"),
+        Item("attention.qkv.input", whole * h, 2),
+        Item("attention.query_key", 2 * hidden, 2),
+        Item("attention.softmax", scores, 2, "none"),
+        Item("attention.softmax.mask", scores, 1, "none"),
+        Item("attention.softmax.dropped", scores, 2, "none"),
+        Item("attention.value", hidden, 2),
+        Item("attention.out.input", hidden, 2),
+        Item("attention.mask", whole * h, 1),
+        Item("mlp_norm.input", whole * h, 2),
+        Item("mlp.up.input", whole * h, 2),
+        Item("mlp.activation.input", 4 * hidden, 2),
+        Item("mlp.down.input", 4 * hidden, 2),
+        Item("mlp.mask", whole * h, 1),
+    ]
+
+
+def layer_activations(sizes: Sizes, mode: str) -> list[Item]:
+    """All items of one layer of this code; under `mode` some of them are recomputed (see `kept`).
+
+    The layer runs alike in every mode, but for what the attention core's products work on: where
+    that is a copy of query, key and value, these stay for the core's recomputation only.
+    """
+    model, c = sizes.config.model, sizes.compute_bytes
+    local = sizes.local_tokens * model.hidden
+    ffn = sizes.tokens * sizes.share(model.ffn_hidden)
+    gates = 2 if model.activation == "swiglu" else 1
+    mask = [local] if model.dropout > 0.0 else []
+    return [
+        *_norm(sizes, "attention_norm", "full"),
+        Item("attention.qkv.input", local, c),
+        *_attention_core(sizes, mode),
+        Item("attention.out.input", sizes.tokens * sizes.share(model.hidden), c),
+        *(Item("attention.mask", size, 1) for size in mask),
+        *_norm(sizes, "mlp_norm"),
+        Item("mlp.up.input", local, c),
+        Item("mlp.activation.input", gates * ffn, c),
+        Item("mlp.down.input", ffn, c),
+        *(Item("mlp.mask", size, 1) for size in mask),
+    ]
+
+
+def _norm(sizes: Sizes, name: str, kept_up_to: str = "selective") -> Iterator[Item]:
+    model, local = sizes.config.model, sizes.local_tokens
+    yield Item(f"{name}.input", local * model.hidden, sizes.compute_bytes, kept_up_to)
+    if model.norm == "layernorm":
+        yield Item(f"{name}.statistics", 2 * local, sizes.compute_bytes)  # mean, 1 / deviation
+    else:
+        yield Item(f"{name}.statistics", local, sizes.wide_bytes)  # 1 / root mean square
+
+
+def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
+    """From query, key and value to the heads' outputs, which are the next linear's input."""
+    model, c = sizes.config.model, sizes.compute_bytes
+    heads, kv_heads = sizes.share(model.heads), sizes.share(model.kv_heads)
+    rows = sizes.tokens * heads
+    explicit = model.attention_dropout > 0.0
+    # the explicit core repeats grouped keys and values, FlashAttention does not
+    multiplied = 3 * heads if explicit else heads + 2 * kv_heads
+    copied = sizes.operand_bytes != c or multiplied != heads + 2 * kv_heads
+    per_head = sizes.tokens * model.head_size
+    if mode == "selective" or not copied:
+        yield Item("attention.query_key_value", (heads + 2 * kv_heads) * per_head, c)
+    if copied:
+        size = multiplied * per_head
+        yield Item("attention.query_key_value.copy", size, sizes.operand_bytes, "none")
+    if explicit:
+        scores = rows * model.seq_length
+        yield Item("attention.future", model.seq_length**2, 1, "none")
+        yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
+        yield Item("attention.softmax.mask", scores, 1, "none")
+        yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
+    else:
+        yield Item("attention.logsumexp", rows, sizes.wide_bytes, "none")
+        if sizes.operand_bytes != c:
+            yield Item("attention.output.copy", rows * model.head_size, sizes.wide_bytes, "none")
+
+
+def embedding_activations(sizes: Sizes) -> list[Item]:
+    items = []
+    if sizes.config.parallel.tensor > 1:
+        items.append(Item("embedding.ids", sizes.tokens, 8))
+        items.append(Item("embedding.elsewhere", sizes.tokens, 1))
+    if sizes.config.model.dropout > 0.0:
+        items.append(Item("embedding.mask", sizes.local_tokens * sizes.config.model.hidden, 1))
+    return items
+
+
+def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
+    """Final norm, output head and cross-entropy."""
+    local = sizes.local_tokens * sizes.config.model.hidden
+    logits = sizes.tokens * sizes.share(vocab_size)
+    return [
+        *_norm(sizes, "final_norm"),
+        Item("head.input", local, sizes.compute_bytes),
+        Item("loss.probabilities", logits, sizes.wide_bytes),
+        Item("loss.labels", sizes.tokens, 8),
+        Item("loss.here", sizes.tokens, 1),
+    ]
+
+
+def stage_activations(sizes: Sizes, vocab_size: int, layers: range) -> list[Item]:
+    """What one microbatch keeps in the stage of `layers`, from its forward to its backward.
+
+    The input of a stage behind the first is the input of its first layer.
+    """
+    items: list[Item] = []
+    if layers.start == 0:
+        items += embedding_activations(sizes)
+    for layer in layers:
+        mode = sizes.recomputed(layer)
+        items += kept(layer_activations(sizes, mode), mode)
+    if layers.stop == sizes.config.model.layers:
+        items += head_activations(sizes, vocab_size)
+    return items
+
+
+def backward_working_bytes(sizes: Sizes, vocab_size: int, layers: range) -> int:
+    """The most that a stage's backward pass needs beside what `stage_activations` lists.
+
+    Looked at where it can be most: at the loss, and in each layer behind the MLP and in the
+    attention core. What is recomputed comes on top there, what has been used by then is gone.
+    """
+    most = freed = 0
+    if layers.stop == sizes.config.model.layers:
+        freed = total_bytes(head_activations(sizes, vocab_size))
+        logits = sizes.tokens * sizes.share(vocab_size)
+        # the gradient, and its conversion to the compute type
+        narrow = sizes.compute_bytes * (sizes.compute_bytes < sizes.wide_bytes)
+        most = logits * (sizes.wide_bytes + narrow)
+    for layer in reversed(layers):
+        mode = sizes.recomputed(layer)
+        items = layer_activations(sizes, mode)
+        stays = total_bytes(kept(items, mode))
+        dropped = total_bytes(items) - stays
+        mlp = total_bytes([item for item in items if item.name.startswith("mlp")])
+        early = dropped if mode == "full" else 0
+        most = max(most, early + _mlp_backward(sizes) - freed)
+        if mode == "full":
+            most = max(most, early + _drawing_a_mask(sizes) - freed)
+        most = max(most, dropped - mlp + _core_backward(sizes) - freed)
+        freed += stays
+    return most
+
+
+def _mlp_backward(sizes: Sizes) -> int:
+    """At the second linear, the activation function and the first linear, whatever is most; the
+    gradient of the output is held throughout."""
+    model, c = sizes.config.model, sizes.compute_bytes
+    held = sizes.local_tokens * model.hidden * c
+    if sizes.local_tokens < sizes.tokens:
+        held += sizes.tokens * model.hidden * c  # gathered
+    ffn = sizes.share(model.ffn_hidden)
+    up = (2 if model.activation == "swiglu" else 1) * ffn
+    down_linear = _linear_backward(sizes, ffn, model.hidden, column=False)
+    # what is behind them is gone: first the second linear's input, then the activation's too
+    activation = sizes.tokens * c * (up + ffn * (model.activation == "swiglu"))
+    up_linear = _linear_backward(sizes, model.hidden, up, column=True) - sizes.tokens * ffn * c
+    return held + max(down_linear, activation, up_linear)
+
+
+def _hash_bytes(elements: int) -> int:
+    """What drawing a dropout mask needs: int64, three at a time."""
+    return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
+
+
+def _drawing_a_mask(sizes: Sizes) -> int:
+    """The last act of a layer's recomputation: hashes beside what they drop from and the gradient
+    that waits."""
+    model = sizes.config.model
+    if model.dropout == 0.0:
+        return 0
+    local = sizes.local_tokens * model.hidden
+    return _hash_bytes(local) + 2 * local * sizes.compute_bytes
+
+
+def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> int:
+    """The gradient of the input, and what products of half types need: copies of all operands where
+    they are widened, otherwise the weight's gradient, and its float32 form that is added. A
+    column-parallel linear has the input's gradient first, a row-parallel one the weight's."""
+    c, wide = sizes.compute_bytes, sizes.wide_bytes
+    result = sizes.tokens * inputs * c
+    if sizes.operand_bytes > c:
+        copies = sizes.tokens * (inputs + outputs) + inputs * outputs
+        return result + copies * sizes.operand_bytes
+    weight = inputs * outputs * (c + wide) if wide > c else 0
+    return result + weight if column else max(result, weight)
+
+
+def _core_backward(sizes: Sizes) -> int:
+    """Gradients of the softmax's output and input, or, when it is recomputed, the hashes of its mask
+    before it is dropped; FlashAttention has the gradients of its operands."""
+    model, c = sizes.config.model, sizes.compute_bytes
+    rows = sizes.tokens * sizes.share(model.heads)
+    held = sizes.local_tokens * model.hidden * c
+    if model.attention_dropout > 0.0:
+        scores = rows * model.seq_length
+        drawing = _hash_bytes(scores) - scores * (1 + sizes.operand_bytes)
+        return held + max(scores * 2 * sizes.wide_bytes, drawing)
+    return held + 4 * rows * model.head_size * sizes.operand_bytes
+
+
+def stages_of(config: Config, vocab_size: int, pipeline_rank: int) -> dict[int, range]:
+    """Stage number -> its layers, of one pipeline rank."""
+    parallel, model = config.parallel, config.model
+    p, v = parallel.pipeline, parallel.virtual
+    layers = split_layers(model.layers, p, v, head_in_layers(model, vocab_size))
+    return {stage: layers[stage] for stage in range(pipeline_rank, p * v, p)}
+
+
+def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> int:
+    """The most bytes of activations on one pipeline rank at any moment of its schedule.
+
+    What the microbatches in flight keep, what the running op needs beside, and, where stages
+    exchange tensors, one that arrives and one that leaves.
+    """
+    config = sizes.config
+    parallel = config.parallel
+    stages = stages_of(config, vocab_size, pipeline_rank)
+    keeps, works = {}, {}
+    for stage, layers in stages.items():
+        keeps[stage] = total_bytes(stage_activations(sizes, vocab_size, layers))
+        works[stage] = backward_working_bytes(sizes, vocab_size, layers)
+    order = schedules.KINDS[parallel.schedule](
+        parallel.pipeline, parallel.virtual, config.microbatches, pipeline_rank
+    )
+    held = peak = 0
+    for op in order:
+        if op.kind == schedules.FORWARD:
+            held += keeps[op.stage]
+            peak = max(peak, held)
+        else:
+            peak = max(peak, held + works[op.stage])
+            held -= keeps[op.stage]
+    exchanges = parallel.pipeline * parallel.virtual > 1
+    boundary = sizes.local_tokens * config.model.hidden * sizes.compute_bytes
+    return peak + 2 * boundary * exchanges
+
+
+def _layer_parameters(sizes: Sizes) -> int:
+    """Of one layer on one tensor rank; norms and the biases behind a sum stand on every rank."""
+    model = sizes.config.model
+    h, query = model.hidden, sizes.share(model.hidden)
+    key_value = sizes.share(model.kv_heads * model.head_size)
+    ffn = sizes.share(model.ffn_hidden)
+    up = (2 if model.activation == "swiglu" else 1) * ffn
+    weights = h * (query + 2 * key_value) + query * h + h * up + ffn * h
+    biases = query + 2 * key_value + h + up + h
+    return weights + biases * model.bias + 2 * _norm_parameters(sizes)
+
+
+def _norm_parameters(sizes: Sizes) -> int:
+    model = sizes.config.model
+    return (2 if model.norm == "layernorm" else 1) * model.hidden
+
+
+def state_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> list[Item]:
+    """Weights, master weights, gradients and AdamW's moments of one rank.
+
+    The buffers' alignment is left out. A tied head on the rank of the embedding has no weights of
+    its own but gradients. Where compute and master type agree there is one set of weights.
+    """
+    model, wide = sizes.config.model, sizes.wide_bytes
+    stages = stages_of(sizes.config, vocab_size, pipeline_rank).values()
+    table = sizes.share(vocab_size) * model.hidden
+    first = any(layers.start == 0 for layers in stages)
+    last = any(layers.stop == model.layers for layers in stages)
+    count = sum(map(len, stages)) * _layer_parameters(sizes)
+    if first:
+        count += table + (model.seq_length * model.hidden if model.positions == "learned" else 0)
+    if last:
+        count += _norm_parameters(sizes)
+    shared = table if first and last and model.tie_embeddings else 0
+    if last and not shared:
+        count += table
+    items = [] if sizes.compute_bytes == wide else [Item("weights", count, sizes.compute_bytes)]
+    return [
+        *items,
+        Item("master_weights", count, wide),
+        Item("gradients", count + shared, wide),
+        Item("first_moments", count, wide),
+        Item("second_moments", count, wide),
+    ]

@@ -1,0 +1,126 @@
+"""Short trainings in one layout on synthetic tokens, and what they leave behind."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import Config
+from ptdmpi.model.stage import Batch
+from ptdmpi.plan.grid import Grid
+from ptdmpi.train.engine import Engine
+from tests._configs import Changes, small
+from tests._layers import Piece, assemble, cut
+
+VOCAB_SIZE = 101  # no axis divides it
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses and gradient norms of each step, and logical tensors after the last one."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def tokens(config: Config, step: int, vocab_size: int = VOCAB_SIZE) -> tuple[Tensor, Tensor]:
+    """The global batch of `step`: ids [B, s + 1], and weights [B, s] of 0 and 1, each sequence
+    with another share of valid tokens."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    size, length = config.batch.global_size, config.model.seq_length
+    ids = torch.randint(vocab_size, (size, length + 1), generator=generator)
+    share = torch.rand(size, 1, generator=generator)
+    weights = (torch.rand(size, length, generator=generator) < share).float()
+    weights[:, 0] = 1.0
+    return ids, weights
+
+
+def microbatches(
+    config: Config, step: int, data_rank: int, *, masked: bool = True, vocab_size: int = VOCAB_SIZE
+) -> list[Batch]:
+    """This data rank's microbatches of the global batch."""
+    ids, weights = tokens(config, step, vocab_size)
+    m, b = config.microbatches, config.batch.micro_size
+    batches = []
+    for start in range(data_rank * m * b, (data_rank + 1) * m * b, b):
+        x = ids[start : start + b].t()
+        mask = weights[start : start + b].t().contiguous() if masked else None
+        samples = torch.arange(start, start + b) + step * config.batch.global_size
+        batches.append(Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples))
+    return batches
+
+
+def logical(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
+    """The whole tensors of all parameters, from every rank's `flat` buffer."""
+    axis = engine.axes.tensor
+    pieces: list[Piece] = [
+        (name, entry.declaration.shape, place, values.clone())
+        for name, entry in engine.buffer.entries.items()
+        for place, values in cut(entry.declaration, entry.view(flat), axis.rank, axis.size)
+    ]
+    everyone = engine.axes.world.all_gather_object(pieces)
+    return assemble([piece for of_rank in everyone for piece in of_rank])
+
+
+def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:
+    config = small(changes, world.size)
+    parallel = config.parallel
+    axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+    return Engine(config, axes, vocab_size)
+
+
+def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:
+    """The results of the first `count` steps."""
+    config, rank, size = engine.config, engine.axes.data.rank, engine.vocab_size
+    return [
+        engine.step(k, microbatches(config, k, rank, masked=masked, vocab_size=size))
+        for k in range(count)
+    ]
+
+
+def train(
+    comm, changes: Changes, *, steps: int = 5, masked: bool = True, vocab_size: int = VOCAB_SIZE
+) -> Run:
+    """Train on the first t p d ranks of `comm`; every rank of it gets the result."""
+    sizes = [changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]
+    world = World(comm).first(sizes[0] * sizes[1] * sizes[2])
+    run = None
+    if world is not None:
+        engine = build(world, changes, vocab_size)
+        results = steps_of(engine, steps, masked=masked)
+        run = Run(
+            [result.loss for result in results],
+            [result.grad_norm for result in results],
+            logical(engine, engine.buffer.master),
+            logical(engine, engine.buffer.gradients),
+        )
+    return from_root(comm, run)
+
+
+def from_root(comm: MPI.Comm, value: Run | None) -> Run:
+    """Rank 0's `value` on every rank. Who waits sleeps: MPI's own waiting takes half the cores
+    from the ranks that compute, where there are more ranks than cores."""
+    here = comm.Ibarrier()
+    while not here.Test():
+        time.sleep(0.005)
+    return comm.bcast(value, root=0)
+
+
+def greatest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The greatest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def assert_same_bits(found: Run, expected: Run) -> None:
+    """Loss and norm of every step and every final parameter are equal to the bit."""
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    assert found.parameters.keys() == expected.parameters.keys()
+    for name, values in found.parameters.items():
+        assert torch.equal(values, expected.parameters[name]), name

@@ -1,0 +1,105 @@
+"""Layers on a tensor axis with whole weights that a test knows, and their whole gradients."""
+
+import torch
+from torch import Tensor, nn
+
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.model.parameters import PRECISIONS, Declaration, ParameterBuffer
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
+# (name, shape, place in the logical tensor, values)
+Piece = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
+
+
+def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:
+    """The same normal values on every rank, for each name others."""
+    seed = int.from_bytes(name.encode()) % (2**63)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision])
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """The greatest difference over the greatest magnitude; NaN where either holds one."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def cut(declaration: Declaration, flat_view: Tensor, rank: int, size: int):
+    """(place in the logical tensor, values) of each piece of a local tensor."""
+    for box in declaration.boxes(rank, size):
+        yield box.logical, flat_view[box.local]
+
+
+def assemble(pieces: list[Piece]) -> dict[str, Tensor]:
+    """Logical tensors of the pieces of all ranks: complete, and replicas equal to the bit."""
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for name, shape, place, values in pieces:
+        tensor = whole.setdefault(name, torch.empty(shape, dtype=values.dtype))
+        filled = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        known = filled[place]
+        assert torch.equal(tensor[place][known], values[known]), f"replicas of {name} differ"
+        tensor[place] = values
+        filled[place] = True
+    for name, filled in seen.items():
+        assert filled.all(), f"{name} is incomplete"
+    return whole
+
+
+class Placed:
+    """A layer whose weights are this rank's slices of random logical tensors, `whole`."""
+
+    def __init__(self, layer: nn.Module, axis: TensorAxis, precision: str) -> None:
+        self.layer, self.axis = layer, axis
+        named = layer.named_parameters()
+        if hasattr(layer, "named_logical_parameters"):
+            named = layer.named_logical_parameters()
+        self.buffer = ParameterBuffer(list(named), PRECISIONS[precision], CPU, axis.rank, axis.size)
+        self.whole: dict[str, Tensor] = {}
+        for name, entry in self.buffer.entries.items():
+            # small, so that the softmaxes of a test are not saturated
+            self.whole[name] = 0.2 * random_tensor(name, entry.declaration.shape, precision)
+            local = entry.view(self.buffer.master)
+            for box in entry.declaration.boxes(axis.rank, axis.size):
+                local[box.local] = self.whole[name][box.logical]
+        self.buffer.refresh_weights()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients; the parts of what sequence parallelism divides are summed."""
+        pieces: list[Piece] = []
+        for name, entry in self.buffer.entries.items():
+            gradient = self.buffer.gradient(name).clone()
+            if name in self.buffer.second:
+                gradient += self.buffer.second_gradient(name)
+            if entry.declaration.shared_gradient and self.axis.divides_sequence:
+                self.axis.comm.all_reduce(gradient)
+            for place, values in cut(entry.declaration, gradient, self.axis.rank, self.axis.size):
+                pieces.append((name, entry.declaration.shape, place, values.clone()))
+        everyone = self.axis.comm.all_gather_object(pieces)
+        return assemble([piece for of_rank in everyone for piece in of_rank])
+
+    def check_gradients(self, serial: dict[str, Tensor], precision: str) -> None:
+        """Every gradient equals that of the serial leaves."""
+        found = self.gradients()
+        assert found.keys() == serial.keys()
+        for name, gradient in found.items():
+            assert difference(gradient, serial[name].grad) < TOLERANCES[precision], name
+
+
+def tensor_axis(comm, sequence_parallel: bool) -> TensorAxis:
+    return TensorAxis(MpiCommunicator(comm), sequence_parallel)
+
+
+def positions(x: Tensor, axis: TensorAxis) -> Tensor:
+    """This rank's positions of [s, ...], as between blocks."""
+    return x[axis.local_positions(len(x))]
+
+
+def columns(x: Tensor, parts: tuple[int, ...], axis: TensorAxis) -> Tensor:
+    """This rank's share of the last dim, of each part on its own."""
+    shares = [part.chunk(axis.size, -1)[axis.rank] for part in x.split(parts, -1)]
+    return torch.cat(shares, -1).contiguous()

@@ -1,0 +1,209 @@
+"""The contract of a communicator, on the `mpi` wire, at any number of ranks."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptdmpi.comm import mpi as wire
+from ptdmpi.comm.communicator import combine
+from ptdmpi.comm.mpi import BUCKET_BYTES, DIRECT_BYTES, PAIR_BYTES, MpiCommunicator
+from tests.parallel import parallel
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+SIZES = [1, 3, 7, 1000, 4099]
+
+
+def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings: numbers of very different magnitudes, whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(rank)
+    if dtype == torch.int64:
+        return torch.randint(-(2**60), 2**60, (size,), generator=generator) * (rank + 1)
+    numbers = torch.randn(size, generator=generator)
+    return (numbers * 10.0 ** (rank % 4 - 2)).to(dtype)
+
+
+def ascending_sum(comm, size: int, dtype: torch.dtype) -> Tensor:
+    """The sum from rank 0 upwards, in float32 at least."""
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = values(0, size, dtype).to(wide)
+    for rank in range(1, comm.size):
+        total = total + values(rank, size, dtype).to(wide)
+    return total.to(dtype)
+
+
+@parallel(ranks=[1, 2, 4, 8])
+@each_dtype
+def test_all_reduce_sums_in_ascending_order(comm, dtype):
+    axis = MpiCommunicator(comm)
+    around = DIRECT_BYTES // dtype.itemsize
+    for size in [*SIZES, around - 1, around, around + 1]:
+        mine = values(comm.rank, size, dtype)
+        result = axis.all_reduce(mine)
+        assert result is mine
+        assert torch.equal(result, ascending_sum(comm, size, dtype)), size
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bound", sorted({PAIR_BYTES, BUCKET_BYTES}))
+def test_all_reduce_around_the_sizes_where_its_algorithm_changes(comm, dtype, bound):
+    axis = MpiCommunicator(comm)
+    around = bound // dtype.itemsize
+    for size in (around - 1, around, around + 1, around + 12345):
+        result = axis.all_reduce(values(comm.rank, size, dtype))
+        assert torch.equal(result, ascending_sum(comm, size, dtype)), size
+
+
+@parallel(ranks=[2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_reduce_does_not_depend_on_messages(comm, dtype):
+    """Whole, cut into buckets of any size, or tensor by tensor: the same bits."""
+    axis = MpiCommunicator(comm)
+    size = 20011
+    whole = axis.all_reduce(values(comm.rank, size, dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "DIRECT_BYTES", 0)
+        patch.setattr(wire, "PAIR_BYTES", 0)
+        for bucket_bytes in (999 * dtype.itemsize, 4096 * dtype.itemsize, 10**9):
+            patch.setattr(wire, "BUCKET_BYTES", bucket_bytes)
+            assert torch.equal(axis.all_reduce(values(comm.rank, size, dtype)), whole)
+    parts = values(comm.rank, size, dtype).tensor_split(3)
+    assert torch.equal(torch.cat([axis.all_reduce(part) for part in parts]), whole)
+
+
+@parallel(ranks=[1, 2, 4, 8])
+@each_dtype
+def test_all_reduce_max(comm, dtype):
+    axis = MpiCommunicator(comm)
+    for size in (5, DIRECT_BYTES // dtype.itemsize + 9):
+        everyone = torch.stack([values(rank, size, dtype) for rank in range(comm.size)])
+        result = axis.all_reduce(values(comm.rank, size, dtype), "max")
+        assert torch.equal(result, everyone.amax(0))
+
+
+@parallel(ranks=[2])
+def test_unknown_reduction_is_refused(comm):
+    with pytest.raises(ValueError, match="sum or max"):
+        MpiCommunicator(comm).all_reduce(torch.ones(2), "mean")
+
+
+@parallel(ranks=[1, 2, 4, 8])
+@each_dtype
+def test_all_gather_and_reduce_scatter(comm, dtype):
+    axis = MpiCommunicator(comm)
+    for size in SIZES:
+        gathered = axis.all_gather(values(comm.rank, size * 2, dtype).view(size, 2))
+        everyone = [values(rank, size * 2, dtype) for rank in range(comm.size)]
+        assert torch.equal(gathered, torch.cat(everyone).view(-1, 2))
+
+        whole = values(comm.rank, size * 2 * comm.size, dtype).view(-1, 2)
+        kept = whole.clone()
+        part = axis.reduce_scatter(whole)
+        total = ascending_sum(comm, size * 2 * comm.size, dtype).view(-1, 2)
+        assert torch.equal(part, total.chunk(comm.size)[comm.rank])
+        assert torch.equal(whole, kept), "the input belongs to autograd"
+
+
+@parallel(ranks=[2, 4])
+def test_reduce_scatter_needs_a_multiple_of_the_ranks(comm):
+    with pytest.raises(ValueError, match="cannot share dim 0"):
+        MpiCommunicator(comm).reduce_scatter(torch.ones(comm.size + 1, 2))
+
+
+@parallel(ranks=[1, 2, 4, 8])
+@each_dtype
+def test_broadcast(comm, dtype):
+    axis = MpiCommunicator(comm)
+    for root in {0, comm.size - 1}:
+        result = axis.broadcast(values(comm.rank, 77, dtype), root)
+        assert torch.equal(result, values(root, 77, dtype))
+
+
+@parallel(ranks=[2, 4, 8])
+@each_dtype
+def test_messages_arrive_in_order(comm, dtype):
+    """Several sends and receives in flight in both directions of a ring, awaited in any order."""
+    axis = MpiCommunicator(comm)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sizes = [1, 5, 4099, 3, 20000]
+    received = [torch.empty(size, dtype=dtype) for size in sizes]
+    receives = [axis.irecv(tensor, left) for tensor in received]
+    sent = [values(comm.rank * 10 + i, size, dtype) for i, size in enumerate(sizes)]
+    sends = [axis.isend(tensor, right) for tensor in sent]
+    for handle in (*reversed(receives), *sends):
+        handle.wait()
+    for i, (tensor, size) in enumerate(zip(received, sizes, strict=True)):
+        assert torch.equal(tensor, values(left * 10 + i, size, dtype))
+    assert all(handle.done() for handle in (*sends, *receives))
+
+
+@parallel(ranks=[2, 4])
+def test_done_turns_true_when_the_message_is_here(comm):
+    axis = MpiCommunicator(comm)
+    if comm.rank == 0:
+        handle = axis.irecv(tensor := torch.zeros(3, 2), 1)
+        assert not handle.done()
+        axis.barrier()
+        while not handle.done():
+            pass
+        assert torch.equal(tensor, torch.arange(6.0).view(3, 2))
+    else:
+        axis.barrier()
+        if comm.rank == 1:
+            axis.send(torch.arange(6.0).view(3, 2), 0)
+
+
+@parallel(ranks=[2])
+def test_send_and_recv(comm):
+    axis = MpiCommunicator(comm)
+    if comm.rank == 0:
+        axis.send(torch.arange(6.0), 1)
+    else:
+        result = axis.recv(torch.zeros(2, 3), 0)
+        assert torch.equal(result, torch.arange(6.0).view(2, 3))
+
+
+@parallel(ranks=[1, 2])
+def test_tensors_that_are_not_contiguous_are_refused(comm):
+    axis = MpiCommunicator(comm)
+    crossed = torch.zeros(4, 6).t()
+    calls = [axis.all_reduce, axis.all_gather, axis.reduce_scatter, axis.broadcast]
+    calls += [lambda x: axis.isend(x, 0), lambda x: axis.irecv(x, 0)]
+    for call in calls:
+        with pytest.raises(ValueError, match="must be contiguous"):
+            call(crossed)
+
+
+@parallel(ranks=[1, 2, 4])
+def test_empty_tensors_and_objects(comm):
+    axis = MpiCommunicator(comm)
+    assert axis.all_reduce(torch.empty(0)).shape == (0,)
+    assert axis.all_gather(torch.empty(0, 3)).shape == (0, 3)
+    assert axis.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
+    assert axis.broadcast_object((comm.rank, "x"), comm.size - 1) == (comm.size - 1, "x")
+    axis.barrier()
+
+
+@parallel(ranks=[1])
+def test_one_rank_hands_the_tensor_back(comm):
+    axis = MpiCommunicator(comm)
+    x = torch.arange(4.0)
+    for call in (axis.all_reduce, axis.all_gather, axis.reduce_scatter, axis.broadcast):
+        assert call(x) is x
+    assert torch.equal(x, torch.arange(4.0))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int32])
+def test_mpi_works_on_the_memory_of_the_tensor(dtype):
+    tensor = torch.zeros(6, dtype=dtype)
+    buffer = wire._bytes(tensor)
+    assert buffer.ctypes.data == tensor.data_ptr()
+    assert buffer.nbytes == tensor.nbytes
+
+
+def test_half_types_are_rounded_once():
+    ones = torch.ones(1, dtype=torch.bfloat16)
+    pieces = [256 * ones, ones, ones]  # in bfloat16, 256 + 1 is 256
+    combine(pieces, "sum", result := torch.empty_like(ones))
+    assert result.item() == 258

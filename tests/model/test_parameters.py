@@ -1,0 +1,133 @@
+"""Logical parameters, their boxes and their flat buffers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptdmpi.model.parameters import (
+    ALIGNMENT,
+    PRECISIONS,
+    Declaration,
+    ParameterBuffer,
+    Split,
+    declare,
+)
+from ptdmpi.model.random import initial
+from tests._layers import CPU, cut
+
+QKV = Split(0, (7, 3, 3))
+
+
+@given(
+    parts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    size=st.integers(1, 5),
+    dim=st.integers(0, 1),
+)
+def test_boxes_deal_every_element_once(parts, size, dim):
+    shape = (sum(parts), 3) if dim == 0 else (3, sum(parts))
+    declaration = Declaration(shape, Split(dim, tuple(parts)), init=1.0, decay=True)
+    counted = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(size):
+        held = torch.zeros(declaration.local_shape(size), dtype=torch.int64)
+        for box in declaration.boxes(rank, size):
+            counted[box.logical] += 1
+            held[box.local] += 1
+            assert counted[box.logical].shape == held[box.local].shape
+        assert held.max() <= 1
+    assert (counted == 1).all()
+
+
+def test_boxes_take_the_same_share_of_each_part():
+    declaration = Declaration((8, 2), Split(0, (4, 2, 2)), init=1.0, decay=True)
+    rows = [[list(range(8))[box.logical[0]] for box in declaration.boxes(r, 2)] for r in (0, 1)]
+    assert rows == [[[0, 1], [4], [6]], [[2, 3], [5], [7]]]
+
+
+def test_what_is_not_split_is_whole_on_every_rank():
+    declaration = Declaration((5, 2), None, init=1.0, decay=True)
+    for rank in range(3):
+        (box,) = declaration.boxes(rank, 3)
+        assert box.logical == box.local == (slice(0, 5), slice(0, 2))
+
+
+def named(size: int):
+    return [
+        ("table", declare(size, (11, 6), 0.3, split=Split(0, (11,)))),
+        ("gain", declare(1, (6,), "ones", shared_gradient=True)),
+        ("qkv.weight", declare(size, (13, 6), 0.1, split=QKV)),
+        ("qkv.bias", declare(size, (13,), "zeros", split=QKV)),
+        ("out.weight", declare(size, (6, 7), 0.1, split=Split(1, (7,)))),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_initial_weights_are_the_same_in_every_layout(size, precision):
+    for rank in range(size):
+        buffer = ParameterBuffer(named(size), PRECISIONS[precision], CPU, rank, size)
+        buffer.initialise(42)
+        for name, entry in buffer.entries.items():
+            shape, init = entry.declaration.shape, entry.declaration.init
+            whole = initial(42, name, shape, init).to(buffer.master.dtype)
+            held = torch.zeros(entry.shape, dtype=torch.bool)
+            local = entry.view(buffer.master)
+            for place, values in cut(entry.declaration, local, rank, size):
+                assert torch.equal(values, whole[place])
+            for box in entry.declaration.boxes(rank, size):
+                held[box.local] = True
+            assert not local[~held].any(), "padding is not zero"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parameters_are_views_of_the_buffers(precision):
+    parameters = named(1)
+    buffer = ParameterBuffer(parameters, PRECISIONS[precision], CPU, 0, 1)
+    buffer.initialise(1)
+    types = PRECISIONS[precision]
+    assert (buffer.master.dtype, buffer.gradients.dtype) == (types.master, types.master)
+    spans = []
+    for name, parameter in parameters:
+        entry = buffer.entries[name]
+        assert parameter.dtype == types.compute and parameter.requires_grad
+        assert parameter.data_ptr() == entry.view(buffer.weights).data_ptr()
+        assert parameter.main_grad.data_ptr() == buffer.gradient(name).data_ptr()
+        assert entry.start % ALIGNMENT == 0
+        spans.append((entry.start, entry.start + parameter.numel()))
+        assert (entry.start < buffer.decay_size) == entry.declaration.decay
+    spans.sort()
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    buffer.master += 1
+    buffer.refresh_weights()
+    for name, parameter in parameters:
+        expected = buffer.entries[name].view(buffer.master).to(types.compute)
+        assert torch.equal(parameter.detach(), expected)
+
+
+def test_weight_decay_is_for_matrices():
+    decays = {name: parameter.declaration.decay for name, parameter in named(1)}
+    assert [name for name, decay in decays.items() if not decay] == ["gain", "qkv.bias"]
+
+
+def test_autograd_adds_to_main_grad_in_float32():
+    parameters = [("gain", declare(1, (6,), "ones"))]
+    buffer = ParameterBuffer(parameters, PRECISIONS["bf16"], CPU, 0, 1)
+    buffer.initialise(0)
+    ((_, gain),) = parameters
+    for factor in (256.0, 1.0, 1.0):  # bfloat16 would stay at 256
+        (gain * factor).sum().backward()
+    assert gain.grad is None
+    assert (gain.main_grad == 258.0).all()
+
+
+def test_a_name_that_occurs_twice_is_one_weight_with_two_gradients():
+    tables = [declare(1, (11, 6), 0.3), declare(1, (11, 6), 0.3)]
+    buffer = ParameterBuffer([("t", tables[0]), ("t", tables[1])], PRECISIONS["fp32"], CPU, 0, 1)
+    assert list(buffer.entries) == ["t"]
+    assert tables[0].data_ptr() == tables[1].data_ptr()
+    tables[0].main_grad += 1
+    tables[1].main_grad += 2
+    assert (buffer.gradient("t") == 1).all()
+    assert (buffer.second_gradient("t") == 2).all()

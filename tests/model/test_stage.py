@@ -1,0 +1,108 @@
+"""The whole model as stages: loss and every gradient against plain PyTorch; what is in flight."""
+
+import pytest
+import torch
+
+from ptdmpi.model.stage import Batch, Boundary, Stage
+from tests import _reference as reference
+from tests._configs import small
+from tests._layers import CPU, TOLERANCES, Placed, difference, random_tensor, tensor_axis
+from tests.parallel import parallel
+
+VOCAB_SIZE = 19
+SHAPES = {
+    "gpt-tied": {},
+    "gpt-untied": {"model.tie_embeddings": False},
+    "llama": {"model.kind": "llama", "model.ffn_hidden": 48},
+    "llama-tied": {"model.kind": "llama", "model.ffn_hidden": 48, "model.tie_embeddings": True},
+}
+
+
+def batch(s: int, b: int) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCAB_SIZE, (s + 1, b), generator=generator)
+    weights = (torch.rand(s, b, generator=generator) < 0.6).float()
+    return Batch(ids[:-1], ids[1:], weights, torch.arange(b))
+
+
+def whole_model(comm, changes, precision: str, sequence_parallel: bool) -> Placed:
+    sizes = {"model.layers": 3, "batch.micro_size": 2, "batch.global_size": 2}
+    config = small({**sizes, **changes})
+    axis = tensor_axis(comm, sequence_parallel)
+    stage = Stage(config, VOCAB_SIZE, range(config.model.layers), axis)
+    placed = Placed(stage, axis, precision)
+    stage.place_tables(config.model, CPU)
+    return placed
+
+
+@parallel(ranks=[1, 2, 4])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_whole_model_matches_serial(comm, precision, sequence_parallel, name):
+    config = small({"model.layers": 3, **SHAPES[name]})
+    model = config.model
+    placed = whole_model(comm, SHAPES[name], precision, sequence_parallel)
+    stage, data = placed.layer, batch(model.seq_length, 2)
+    stage.begin_step(0, [data], 0.125)
+    assert stage.forward_microbatch(0, None) is None
+    assert stage.in_flight == 1
+    assert stage.backward_microbatch(0, None) is None
+    assert stage.in_flight == 0
+
+    serial = reference.leaves(placed.whole)
+    rows = (data.inputs.t(), data.labels.t(), data.weights.t())
+    loss = reference.summed_loss(serial, model, *rows)
+    (loss * 0.125).backward()
+    assert difference(stage.losses[0], loss) < TOLERANCES[precision]
+    placed.check_gradients(serial, precision)
+
+
+@parallel(ranks=[1, 2])
+def test_tied_contributions_are_kept_apart(comm):
+    tied = whole_model(comm, SHAPES["gpt-tied"], "fp64", False)
+    untied = whole_model(comm, SHAPES["gpt-untied"], "fp64", False)
+    untied.layer.head.weight.data.copy_(untied.layer.embedding.word.weight.data)
+    for placed in (tied, untied):
+        placed.layer.begin_step(0, [batch(16, 2)], 1.0)
+        placed.layer.forward_microbatch(0, None)
+        placed.layer.backward_microbatch(0, None)
+    name = "embedding.word.weight"
+    assert torch.equal(tied.buffer.gradient(name), untied.buffer.gradient(name))
+    assert torch.equal(tied.buffer.second_gradient(name), untied.buffer.gradient("head.weight"))
+    assert "head.weight" not in tied.buffer.entries
+    assert tied.layer.head.weight.data_ptr() == tied.layer.embedding.word.weight.data_ptr()
+
+
+@parallel(ranks=[1])
+def test_evaluation_holds_nothing_and_drops_nothing(comm):
+    placed = whole_model(comm, {"model.dropout": 0.5}, "fp64", False)
+    stage, data = placed.layer, batch(16, 2)
+    stage.begin_step(None, [data], 1.0)
+    with torch.no_grad():
+        stage.forward_microbatch(0, None)
+    assert stage.in_flight == 0
+    evaluated = stage.losses[0]
+    plain = whole_model(comm, {}, "fp64", False).layer
+    plain.begin_step(0, [data], 1.0)
+    plain.forward_microbatch(0, None)
+    assert torch.equal(plain.losses[0], evaluated)
+    stage.begin_step(0, [data], 1.0)
+    stage.forward_microbatch(0, None)
+    assert not torch.equal(stage.losses[0], evaluated)
+
+
+@parallel(ranks=[1, 2, 4])
+@pytest.mark.parametrize("scatter_gather", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shape", [(8, 3, 6), (4, 1, 5)])
+def test_boundary_brings_activations_across(comm, scatter_gather, sequence_parallel, shape):
+    axis = tensor_axis(comm, sequence_parallel)
+    boundary = Boundary(shape, axis, scatter_gather)
+    whole = random_tensor("x", shape, "fp32")
+    x = whole[axis.local_positions(shape[0])]
+    message = boundary.pack(x)
+    assert message.is_contiguous() and message.numel() == boundary.wire_elements
+    assert torch.equal(boundary.unpack(message.clone()), x)
+    divided = (scatter_gather or sequence_parallel) and whole.numel() % comm.size == 0
+    assert message.numel() == whole.numel() // (comm.size if divided else 1)

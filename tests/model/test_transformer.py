@@ -1,0 +1,168 @@
+"""Attention, MLP and block on the tensor axis equal plain PyTorch's, gradients included."""
+
+import pytest
+import torch
+
+from ptdmpi.config import ModelConfig, RecomputeConfig
+from ptdmpi.model.transformer import Attention, Block, Context, Mlp, rotary_table
+from tests import _reference as reference
+from tests._configs import small
+from tests._layers import (
+    CPU,
+    TOLERANCES,
+    Placed,
+    difference,
+    positions,
+    random_tensor,
+    tensor_axis,
+)
+from tests.parallel import parallel
+
+S, B, H = 8, 3, 32
+SHAPES = {
+    "gpt": {"model.kind": "gpt"},
+    "gpt-gqa": {"model.kind": "gpt", "model.kv_heads": 4},
+    "llama": {"model.kind": "llama", "model.ffn_hidden": 48},
+    "llama-gqa": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
+    "rope-with-bias": {"model.kind": "gpt", "model.positions": "rope"},
+}
+each_type = pytest.mark.parametrize("precision", ["fp32", "fp64"])
+each_form = pytest.mark.parametrize("sequence_parallel", [False, True])
+NONE = RecomputeConfig()
+
+
+def shape(name: str) -> ModelConfig:
+    sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
+    return small({**sizes, **SHAPES[name]}).model
+
+
+def check(placed: Placed, serial_forward, precision: str) -> None:
+    """The layer's output, input gradient and weight gradients against `serial_forward(leaves, x)`,
+    which is batch first."""
+    axis = placed.axis
+    x = random_tensor("x", (S, B, H), precision).requires_grad_()
+    dy = random_tensor("dy", (S, B, H), precision)
+    serial = reference.leaves(placed.whole)
+    y = serial_forward(serial, x.transpose(0, 1)).transpose(0, 1)
+    y.backward(dy)
+
+    mine = positions(x.detach(), axis).clone().requires_grad_()
+    arguments = () if isinstance(placed.layer, Mlp) else (Context(),)
+    found = placed.layer(mine, *arguments)
+    found.backward(positions(dy, axis))
+
+    assert difference(found, positions(y, axis)) < TOLERANCES[precision]
+    assert difference(mine.grad, positions(x.grad, axis)) < TOLERANCES[precision]
+    placed.check_gradients(serial, precision)
+
+
+def named(weights, prefix: str):
+    return {f"{prefix}.{name}": value for name, value in weights.items()}
+
+
+@parallel(ranks=[1, 2, 4])
+@each_type
+@each_form
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("selective", [False, True])
+def test_attention_matches_serial(comm, precision, sequence_parallel, name, selective):
+    model, axis = shape(name), tensor_axis(comm, sequence_parallel)
+    placed = Placed(Attention(model, axis, 0, selective), axis, precision)
+    if model.positions == "rope":
+        placed.layer.rotary = rotary_table(model, CPU)
+    check(
+        placed,
+        lambda w, x: reference.attention(named(w, "attention"), "attention", x, model),
+        precision,
+    )
+
+
+@parallel(ranks=[1, 2, 4])
+@each_type
+@each_form
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
+    model, axis = shape(name), tensor_axis(comm, sequence_parallel)
+    placed = Placed(Mlp(model, axis), axis, precision)
+    check(placed, lambda w, x: reference.mlp(named(w, "mlp"), "mlp", x, model), precision)
+
+
+@parallel(ranks=[1, 2, 4])
+@each_type
+@each_form
+@pytest.mark.parametrize("name", ["gpt", "llama-gqa"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):
+    model, axis = shape(name), tensor_axis(comm, sequence_parallel)
+    placed = Placed(Block(model, axis, 0, RecomputeConfig(mode=recompute)), axis, precision)
+    if model.positions == "rope":
+        placed.layer.attention.rotary = rotary_table(model, CPU)
+    check(placed, lambda w, x: reference.block(named(w, "b"), "b", x, model), precision)
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_dropout_in_a_block_is_the_same_in_every_layout(comm, mode):
+    """The explicit attention path, its masks and those of the residual stream, to the bit with and
+    without recomputation, and to rounding over the tensor axis."""
+    from mpi4py import MPI
+
+    from ptdmpi.model.random import Stream
+
+    rates = {"model.dropout": 0.2, "model.attention_dropout": 0.3}
+    sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
+    model = small({**sizes, **rates}).model
+    context = Context(Stream.of(7, 3, torch.tensor([5, 11, 2])))
+    x = random_tensor("x", (S, B, H), "fp64")
+    results = []
+    for group, sequence_parallel, recompute in (
+        (MPI.COMM_SELF, False, "none"),
+        (MPI.COMM_SELF, False, mode),
+        (comm, False, mode),
+        (comm, True, mode),
+    ):
+        axis = tensor_axis(group, sequence_parallel)
+        layer = Block(model, axis, 1, RecomputeConfig(mode=recompute))
+        placed = Placed(layer, axis, "fp64")
+        mine = positions(x, axis).clone().requires_grad_()
+        y = placed.layer(mine, context)
+        y.backward(positions(x.cos(), axis))
+        rows = slice(0, S) if not axis.divides_sequence else axis.local_positions(S)
+        results.append((rows, y.detach(), mine.grad, placed.gradients()))
+    (_, y, dx, gradients), same, *others = results
+    assert torch.equal(y, same[1]) and torch.equal(dx, same[2])
+    assert all(torch.equal(gradients[name], same[3][name]) for name in gradients)
+    for rows, found, found_dx, found_gradients in others:
+        assert difference(found, y[rows]) < 1e-12
+        assert difference(found_dx, dx[rows]) < 1e-12
+        for name, gradient in found_gradients.items():
+            assert difference(gradient, gradients[name]) < 1e-12, name
+
+
+def test_attention_with_a_rate_of_nearly_zero_equals_the_fused_one():
+    """The explicit path of attention dropout is the same attention."""
+    from mpi4py import MPI
+
+    from ptdmpi.model.random import Stream
+
+    axis = tensor_axis(MPI.COMM_SELF, False)
+    sizes = {"model.hidden": H, "model.heads": 8, "model.kv_heads": 4, "model.seq_length": S}
+    x = random_tensor("x", (S, B, H), "fp64")
+    outputs = []
+    for rate in (0.0, 1e-15):  # rounds to a threshold of 0: nothing is dropped
+        model = small({**sizes, "model.attention_dropout": rate, "model.layers": 2}).model
+        placed = Placed(Attention(model, axis, 0, False), axis, "fp64")
+        stream = Stream.of(0, 0, torch.arange(B))
+        outputs.append(placed.layer(x, Context(stream)).detach())
+    assert difference(outputs[1], outputs[0]) < 1e-12
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, "all"])
+def test_full_recomputation_covers_the_first_layers(count):
+    from mpi4py import MPI
+
+    axis = tensor_axis(MPI.COMM_SELF, False)
+    model = shape("gpt")
+    config = NONE if count == 0 else RecomputeConfig(mode="full", layers=count)
+    blocks = [Block(model, axis, layer, config) for layer in range(2)]
+    assert [block.recompute for block in blocks].count(True) == (2 if count == "all" else count)

@@ -1,0 +1,85 @@
+"""Differences, bits and copies: what is found, and what must not slip through."""
+
+import math
+
+import pytest
+import torch
+
+from ptdmpi.parity.compare import BARS, Difference, differences, first_other_bit, left_out
+from ptdmpi.parity.layouts import Model
+from ptdmpi.parity.run import Training, assemble
+
+BIAS = "layers.0.attention.qkv.bias"
+
+
+def training(**changes) -> Training:
+    values = {
+        "losses": [4.0, 2.0],
+        "norms": [1.0, 0.5],
+        "gradients": {"a": torch.tensor([1.0, -10.0]), BIAS: torch.arange(6.0)},
+        "parameters": {"a": torch.tensor([0.5, 0.25])},
+    }
+    return Training(**values | changes)
+
+
+def test_equal_trainings_have_no_difference():
+    assert [one.value for one in differences(training(), training()).values()] == [0.0] * 4
+    assert first_other_bit(training(), training()) is None
+
+
+def test_differences_are_relative_and_say_where():
+    found = training(
+        losses=[4.0, 2.5],
+        norms=[1.1, 0.5],
+        gradients={"a": torch.tensor([2.0, -10.0]), BIAS: torch.arange(6.0)},
+    )
+    measured = differences(found, training())
+    assert measured["loss"] == Difference(0.25, "step 1")
+    assert measured["norm"].value == pytest.approx(0.1)
+    assert measured["gradients"].value == pytest.approx(0.1)  # 1 of the tensor's greatest, 10
+    assert measured["gradients"].where == "a"
+
+
+def test_key_biases_are_left_out_of_differences_but_not_of_bits():
+    for place in range(6):
+        bias = torch.arange(6.0)
+        bias[place] += 1.0
+        found = training(gradients={"a": torch.tensor([1.0, -10.0]), BIAS: bias})
+        of_keys = place in (2, 3)
+        assert (differences(found, training())["gradients"].value == 0.0) == of_keys
+        assert first_other_bit(found, training()) == f"gradients: {BIAS}"
+    names = left_out([Model(kind="gpt", layers=2), Model(kind="llama", layers=3)])
+    assert names == [BIAS, BIAS.replace("0", "1")]
+    assert left_out([Model(kind="llama")]) == []
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_no_bar_lets_what_is_not_finite_pass(wrong):
+    found = training(losses=[wrong, 2.0], parameters={"a": torch.tensor([wrong, 0.25])})
+    measured = differences(found, training())
+    for name in ("loss", "parameters"):
+        assert not measured[name].within(BARS["fp32"][name])
+    assert first_other_bit(found, training()) == "loss of step 0"
+
+
+def test_missing_tensor_is_a_difference():
+    measured = differences(training(parameters={}), training())
+    assert not measured["parameters"].within(1.0)
+    assert first_other_bit(training(parameters={}), training()) == "parameters: a"
+
+
+def test_one_bit_is_found():
+    one_up = torch.nextafter(torch.tensor([0.5, 0.25]), torch.tensor(1.0))
+    assert first_other_bit(training(parameters={"a": one_up}), training()) == "parameters: a"
+
+
+def test_pieces_make_the_whole_and_copies_must_agree():
+    top, bottom = (slice(0, 1), slice(0, 2)), (slice(1, 2), slice(0, 2))
+    held = [(top, torch.tensor([[1.0, 2.0]])), (bottom, torch.tensor([[3.0, 4.0]]))]
+    whole, same = assemble((2, 2), held)
+    assert whole.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert same
+    assert assemble((2, 2), [*held, held[0]])[1]
+    assert not assemble((2, 2), [*held, (top, torch.tensor([[1.0, 2.5]]))])[1]
+    incomplete, _ = assemble((2, 2), held[:1])
+    assert incomplete[1].isnan().all()

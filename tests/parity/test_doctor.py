@@ -1,0 +1,82 @@
+"""`ptdmpi doctor` on real ranks: what it prints, its exit codes, and sums that are wrong."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.world import World
+from ptdmpi.commands import doctor
+from ptdmpi.parity import suite
+from ptdmpi.parity.layouts import Case, Layout, Model
+from tests.parallel import mpirun, parallel
+
+CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
+
+
+def test_machine_on_two_ranks():
+    result = mpirun(2, [*CLI, "--json"], timeout_s=100)
+    findings = {one["name"]: one for one in json.loads(result.stdout)["findings"]}
+    assert findings["ranks"]["value"].startswith("2 on 1 node(s), 2 per node")
+    assert findings["launcher"]["value"] != "none: one process; start with mpirun or srun"
+    assert findings["tensor axis"]["value"].endswith("t = 1, 2")
+    assert "right" in findings["float32 sum"]["value"]
+    assert not [one for one in findings.values() if one["status"] == "bad"]
+    readable = mpirun(2, CLI, timeout_s=100).stdout
+    assert all(name in readable for name in findings)
+
+
+def test_short_needs_parity():
+    result = mpirun(1, [*CLI, "--short"], timeout_s=60, check=False)
+    assert result.returncode == 2
+    assert "--short belongs to --parity" in result.stderr
+
+
+@parallel(ranks=[1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [1, 1000, 100_000])
+def test_a_right_sum_is_right(comm, dtype, elements):
+    right, seconds = doctor._sum_known(MpiCommunicator(comm), elements, dtype)
+    assert right
+    assert seconds > 0
+
+
+@parallel(ranks=[2])
+def test_a_wrong_sum_is_bad_on_every_rank(comm):
+    right = MpiCommunicator._all_reduce
+
+    def corrupt(axis, flat, op):
+        right(axis, flat, op)
+        if axis.rank == 1:
+            flat[-1] += 1
+
+    with patch.object(MpiCommunicator, "_all_reduce", corrupt):
+        findings = doctor._all_reduce(World(comm))
+        assert {finding.status for finding in findings} == {"bad"}
+        assert all("WRONG on ranks 1" in finding.value for finding in findings)
+        assert not doctor.check_machine(World(comm), as_json=True)
+
+
+@parallel(ranks=[2])
+def test_a_red_row_fails_on_every_rank(comm):
+    layout = Layout(tensor=2, micro_size=4)
+    case = Case(layout, Model(layers=2))
+    wanted = [suite.Comparison(suite.COVERING, case, Case(layout.base, case.model))]
+    with (
+        patch.object(suite, "comparisons", lambda ranks, short: wanted),
+        patch.object(suite, "SHORT_STEPS", 1),
+    ):
+        assert doctor.check_parity(World(comm), short=True, as_json=False)
+        bars = {compute: dict.fromkeys(of, 0.0) for compute, of in suite.BARS.items()}
+        with patch.dict(suite.BARS, bars):
+            assert not doctor.check_parity(World(comm), short=True, as_json=True)
+
+
+def test_parity_on_two_ranks():
+    result = mpirun(2, [*CLI, "--parity", "--short"], timeout_s=300)
+    lines = result.stdout.splitlines()
+    assert lines[-2].endswith("rows, all ok")
+    assert lines[-1] == "Layouts of 3 to 8 ranks were left out."
+    assert "parity:" in result.stderr

@@ -1,0 +1,174 @@
+"""Faults put in on purpose: each turns a row red that is not red without it."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from ptdmpi.comm.world import World
+from ptdmpi.model.random import Stream
+from ptdmpi.model.stage import Stage
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.parity import suite
+from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
+from ptdmpi.parity.suite import Comparison
+from ptdmpi.plan import schedule as schedules
+from ptdmpi.plan.schedule import Op
+from ptdmpi.train.gradients import DataSum, GradientReduction
+from tests.parallel import parallel
+
+STEPS = 2
+MODEL = Model(layers=4, dropout=True)  # tied, masked, a vocabulary that 2 does not divide
+PIPELINE = Layout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
+CHUNKS = Layout(tensor=2, pipeline=2, virtual=2, schedule="interleaved", micro_size=4)
+SEQUENCE = Layout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
+NO_SUM = Layout(tensor=2, pipeline=2, micro_size=4)
+
+
+def red(comm, layout: Layout) -> list[str]:
+    """The broken bars of one row; on every rank."""
+    case = Case(layout, MODEL)
+    comparison = Comparison(suite.COVERING, case, replace(case, layout=layout.base))
+    rows = suite.run(World(comm), [comparison], STEPS)
+    return comm.bcast(rows[0].red() if rows else None, root=0)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM])
+def test_no_row_is_red_without_a_fault(comm, layout):
+    assert red(comm, layout) == []
+
+
+@contextlib.contextmanager
+def forgotten_tensor_all_reduce() -> Iterator[None]:
+    with patch.object(TensorAxis, "reduce", lambda axis, partial: partial.contiguous()):
+        yield
+
+
+@contextlib.contextmanager
+def forgotten_tensor_sum_of_gradients() -> Iterator[None]:
+    """Of the parameters of which each rank sees its positions only."""
+    with patch.object(GradientReduction, "_reduce_shared", lambda reduction: None):
+        yield
+
+
+@contextlib.contextmanager
+def forgotten_data_all_reduce() -> Iterator[None]:
+    with patch.object(DataSum, "reduce", lambda data_sum: None):
+        yield
+
+
+@contextlib.contextmanager
+def mean_of_means() -> Iterator[None]:
+    """Each microbatch's mean over its own tokens, averaged over the microbatches."""
+    right = Stage.backward_microbatch
+
+    def wrong(stage, microbatch, dy):
+        weights = stage._batches[microbatch].weights
+        microbatches = GLOBAL_SIZE // weights.shape[1]
+        stage._loss_scale = 1.0 / (float(weights.sum()) * microbatches)
+        return right(stage, microbatch, dy)
+
+    with patch.object(Stage, "backward_microbatch", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def microbatches_off_by_one() -> Iterator[None]:
+    """A schedule that begins at microbatch 1 and ends with 0: the right sum in another order."""
+    right = dict(schedules.KINDS)
+
+    def shifted(kind: str):
+        def generate(pipeline: int, virtual: int, microbatches: int, rank: int):
+            for op in right[kind](pipeline, virtual, microbatches, rank):
+                yield Op(op.kind, op.stage, (op.microbatch + 1) % microbatches)
+
+        return generate
+
+    with patch.dict(
+        schedules.KINDS, {"1f1b": shifted("1f1b"), "interleaved": shifted("interleaved")}
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def labels_off_by_one() -> Iterator[None]:
+    """The last stage takes the labels of the next microbatch."""
+    right = Stage.begin_step
+
+    def wrong(stage, step, batches, loss_scale):
+        alone = stage.first and stage.last
+        right(stage, step, batches if alone else [*batches[1:], batches[0]], loss_scale)
+
+    with patch.object(
+        Stage,
+        "begin_step",
+        lambda stage, *given: wrong(stage, *given) if stage.last else right(stage, *given),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dropped_tied_gradient() -> Iterator[None]:
+    with patch.object(GradientReduction, "_add_tied", lambda reduction: None):
+        yield
+
+
+@contextlib.contextmanager
+def tied_gradient_counted_twice() -> Iterator[None]:
+    right = GradientReduction._add_tied
+
+    def wrong(reduction):
+        right(reduction)
+        right(reduction)
+
+    with patch.object(GradientReduction, "_add_tied", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def dropout_by_local_position() -> Iterator[None]:
+    """Every tensor rank draws the mask of the first positions."""
+    right = Stream.at
+
+    def wrong(stream, *place, first_position=0, first_head=0):
+        return right(stream, *place, first_head=first_head)
+
+    with patch.object(Stream, "at", wrong):
+        yield
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize(
+    ("fault", "layout", "seen_in"),
+    [
+        (forgotten_tensor_all_reduce, NO_SUM, "fp64 loss"),
+        (forgotten_tensor_sum_of_gradients, SEQUENCE, "fp64 gradients"),
+        (forgotten_data_all_reduce, PIPELINE, "fp64 gradients"),
+        (mean_of_means, PIPELINE, "fp64 gradients"),
+        (microbatches_off_by_one, PIPELINE, "fp32 bits"),
+        (microbatches_off_by_one, CHUNKS, "fp32 bits"),
+        (labels_off_by_one, CHUNKS, "fp64 loss"),
+        (dropped_tied_gradient, CHUNKS, "fp64: copies of embedding.word.weight differ"),
+        (tied_gradient_counted_twice, CHUNKS, "fp64 gradients"),
+        (dropout_by_local_position, SEQUENCE, "fp64 loss"),
+    ],
+)
+def test_fault_turns_a_row_red(comm, fault, layout, seen_in):
+    with fault():
+        found = red(comm, layout)
+    assert any(line.startswith(seen_in) for line in found), found
+
+
+@parallel(ranks=[4])
+def test_reproducible_run_has_the_bits_of_one_data_rank_and_others_have_not(comm):
+    layout = replace(PIPELINE, reproducible=True)
+    assert red(comm, layout) == []
+    world = World(comm)
+    plain = Case(PIPELINE, MODEL)
+    one = Comparison(suite.REPRODUCIBLE, plain, Case(replace(PIPELINE.base, data=1), MODEL))
+    rows = suite.run(world, [one], STEPS)
+    if world.rank == 0:
+        assert rows[0].bits["fp32"] is not None

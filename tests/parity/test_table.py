@@ -1,0 +1,103 @@
+"""The table: fits 120 columns, says ok or RED, and JSON says the same."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from ptdmpi.parity import layouts, suite, table
+from ptdmpi.parity.compare import BARS, BITWISE, Difference
+from ptdmpi.parity.suite import Row
+
+COMPARISONS = suite.comparisons(layouts.MOST_RANKS)
+
+
+def row(comparison: suite.Comparison, value: float = 1e-15) -> Row:
+    of_type = dict.fromkeys(BARS["fp64"], Difference(value, "step 3"))
+    return Row(
+        comparison,
+        differences=dict.fromkeys(BARS, of_type),
+        bits=dict.fromkeys(BITWISE),
+        torn={"fp64": [], "fp32": [], "bf16": []},
+    )
+
+
+ROWS = [row(comparison) for comparison in COMPARISONS]
+
+
+def broken(**changes) -> list[Row]:
+    return [replace(ROWS[0], **changes), *ROWS[1:]]
+
+
+def test_table_of_all_layouts_is_markdown_of_120_columns():
+    lines = table.text(ROWS, 8, 20).splitlines()
+    assert max(map(len, lines)) <= table.WIDTH
+    in_table = [line for line in lines if line.startswith("|")]
+    assert len(in_table) == len(ROWS) + 2 * 3  # each of three tables has a head and a rule
+    assert len({line.count("|") for line in in_table}) == 1
+    assert lines[-1] == f"{len(ROWS)} rows, all ok"
+    assert "RED" not in "\n".join(lines)
+    assert "Every legal pair of settings stands in a row of the first table." in lines
+
+
+@pytest.mark.parametrize("value", [2e-5, math.nan, math.inf])
+def test_a_broken_bar_is_red_and_named(value):
+    rows = [row(COMPARISONS[0], value), *ROWS[1:]]
+    text = table.text(rows, 8, 20)
+    assert text.splitlines()[-1] == f"{len(rows)} rows, 1 red"
+    assert f"fp32 loss {value:.1e} at step 3, bar 1e-05" in text
+    assert max(map(len, text.splitlines())) <= table.WIDTH
+    # every number of float64 is over its bar; the parameters of float32 may be 1e-3 apart
+    assert len(rows[0].red()) == (7 if math.isfinite(value) else 8)
+    printed = json.loads(json.dumps(table.as_json(rows, 8, 20), allow_nan=False))
+    assert printed["red"] == 1
+    assert printed["rows"][0]["red"] == rows[0].red()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bits": {"fp32": None, "bf16": "loss of step 1"}}, "bf16 bits: loss of step 1"),
+        ({"torn": {"fp64": [], "fp32": ["a", "b"], "bf16": []}}, "fp32: copies of a, b differ"),
+    ],
+)
+def test_other_bits_and_torn_copies_are_red(changes, said):
+    rows = broken(**changes)
+    assert rows[0].red() == [said]
+    text = table.text(rows, 8, 20)
+    assert said in text
+    assert sum(line.startswith("|") and "RED" in line for line in text.splitlines()) == 1
+
+
+def test_json_names_every_setting():
+    printed = json.loads(json.dumps(table.as_json(ROWS, 8, 20)))
+    assert printed["red"] == 0
+    assert "" not in printed["missing_pairs"]
+    assert printed["left_out"][0] == "layers.0.attention.qkv.bias"
+    for one, printed_row in zip(COMPARISONS, printed["rows"], strict=True):
+        assert printed_row["layout"]["tensor"] == one.case.layout.tensor
+        assert printed_row["bits"] == {"fp32": "equal", "bf16": "equal"}
+        for compute, bars in BARS.items():
+            assert printed_row["differences"][compute].keys() == bars.keys()
+
+
+def test_short_set_says_what_it_leaves_out():
+    rows = [row(comparison) for comparison in suite.comparisons(4, short=True)]
+    text = table.text(rows, 4, suite.SHORT_STEPS)
+    assert "legal pairs of settings stand in no row" in text
+    assert "Not legal (more than 4 ranks)" in text
+
+
+def test_all_kinds_of_comparisons_are_made():
+    of_kind = {
+        section: [one for one in COMPARISONS if one.section == section]
+        for section in (suite.COVERING, suite.REPRODUCIBLE, suite.TWICE)
+    }
+    assert [one.case for one in of_kind[suite.COVERING]] == layouts.covering_set()
+    sizes = {one.case.layout.data for one in of_kind[suite.REPRODUCIBLE]}
+    assert sizes == {2, 4}
+    assert all(one.base.layout.data == 1 for one in of_kind[suite.REPRODUCIBLE])
+    (twice,) = of_kind[suite.TWICE]
+    assert twice.case == twice.base
+    assert twice.found("fp32", 20) != twice.same_bits("fp32", 20)

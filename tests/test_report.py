@@ -1,0 +1,78 @@
+"""`ptdmpi report`: numbers out of a run directory, pictures and a trace into it."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ptdmpi import report
+from ptdmpi.commands.report import command
+from ptdmpi.config import InputError, resolve, to_toml
+from ptdmpi.plan.schedule import build
+from ptdmpi.plan.simulate import Costs, Timeline, simulate
+
+TREE = {
+    "run": {"steps": 3, "name": "r"},
+    "model": {"layers": 4, "hidden": 8, "heads": 2, "seq_length": 8},
+    "parallel": {"pipeline": 2, "virtual": 2},
+    "batch": {"global_size": 4},
+    "data": {"train": [{"path": "x"}]},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(resolve(TREE, 2)))
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step, loss in ((1, 4.0), (2, 3.0), (3, 2.5)):
+            record = {
+                "step": step,
+                "loss": loss,
+                "tokens": 32 * step,
+                "step_time_s": 0.1 * step,
+                "tokens_per_s": 320 / step,
+                "model_tflops_per_rank": 1.0,
+                "mfu": 0.5,
+                "peak_memory_bytes": 2**20 * step,
+                "rank_count": 2,
+                "layout": "t=1,p=2,d=1,v=2,b=1",
+            }
+            file.write(json.dumps(record) + "\n")
+        validation = {"step": 3, "validation_loss": 2.6, "validation_perplexity": 13.5}
+        file.write(json.dumps({**validation, "bigram_validation_loss": 3.1}) + "\n")
+        file.write('{"step": 4, "lo')  # the torn line of a run that goes on
+    (tmp_path / "timeline").mkdir()
+    measured = simulate(build("interleaved", 2, 2, 4), Costs(0.01, 0.02, 0.005))
+    text = Timeline(measured.spans, "measured, step 2").to_json()
+    (tmp_path / "timeline/step-00000002.json").write_text(text)
+    return tmp_path
+
+
+def test_numbers_pictures_and_trace(run):
+    result = CliRunner().invoke(command, [str(run), "--json"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(result.output)
+    assert numbers["validation_loss"] == 2.6
+    assert numbers["bigram_validation_loss"] == 3.1
+    assert numbers["last_loss"] == 2.5
+    assert numbers["median_step_time_s"] == pytest.approx(0.2)
+    assert numbers["peak_memory_bytes"] == 3 * 2**20
+    # without messages the schedule reaches its closed form (p-1)/(v m)
+    assert numbers["bubble_fraction_planned"] == pytest.approx(1 / 8)
+    assert numbers["bubble_fraction_measured"] > 1 / 8
+    assert sum(numbers["step_shares"].values()) == pytest.approx(1.0)
+    for name in ("loss.png", "timeline.png"):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((run / "trace.json").read_text())["traceEvents"]
+
+
+def test_text_has_the_table_and_both_timelines(run):
+    output = CliRunner().invoke(command, [str(run)]).output
+    assert "planned: interleaved" in output and "measured, step 2" in output
+    assert "bigram validation loss" in output and "3.1000" in output
+    assert f"wrote {run / 'loss.png'}" in output
+
+
+def test_no_run_directory(tmp_path):
+    with pytest.raises(InputError, match="is no run directory"):
+        report.read(tmp_path)

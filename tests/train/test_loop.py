@@ -1,0 +1,193 @@
+"""`ptdmpi train` as its users start it: shards in, run directory out, stop and resume, mistakes."""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from ptdmpi.data.shard_writer import ShardWriter
+from tests.parallel import mpirun
+
+CONFIG = """
+[run]
+name = "t"
+steps = 6
+[model]
+layers = 4
+hidden = 32
+heads = 4
+seq_length = 16
+dropout = 0.1
+[batch]
+global_size = 8
+[optimizer]
+learning_rate = 1e-3
+[data]
+valid = "valid"
+[[data.train]]
+path = "train"
+[checkpoint]
+every_steps = 3
+[log]
+validate_every_steps = 3
+bigram_baseline = true
+"""
+INTERLEAVED = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual=2")
+
+
+def _shard(folder: Path, tokens: int, seed: int, vocab_size: int = 53) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "shard-00000.h5"
+    ids = np.random.default_rng(seed).integers(0, vocab_size - 1, tokens)
+    with ShardWriter(path, "t", "0" * 64, vocab_size, vocab_size - 1) as writer:
+        writer.write(ids, np.array([tokens]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    _shard(folder / "train", 4000, 1)
+    _shard(folder / "valid", 500, 2)
+    (folder / "config.toml").write_text(CONFIG)
+    return folder
+
+
+def _train(folder: Path, ranks: int, *settings: str, check: bool = True):
+    options = [word for setting in settings for word in ("--set", setting)]
+    return mpirun(
+        ranks,
+        ["-m", "ptdmpi", "train", "config.toml", *options],
+        cwd=folder,
+        check=check,
+        timeout_s=100,
+    )
+
+
+def _records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The logical tensors of a checkpoint, put together from its boxes."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    whole = {}
+    for name, tensor in manifest["tensors"].items():
+        whole[name] = np.full(tensor["shape"], np.nan, dtype=tensor["dtype"])
+        for piece in tensor["pieces"]:
+            box = tuple(slice(*ends) for ends in zip(piece["start"], piece["stop"], strict=True))
+            with safe_open(checkpoint / piece["file"], framework="np") as file:
+                assert np.isnan(whole[name][box]).all()  # each element is written once
+                whole[name][box] = file.get_tensor(piece["key"])
+        assert not np.isnan(whole[name]).any()
+    return whole
+
+
+@pytest.fixture(scope="module")
+def interleaved(corpus) -> Path:
+    """An undisturbed run of 6 steps in the layout of the demo."""
+    _train(corpus, 4, *INTERLEAVED, "run.name=straight")
+    return corpus / "runs/straight"
+
+
+def test_run_directory(interleaved):
+    records = _records(interleaved)
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = "loss grad_norm learning_rate tokens step_time_s tokens_per_s mfu"
+    for key in (*wanted.split(), "model_tflops_per_rank", "peak_memory_bytes", "rank_count"):
+        assert all(key in record for record in steps), key
+    assert steps[-1]["tokens"] == 6 * 8 * 16
+    assert steps[-1]["layout"] == "t=2,p=2,d=1,v=2,b=1"
+    validations = [record for record in records if "validation_loss" in record]
+    assert [record["step"] for record in validations] == [3, 6]
+    assert ["bigram_validation_loss" in record for record in validations] == [True, False]
+    assert np.exp(validations[0]["validation_loss"]) == pytest.approx(
+        validations[0]["validation_perplexity"]
+    )
+    assert (interleaved / "checkpoints/latest").read_text() == "step-00000006\n"
+    assert len(list((interleaved / "timeline").iterdir())) == 1
+    assert "step 6/6" in (interleaved / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout", "bits"),
+    [
+        ("same", 4, INTERLEAVED, True),
+        ("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
+        ("serial", 1, (), False),
+        ("data", 2, ("parallel.data=2",), False),
+    ],
+)
+def test_resume_is_exact(corpus, interleaved, name, ranks, layout, bits):
+    """3 steps in one layout, 3 more in this one: the parameters of 6 steps, optimizer state too."""
+    first = corpus / f"runs/{name}/checkpoints/step-00000003"
+    first.parent.mkdir(parents=True)
+    # the undisturbed run's own checkpoint of step 3 is where this run begins
+    first.symlink_to(interleaved / "checkpoints/step-00000003")
+    output = _train(corpus, ranks, *layout, f"run.name={name}").stdout
+    assert "resumed after step 3" in output
+    straight = _tensors(interleaved / "checkpoints/step-00000006")
+    resumed = _tensors(corpus / f"runs/{name}/checkpoints/step-00000006")
+    assert straight.keys() == resumed.keys()
+    for tensor, values in straight.items():
+        if bits:
+            np.testing.assert_array_equal(values, resumed[tensor], err_msg=tensor)
+        elif "qkv.bias" not in tensor:  # its true gradient is zero for keys
+            np.testing.assert_allclose(
+                resumed[tensor], values, rtol=0, atol=1e-3 * np.abs(values).max(), err_msg=tensor
+            )
+    losses = {r["step"]: r["loss"] for r in _records(interleaved) if "loss" in r}
+    for record in _records(corpus / f"runs/{name}"):
+        if "loss" in record:
+            assert record["loss"] == pytest.approx(losses[record["step"]], rel=1e-5)
+
+
+def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(corpus):
+    _train(corpus, 1, "run.name=damaged")
+    run = corpus / "runs/damaged"
+    newest = next((run / "checkpoints/step-00000006").glob("rank-*"))
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    output = _train(corpus, 1, "run.name=damaged", "run.steps=4").stdout
+    assert "stepped over checkpoint" in output and "missing or damaged" in output
+    assert "resumed after step 3" in output
+    records = _records(run)
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    assert newest.exists()
+
+
+MISTAKES = {
+    "world": (["parallel.tensor=4"], "2 ranks cannot be split"),
+    "batch": (["batch.global_size=9"], "no multiple of data * micro_size"),
+    "heads": (["parallel.tensor=2", "model.heads=1"], "does not divide model.heads"),
+    "data": (['data.train=[{path="nowhere"}]'], "nowhere: no such directory"),
+    "truncated": (['data.train=[{path="truncated"}]'], "truncated"),
+    "tokenizer": (['data.tokenizer_sha256="1111"'], "tokenizer"),
+    "short": (["model.seq_length=4096"], "one sequence"),
+    "epochs": (['data.train=[{path="train", epochs=0.01}]'], "epochs"),
+    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
+    "checkpoint": (["checkpoint.resume=nowhere"], "nowhere"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(corpus, mistake):
+    settings, words = MISTAKES[mistake]
+    if mistake == "truncated":
+        path = _shard(corpus / "truncated", 4000, 1)
+        path.write_bytes(path.read_bytes()[:3000])
+    if mistake == "ids":
+        with h5py.File(_shard(corpus / "ids", 4000, 1), "r+") as file:
+            file["tokens"][:] = 60
+    result = _train(corpus, 2, *settings, f"run.name=bad-{mistake}", check=False)
+    assert result.returncode == 2
+    lines = [line for line in result.stderr.splitlines() if line.startswith("ptdmpi: error: ")]
+    assert len(lines) == 1 and words in lines[0], result.stderr
+    assert not (corpus / f"runs/bad-{mistake}/checkpoints").exists()

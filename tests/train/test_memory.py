@@ -1,0 +1,127 @@
+"""The inventory of memory against the allocator: kept by a forward, peak of a step, state."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ptdmpi.comm.world import World
+from ptdmpi.model import kernels, random
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.plan import memory
+from tests._engines import build, microbatches
+from tests.parallel import parallel
+
+VOCAB_SIZE = 301  # neither axis divides it
+SHAPE = {
+    "model.layers": 4,
+    "model.hidden": 64,
+    "model.seq_length": 32,
+    "batch.global_size": 8,
+    "batch.micro_size": 2,
+}
+KINDS = {"gpt": {}, "llama": {"model.kind": "llama", "model.kv_heads": 2}}
+MODES = {
+    "none": {},
+    "selective": {"recompute.mode": "selective"},
+    "full": {"recompute.mode": "full"},
+    "two layers": {"recompute.mode": "full", "recompute.layers": 2},
+}
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+KEPT, PEAK = 0.01, 0.1  # bars, relative
+
+
+def measured(work: Callable[[], object]) -> tuple[int, int]:
+    """(bytes that `work` leaves allocated, most while it ran) beyond what was there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = most = 0
+    for _, size in changes:
+        now += size
+        most = max(most, now)
+    return now, most
+
+
+def check(comm, changes) -> None:
+    """Kept by a forward, peak of a step's ops, and state, of every rank."""
+    engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
+    rank = engine.axes.pipeline.rank
+    compute = PRECISIONS[engine.config.precision.compute].compute
+    sizes = memory.Sizes(engine.config, kernels.widens("cpu", compute))
+    batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
+    engine.step(0, batches)  # whatever is made once is there now
+    for stage in engine.stages.values():
+        stage.begin_step(0, batches, 1.0)
+    if engine.axes.pipeline.size == 1:
+        (stage,) = engine.stages.values()
+        left, _ = measured(lambda: stage.forward_microbatch(0, None))
+        stage.backward_microbatch(0, None)
+        items = memory.stage_activations(sizes, VOCAB_SIZE, range(SHAPE["model.layers"]))
+        assert left == pytest.approx(memory.total_bytes(items), rel=KEPT)
+    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program))
+    expected = memory.peak_activation_bytes(sizes, VOCAB_SIZE, rank)
+    assert peak == pytest.approx(expected, rel=PEAK)
+
+    moments = [engine.optimizer.adam.state[tensor] for _, tensor in engine.optimizer.flat]
+    buffer = engine.buffer
+    buffers = {id(flat): flat for flat in (buffer.master, buffer.weights, buffer.gradients)}
+    state = [*buffers.values(), *(of[k] for of in moments for k in ("exp_avg", "exp_avg_sq"))]
+    state_bytes = memory.total_bytes(memory.state_bytes(sizes, VOCAB_SIZE, rank))
+    assert sum(tensor.nbytes for tensor in state) == pytest.approx(state_bytes, rel=KEPT)
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank(comm, kind, compute, dropout, mode):
+    changes = DROPOUT if dropout else {}
+    check(comm, KINDS[kind] | MODES[mode] | changes | {"precision.compute": compute})
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
+    changes = DROPOUT if dropout else {}
+    with mock.patch.object(kernels, "widens", lambda device_type, dtype: False):
+        check(comm, KINDS[kind] | MODES[mode] | changes | {"precision.compute": "bf16"})
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tensor_axis(comm, sequence_parallel, kind, compute, mode):
+    where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
+    check(comm, KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": compute})
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_pipeline_axis(comm, kind, virtual, mode):
+    where = {"parallel.pipeline": 2, "parallel.virtual": virtual}
+    check(comm, KINDS[kind] | MODES[mode] | where)
+
+
+def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():
+    assert memory.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
+
+
+def test_the_allocator_is_seen():
+    kept = []
+
+    def work():
+        large = torch.ones(3000)
+        kept.append(large[:10].clone())
+
+    assert measured(work) == (40, 12040)

@@ -42,8 +42,14 @@ class Trials:
     def __init__(self) -> None:
         self.hopeless: set[str] = set()
 
-    def fastest(self, row: Row) -> tuple[Variant, dict[str, Trial]]:
-        """The fastest way, decision by decision, and all trials by the names of their ways."""
+    def fastest(
+        self, row: Row, tokens_per_s: float = 0.0
+    ) -> tuple[Variant | None, dict[str, Trial]]:
+        """The fastest way, decision by decision, and all trials by the names of their ways.
+
+        With our own `tokens_per_s`, ways much slower than it are given up too: None, where no way
+        is left (bf16 on a CPU without bf16 instructions).
+        """
         decisions = choices(row)
         best = Variant()
         for alternatives in decisions:
@@ -52,16 +58,22 @@ class Trials:
         for alternatives in decisions:
             for change in alternatives:
                 way = replace(best, **change)
-                if way not in tried and way.cast not in self.hopeless:
-                    rates = [trial.tokens_per_s for trial in tried.values()]
-                    tried[way] = attempt(short(row), way, max(rates, default=0.0))
+                # where all casts are hopeless, one is tried all the same: it gives the bound
+                hopeless = way.cast in self.hopeless and change is not alternatives[-1]
+                if way not in tried and not hopeless:
+                    rates = [trial.tokens_per_s for trial in tried.values() if trial.finished]
+                    best_rate = max(rates, default=tokens_per_s)
+                    tried[way] = attempt(short(row), way, best_rate)
                     if "cast" in change and not tried[way].finished:
                         self.hopeless.add(way.cast)
             ways = [replace(best, **change) for change in alternatives]
             best = max(
                 (way for way in ways if way in tried and tried[way].finished),
                 key=lambda way: tried[way].tokens_per_s,
+                default=None,
             )
+            if best is None:
+                break
         return best, {way.name: trial for way, trial in tried.items()}
 
 
@@ -92,7 +104,9 @@ def short(row: Row) -> Row:
 
 def measure(row: Row, wanted: int, steps: int, trials: Trials) -> Result:
     """Alternate the two sides, repeating what was disturbed."""
-    variant, tried = trials.fastest(row)
+    variant, tried = trials.fastest(row, own_rate(row) if row.precision == "bf16" else 0.0)
+    if variant is None:
+        return measure_alone(row, wanted, steps, tried)
     with Side(row, None) as ours, Side(row, variant) as peer:
         mine, theirs = ours.train(WARM_STEPS), peer.train(WARM_STEPS)
         losses, peer_losses = mine.losses, theirs.losses
@@ -122,6 +136,38 @@ def measure(row: Row, wanted: int, steps: int, trials: Trials) -> Result:
     return measuring.summarise(names, done, wanted, sample, row.case.tokens)
 
 
+def own_rate(row: Row) -> float:
+    """Our tokens per second on the small batch of the trials."""
+    with Side(short(row), None) as ours:
+        ours.train(WARM_STEPS)
+        return short(row).case.tokens / ours.train(1).time_s
+
+
+def measure_alone(row: Row, wanted: int, steps: int, tried: dict[str, Trial]) -> Result:
+    """Our side where every way of torch was given up: the ratios are what they are at least."""
+    at_most = max(trial.tokens_per_s for trial in tried.values())
+    tokens = steps * row.case.tokens
+    with Side(row, None) as ours:
+        losses = ours.train(WARM_STEPS).losses
+        gemm_time_s = ours.gemm_time_s()
+        done: list[Round] = []
+        while not measuring.enough(done, wanted):
+            mine = ours.train(steps)
+            losses = losses + mine.losses
+            done.append(Round(tokens / mine.time_s, at_most, mine.foreign_share))
+            report(done)
+    sample = Sample(
+        peak_memory_bytes=mine.peak_memory_bytes,
+        peer_peak_memory_bytes=None,
+        gemm_time_s=gemm_time_s,
+        losses=losses,
+        peer_losses=[],
+        peer_trials=tried,
+    )
+    names = (row.layout, row.precision, f"{row.sizes.peer}, bf16: no way finished")
+    return measuring.summarise(names, done, wanted, sample, row.case.tokens)
+
+
 def report(done: Sequence[Round]) -> None:
     last = done[-1]
     say(
@@ -135,8 +181,9 @@ def report(done: Sequence[Round]) -> None:
 def profile(row: Row, folder: Path) -> None:
     """One profiled step of every rank of both sides, as tables."""
     folder.mkdir(parents=True, exist_ok=True)
-    best, _ = Trials().fastest(row)
-    for name, variant in (("ptdmpi", None), ("torch", best)):
+    best, _ = Trials().fastest(row, own_rate(row))
+    sides = {"ptdmpi": None} if best is None else {"ptdmpi": None, "torch": best}
+    for name, variant in sides.items():
         with Side(row, variant) as side:
             side.train(WARM_STEPS)
             tables = [reply["table"] for reply in side.ask(profile=WARM_STEPS)]

@@ -8,7 +8,7 @@ from typing import Any
 from ptdmpi.config import Config, InputError, resolve
 
 PRECISIONS = ("fp32", "bf16")
-CASTS = ("fp32", "microbatch", "step", "masters")
+CASTS = ("microbatch", "step", "masters")
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,8 @@ class Variant:
 def choices(row: Row) -> list[list[dict[str, Any]]]:
     """How plain torch can do `row`: a list of decisions, each a list of alternatives.
 
-    They are made one after another, by measurement, and begin with the first alternatives. fp32
-    stands among the ways of a bf16 row, for on a CPU without bf16 instructions it is torch's
-    fastest way to train with fp32 master weights.
+    They are made one after another, by measurement, and begin with the first alternatives. Every
+    way keeps fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
     if row.precision == "bf16":

@@ -71,7 +71,7 @@ class Sample:
     """What does not change from round to round: per side, the greatest over its ranks."""
 
     peak_memory_bytes: int
-    peer_peak_memory_bytes: int
+    peer_peak_memory_bytes: int | None  # None: torch did not finish
     gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
     losses: list[float]  # of all steps, those before the first round included
     peer_losses: list[float]
@@ -91,13 +91,14 @@ class Result:
     ratio_min: float
     ratio_max: float
     peak_memory_bytes: int
-    peer_peak_memory_bytes: int
+    peer_peak_memory_bytes: int | None
     gemm_share: float
     rounds: list[dict[str, float]]
     disturbed: int
     losses: list[float]
     peer_losses: list[float]
     peer_trials: dict[str, Trial]
+    peer_finished: bool  # if not, peer_tokens_per_s is at most that, and the ratios at least those
     measured: str
 
 
@@ -123,6 +124,7 @@ def summarise(
         gemm_share=gemm_time_s * rate / tokens,
         rounds=[{**asdict(r), "ratio": r.ratio} for r in rounds],
         disturbed=sum(r.disturbed for r in rounds),
+        peer_finished=sample.peer_peak_memory_bytes is not None,
         measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **shared,
     )
@@ -173,10 +175,13 @@ def table(results: Sequence[Result]) -> str:
     )
     lines = [head]
     for r in results:
+        at_most, at_least = ("", "") if r.peer_finished else ("<", ">")
+        peer_memory = f"{r.peer_peak_memory_bytes / 2**20:.0f}" if r.peer_finished else "-"
         lines.append(
-            f"{r.layout:8} {r.precision:5} {r.tokens_per_s:9.1f} {r.peer_tokens_per_s:9.1f} "
-            f"{r.ratio_median:6.3f} {r.ratio_min:6.3f} {r.ratio_max:6.3f} "
-            f"{r.peak_memory_bytes / 2**20:6.0f} {r.peer_peak_memory_bytes / 2**20:6.0f} "
+            f"{r.layout:8} {r.precision:5} {r.tokens_per_s:9.1f} "
+            f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
+            f"{at_least + format(r.ratio_median, '.3f'):>6} {r.ratio_min:6.3f} {r.ratio_max:6.3f} "
+            f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
             f"{r.gemm_share:6.0%} {r.disturbed:4d} of {len(r.rounds):2d}  {r.peer}"
         )
     return "\n".join(lines)

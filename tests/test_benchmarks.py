@@ -115,16 +115,29 @@ def test_the_fastest_way_is_found_decision_by_decision(monkeypatch):
     monkeypatch.setattr("benchmarks.bench.Side", FakeSide)
     monkeypatch.setattr(FakeSide, "started", [])
     trials = Trials()
-    best, tried = trials.fastest(Row("t=2", "bf16"))
+    best, tried = trials.fastest(Row("t=2", "bf16"), 1.0)
     assert best == Variant("masters", loss_parallel=False, sequence_parallel=True)
-    # four casts, then one more for each of the other two decisions
-    assert len(tried) == 6
+    # three casts, then one more for each of the other two decisions
+    assert len(tried) == 5
     given_up = [name for name, trial in tried.items() if not trial.finished]
     assert given_up == ["bf16 autocast, loss parallel"]
     assert tried[best.name].tokens_per_s == max(trial.tokens_per_s for trial in tried.values())
-    assert trials.fastest(Row("single", "bf16"))[0] == Variant("masters")
+    assert trials.fastest(Row("single", "bf16"), 1.0)[0] == Variant("masters")
     # what was hopeless once is not tried in another row
     assert [way.cast for way in FakeSide.started].count("microbatch") == 1
+
+
+def test_where_no_way_is_left_there_is_still_a_bound(monkeypatch):
+    class Hopeless(FakeSide):
+        def train(self, count, limit_s=600.0):
+            raise SideTooSlow(f"more than {limit_s} s")
+
+    monkeypatch.setattr("benchmarks.bench.Side", Hopeless)
+    trials = Trials()
+    for _ in range(2):  # also in a row after it
+        best, tried = trials.fastest(Row("single", "bf16"), 1000.0)
+        assert best is None
+        assert tried and not any(trial.finished for trial in tried.values())
 
 
 def test_a_slow_way_of_dividing_does_not_condemn_its_cast(monkeypatch):
@@ -251,7 +264,7 @@ def _result(done: list[Round]) -> Result:
         gemm_time_s=8.0,
         losses=[9.0],
         peer_losses=[9.0],
-        peer_trials={"fp32": Trial(2.0, finished=True)},
+        peer_trials={"masters": Trial(2.0, finished=True)},
     )
     return summarise(("t=2", "bf16", "torch DTensor"), done, 2, sample, tokens=20)
 

@@ -275,27 +275,27 @@ def _drawing_a_mask(sizes: Sizes) -> int:
 
 
 def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> int:
-    """The gradient of the input, and what products of half types need: copies of all operands where
-    they are widened, otherwise the weight's gradient, and its float32 form that is added. A
+    """The gradient of the input. Half types also need the gradient of the weight and its float32
+    form, which is added, or, where they are widened, copies of operands and result instead. A
     column-parallel linear has the input's gradient first, a row-parallel one the weight's."""
     c, wide = sizes.compute_bytes, sizes.wide_bytes
     result = sizes.tokens * inputs * c
     if sizes.operand_bytes > c:
         copies = sizes.tokens * (inputs + outputs) + inputs * outputs
-        return result + copies * sizes.operand_bytes
+        return copies * sizes.operand_bytes
     weight = inputs * outputs * (c + wide) if wide > c else 0
     return result + weight if column else max(result, weight)
 
 
 def _core_backward(sizes: Sizes) -> int:
-    """Gradients of the softmax's output and input, or, when it is recomputed, the hashes of its mask
-    before it is dropped; FlashAttention has the gradients of its operands."""
+    """Gradients of the softmax's output and input, or, in recomputation, the hashes of its mask
+    beside scores and weights; FlashAttention has the gradients of its operands."""
     model, c = sizes.config.model, sizes.compute_bytes
     rows = sizes.tokens * sizes.share(model.heads)
     held = sizes.local_tokens * model.hidden * c
     if model.attention_dropout > 0.0:
         scores = rows * model.seq_length
-        drawing = _hash_bytes(scores) - scores * (1 + sizes.operand_bytes)
+        drawing = _hash_bytes(scores) + 2 * scores * c
         return held + max(scores * 2 * sizes.wide_bytes, drawing)
     return held + 4 * rows * model.head_size * sizes.operand_bytes
 

@@ -50,7 +50,7 @@ def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """total += dy^T x over all positions: dy [..., o], x [..., i], total [o, i], float32 at least."""
+    """total += dy^T x over the positions: dy [..., o], x [..., i]; total [o, i] in float32 up."""
     dy = _wide(dy.reshape(-1, dy.shape[-1]))
     x = _wide(x.reshape(-1, x.shape[-1]))
     if total.dtype == dy.dtype:

@@ -17,6 +17,11 @@ from ptdmpi.train.engine import Engine
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 SEED = 1234
+# At this width the usual 0.02 leaves the residual stream almost alone, and faults would drown.
+INIT_STD = 0.1
+# Adam's step of an element whose gradient is rounding is itself rounding over epsilon. With 1e-8
+# that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
+EPSILON = 1e-6
 
 # name -> (this rank's pieces: where each stands in the logical tensor, and its values)
 Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
@@ -62,6 +67,7 @@ def configuration(task: Task) -> Config:
             "ffn_hidden": 2 * HIDDEN,
             "seq_length": SEQ_LENGTH,
             "tie_embeddings": model.tied,
+            "init_std": INIT_STD,
             "dropout": rate,
             "attention_dropout": rate,
         },
@@ -77,7 +83,7 @@ def configuration(task: Task) -> Config:
         "batch": {"global_size": GLOBAL_SIZE, "micro_size": layout.micro_size},
         "precision": {"compute": task.compute},
         "recompute": {"mode": layout.recompute},
-        "optimizer": {"warmup_steps": min(5, task.steps)},
+        "optimizer": {"warmup_steps": min(5, task.steps), "eps": EPSILON},
         "data": {"train": [{"path": "synthetic"}]},
     }
     return resolve(tree, layout.ranks)

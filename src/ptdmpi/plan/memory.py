@@ -311,8 +311,8 @@ def stages_of(config: Config, vocab_size: int, pipeline_rank: int) -> dict[int, 
 def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> int:
     """The most bytes of activations on one pipeline rank at any moment of its schedule.
 
-    What the microbatches in flight keep, what the running op needs beside, and, where stages
-    exchange tensors, one that arrives and one that leaves.
+    What the microbatches in flight keep, what the running op needs beside, and one tensor each way
+    on either side where there is another stage: an activation and a gradient.
     """
     config = sizes.config
     parallel = config.parallel
@@ -332,9 +332,10 @@ def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> 
         else:
             peak = max(peak, held + works[op.stage])
             held -= keeps[op.stage]
-    exchanges = parallel.pipeline * parallel.virtual > 1
+    before = any(stage > 0 for stage in stages)
+    behind = any(stage + 1 < parallel.pipeline * parallel.virtual for stage in stages)
     boundary = sizes.local_tokens * config.model.hidden * sizes.compute_bytes
-    return peak + 2 * boundary * exchanges
+    return peak + 2 * boundary * (before + behind)
 
 
 def _layer_parameters(sizes: Sizes) -> int:

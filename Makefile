@@ -55,7 +55,7 @@ bench: setup ## this project and plain torch side by side
 	$(BIN)/python -m benchmarks.bench
 
 parity: setup ## the same training in every layout, compared
-	. jobs/mpi-env.sh; $(BIN)/ptdmpi doctor --parity
+	. jobs/mpi-env.sh; mpirun -n 8 $(BIN)/ptdmpi doctor --parity
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

@@ -206,7 +206,10 @@ class VocabularyHead(nn.Module):
 
 
 class _CrossEntropy(Function):
-    """Never gathers the logits: three numbers per token cross the tensor axis."""
+    """Never gathers the logits: three numbers per token cross the tensor axis.
+
+    One buffer holds logits, then probabilities, then their gradient.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis):
@@ -217,8 +220,8 @@ class _CrossEntropy(Function):
         local = local.clamp(0, columns - 1)[..., None]
         top = axis.comm.all_reduce(wide.amax(-1), "max")
         target = wide.gather(-1, local).squeeze(-1).masked_fill_(~here, 0.0)
-        # a copy only where the conversion above made none: the logits belong to autograd
-        exponentials = torch.sub(wide, top[..., None], out=None if wide is logits else wide).exp_()
+        # In place: no backward pass wants the logits, and they are the largest tensor of a step.
+        exponentials = wide.sub_(top[..., None]).exp_()
         totals = axis.comm.all_reduce(torch.stack((exponentials.sum(-1), target)))
         losses = totals[0].log() + top - totals[1]
         weights = None if weights is None else weights.to(losses.dtype)
@@ -231,7 +234,7 @@ class _CrossEntropy(Function):
     def backward(ctx, scale: Tensor):
         probabilities, local, here, weights = ctx.saved_tensors
         factors = scale.expand(here.shape) if weights is None else scale * weights
-        gradient = probabilities * factors[..., None]
+        gradient = probabilities.mul_(factors[..., None])
         gradient.scatter_add_(-1, local, -(factors * here)[..., None])
         return gradient.to(ctx.dtype), None, None, None
 
@@ -241,6 +244,7 @@ def cross_entropy(
 ) -> Tensor:
     """Sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at least.
 
+    Overwrites the logits, and its backward pass can run only once.
     logits [s, b, V/t] are this rank's columns, labels [s, b] are ids of the whole vocabulary,
     weights [s, b] (None: 1 each). Shoeybi et al. 2019, section 3.
     """

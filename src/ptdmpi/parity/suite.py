@@ -77,8 +77,10 @@ def comparisons(ranks: int, *, short: bool = False) -> list[Comparison]:
     time."""
     covering = layouts.covering_set(ranks)
     reproducible = layouts.reproducible_cases(ranks)
-    # most ranks, and of these most chunks: as much as possible can go wrong
-    twice = [max(covering, key=lambda case: (case.layout.ranks, case.layout.stages))]
+    # most ranks, and of these most effects: as much as possible can go wrong
+    twice = [
+        max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
+    ]
     if short:
         covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
     return [

@@ -225,9 +225,8 @@ def backward_working_bytes(sizes: Sizes, vocab_size: int, layers: range) -> int:
     if layers.stop == sizes.config.model.layers:
         freed = total_bytes(head_activations(sizes, vocab_size))
         logits = sizes.tokens * sizes.share(vocab_size)
-        # the gradient, and its conversion to the compute type
-        narrow = sizes.compute_bytes * (sizes.compute_bytes < sizes.wide_bytes)
-        most = logits * (sizes.wide_bytes + narrow)
+        # the gradient takes the place of the probabilities; its conversion to the compute type
+        most = logits * sizes.compute_bytes * (sizes.compute_bytes < sizes.wide_bytes)
     for layer in reversed(layers):
         mode = sizes.recomputed(layer)
         items = layer_activations(sizes, mode)

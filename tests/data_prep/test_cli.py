@@ -112,7 +112,8 @@ def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_stopping_ends_the_workers_too(tmp_path, sent, code):
-    words = np.random.default_rng(0).integers(97, 123, 40_000_000, dtype=np.uint8).tobytes().decode()
+    letters = np.random.default_rng(0).integers(97, 123, 40_000_000, dtype=np.uint8)
+    words = letters.tobytes().decode()
     (tmp_path / "a.txt").write_text("\n".join(words[i : i + 7] for i in range(0, len(words), 7)))
     (tmp_path / "t.json").write_text(
         json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})

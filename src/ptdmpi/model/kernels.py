@@ -66,24 +66,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (grouped queries); PyTorch picks the kernel (FlashAttention where the device has it).
     """
     grouped = q.shape[1] != k.shape[1]
-    # Views of [s, b, ...] have positions a multiple of 4 KiB apart, which all fall into the same
-    # sets of a CPU's first cache; copies cost less than that.
     out = F.scaled_dot_product_attention(
-        *(_wide(part).contiguous() for part in (q, k, v)), is_causal=True, enable_gqa=grouped
+        _wide(q), _wide(k), _wide(v), is_causal=True, enable_gqa=grouped
     )
-    return _ContiguousGradient.apply(out).to(q.dtype)
-
-
-class _ContiguousGradient(Function):
-    """The identity; its gradient is made contiguous for the kernel before it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        return dy.contiguous()
+    return out.to(q.dtype)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

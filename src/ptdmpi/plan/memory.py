@@ -225,8 +225,10 @@ def backward_working_bytes(sizes: Sizes, vocab_size: int, layers: range) -> int:
     if layers.stop == sizes.config.model.layers:
         freed = total_bytes(head_activations(sizes, vocab_size))
         logits = sizes.tokens * sizes.share(vocab_size)
-        # the gradient takes the place of the probabilities; its conversion to the compute type
-        most = logits * sizes.compute_bytes * (sizes.compute_bytes < sizes.wide_bytes)
+        # The gradient takes the place of the probabilities. For a half type it is converted beside
+        # them, and the head's products may widen it once more.
+        half = sizes.compute_bytes < sizes.wide_bytes
+        most = logits * (sizes.wide_bytes + sizes.compute_bytes) * half
     for layer in reversed(layers):
         mode = sizes.recomputed(layer)
         items = layer_activations(sizes, mode)

@@ -27,7 +27,7 @@ class LazyGroup(click.Group):
 def group() -> None:
     """Trains large language models over MPI: tensor, pipeline and data parallelism.
 
-    Exit codes: 0 done, 2 bad input, anything else a failure.
+    Exit codes: 0 done, 2 bad input, 75 stopped on request after saving, else a failure.
     """
 
 

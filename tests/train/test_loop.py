@@ -163,6 +163,37 @@ def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(corpus):
     assert newest.exists()
 
 
+STOP_ON_RANK_1 = """
+import signal
+from ptdmpi.cli import main
+from ptdmpi.comm import launch
+launch.prepare()
+from ptdmpi.train.loop import Loop
+record = Loop._record
+
+def record_and_signal(self, step, *rest):
+    record(self, step, *rest)
+    if step == 2 and self.world.rank == 1:
+        signal.raise_signal(signal.SIGUSR1)
+
+Loop._record = record_and_signal
+main()
+"""
+
+
+def test_a_signal_on_one_rank_stops_all_after_saving(corpus):
+    settings = ["--set", "run.name=stopped", "--set", "parallel.pipeline=2"]
+    command = ["-c", STOP_ON_RANK_1, "train", "config.toml", *settings]
+    stopped = mpirun(2, command, cwd=corpus, check=False, timeout_s=100)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "stopped on request" in stopped.stdout
+    run = corpus / "runs/stopped"
+    assert (run / "checkpoints/latest").read_text() == "step-00000002\n"
+    again = _train(corpus, 2, "run.name=stopped", "parallel.pipeline=2").stdout
+    assert "resumed after step 2" in again
+    assert [r["step"] for r in _records(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
 MISTAKES = {
     "world": (["parallel.tensor=4"], "2 ranks cannot be split"),
     "batch": (["batch.global_size=9"], "no multiple of data * micro_size"),

@@ -20,6 +20,7 @@ from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
 from ptdmpi.train.stopwatch import Stopwatch
+from ptdmpi.train.watch import STOPPED_EXIT_CODE, StopRequest
 
 # The timeline that is kept is that of the step of median duration among the last ones.
 TIMELINE_STEPS = 20
@@ -51,9 +52,13 @@ class Loop:
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
+        self.stop = StopRequest()
 
     def run(self) -> None:
-        """Every step from where the run stands to the last one."""
+        """Every step from where the run stands to the last one.
+
+        Raises SystemExit (75) after saving, if a rank was asked to stop before the last step.
+        """
         config, steps = self.config, self.config.run.steps
         feed = self.feed.steps(self.first)
         for step in range(self.first, steps):
@@ -67,9 +72,14 @@ class Loop:
             self._record(step + 1, result, elapsed)
             if _due(step + 1, config.log.validate_every_steps, steps) and self.feed.valid:
                 self._validate(step + 1)
-            if _due(step + 1, config.checkpoint.every_steps, steps):
+            stopping = any(self.axes.world.all_gather_object(self.stop.received))
+            if stopping or _due(step + 1, config.checkpoint.every_steps, steps):
                 path = self.checkpoints.save(step + 1)
                 self._say(f"saved {path}")
+            if stopping and step + 1 < steps:
+                feed.close()
+                self._say("stopped on request; the same command again goes on")
+                raise SystemExit(STOPPED_EXIT_CODE)
         feed.close()
         self._keep_timeline()
 

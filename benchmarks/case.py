@@ -61,6 +61,7 @@ class Row:
     layout: str
     precision: str
     case: Case = field(default_factory=Case)
+    reproducible: bool = False
 
     @property
     def id(self) -> str:
@@ -78,7 +79,7 @@ class Row:
         del model["vocab_size"]  # it comes from the data, not from the configuration
         global_size, micro_size = model.pop("global_size"), model.pop("micro_size")
         tree = {
-            "run": {"steps": 1000, "threads": 1},
+            "run": {"steps": 1000, "threads": 1, "reproducible": self.reproducible},
             "model": {**model, "tie_embeddings": False},
             "parallel": {
                 key: getattr(self.sizes, key) for key in ("tensor", "pipeline", "virtual")

@@ -34,6 +34,12 @@ TINY = Case(
 QUIET, LOUD = 0.01, 0.5
 
 
+def test_only_the_asked_side_is_reproducible():
+    plain = Row("d=2", "fp32", TINY)
+    assert not plain.config.run.reproducible
+    assert Row.from_json(replace(plain, reproducible=True).to_json()).config.run.reproducible
+
+
 def test_all_ten_rows():
     rows = select(None)
     assert [row.layout for row in rows[::2]] == ["single", "d=2", "t=2", "p=2", "p=2,v=2"]

@@ -178,10 +178,13 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """`every_steps = 0` saves at the end only; `keep = 0` keeps every checkpoint."""
+    """`every_steps = 0` saves at the end only; `keep = 0` keeps every checkpoint, and `keep_every`
+    those at its multiples besides the newest ones."""
 
     every_steps: NonNegative = 0
     keep: NonNegative = 2
+    keep_every: NonNegative = 0
+    asynchronous: bool = False
     resume: str = "auto"
 
 

@@ -4,74 +4,128 @@ A checkpoint is a directory `step-00000100/` with one safetensors file per rank 
 to write, and `manifest.json`, which says for every logical tensor (`weights/NAME`, `exp_avg/NAME`,
 `exp_avg_sq/NAME`; float32 masters) its shape, its type, and in which file which box of it stands.
 Everything is written and synced under a temporary name; the manifest comes last, then the directory
-is renamed, then `latest` is moved. Ranks that hold equal tensors share the writing.
+is renamed, then `latest` is moved. Ranks that hold equal tensors share the writing by bytes.
+
+A thread of each rank writes its file, and one of rank 0 the rest. What all ranks must agree on goes
+over the world communicator, on the main thread, between two steps: MPI need not bear threads, and
+the messages of a step meet no others.
 """
 
-import json
-import os
-import shutil
-import zlib
-from collections.abc import Callable, Iterator
+import contextlib
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import numpy as np
+import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes
-from ptdmpi.config import InputError
-from ptdmpi.model.parameters import Entry
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import CheckpointConfig, InputError
+from ptdmpi.train import checkpoint_files as files
+from ptdmpi.train.checkpoint_data import Block, write
+from ptdmpi.train.checkpoint_files import Progress
+from ptdmpi.train.checkpoint_load import load, on_root
+from ptdmpi.train.checkpoint_share import share, tensor_of
 from ptdmpi.train.engine import Engine
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
+
+class SaveFailed(SharedInputError):
+    """A checkpoint could not be written; every rank knows, and those before it stay."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands, besides its tensors. `step` steps are done, `samples` consumed."""
+class Saved:
+    """A checkpoint that is complete on the disk. `stall_s`: how long the training waited for it,
+    `write_s`: from the first byte to the moved `latest`."""
 
+    path: Path
     step: int
-    samples: int
-    updates: int
-    loss_scale: float
-    good_steps: int
-    seed: int
+    bytes: int
+    stall_s: float
+    write_s: float
+
+
+@dataclass
+class _Flight:
+    """A save under way: all ranks write their files, then rank 0 publishes."""
+
+    temporary: Path
+    progress: Progress
+    since: float
+    writing: "Future[dict | None]"
+    publishing: "Future[float] | None" = None  # rank 0 only
+    written: bool = False
+    bytes: int = 0
+    stall_s: float = 0.0
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; every rank calls every method."""
+    """The checkpoints of one run directory; every rank calls every method but `close`."""
 
-    def __init__(self, directory: Path, engine: Engine, keep: int) -> None:
-        self.directory = directory
-        self.engine = engine
-        self.axes: Axes = engine.axes
-        self.keep = keep
+    def __init__(self, directory: Path, engine: Engine, config: CheckpointConfig) -> None:
+        self.directory, self.engine, self.config = directory, engine, config
+        self.world = engine.axes.world
+        self.damaged: list[str] = []  # names of checkpoints that were stepped over
+        self.parts = list(share(engine))
+        mine = sum(part.elements for part in self.parts) * engine.buffer.master.element_size()
+        self.state_bytes = sum(self.world.all_gather_object(mine))
+        self._host: Tensor | None = None
+        self._flight: _Flight | None = None
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     # -- saving ----------------------------------------------------------------------------------
 
-    def save(self, step: int) -> Path:
-        """Write the state after `step` steps; returns the directory.
+    def save(self, step: int) -> list[Saved]:
+        """Write the state after `step` steps; returns what is complete.
 
-        Raises InputError on every rank if one of them cannot write; nothing of the checkpoint is
-        left then, and the ones before it stay.
+        With `checkpoint.asynchronous` the state is copied and the rest left to a thread: an earlier
+        save that was still under way is waited for and returned, and `poll` brings on this one.
+        Raises SaveFailed where a rank could not write; what it had written is removed.
         """
-        world, engine = self.axes.world, self.engine
-        final = self.directory / f"step-{step:08d}"
-        temporary = self.directory / f"step-{step:08d}.tmp"
-        self._on_root(lambda: _fresh(temporary))
-        pieces, error = None, None
+        done = self.finish()
+        begin = time.perf_counter()
         try:
-            pieces = self._write_mine(temporary)
-        except (OSError, SafetensorError) as failure:
-            error = f"rank {world.rank}: {failure}"
-        errors = [text for text in world.all_gather_object(error) if text]
-        if errors:
-            self._on_root(lambda: shutil.rmtree(temporary, ignore_errors=True))
-            raise InputError(f"checkpoint {final} was not written: {errors[0]}")
-        progress = Progress(
+            temporary = on_root(
+                self.world, lambda: files.prepare(self.directory, step, self.state_bytes)
+            )
+        except SharedInputError as error:
+            raise self._failure(step, str(error)) from None
+        blocks = self._blocks()
+        path = temporary / f"rank-{self.world.rank:05d}.safetensors"
+        since = time.perf_counter()
+        writing = self._threads.submit(write, path, blocks)
+        self._flight = _Flight(temporary, self._progress(step), since, writing)
+        self._flight.stall_s = time.perf_counter() - begin
+        return done if self.config.asynchronous else [*done, *self.finish()]
+
+    def poll(self) -> list[Saved]:
+        """Bring on a save under way without waiting for the disk; returns it when it is complete.
+
+        To be called between steps. Raises SaveFailed.
+        """
+        return self._advance(wait=False)
+
+    def finish(self) -> list[Saved]:
+        """Wait for a save under way and return it. Raises SaveFailed."""
+        return self._advance(wait=True)
+
+    def close(self) -> None:
+        """Wait for this rank's thread, and no other rank. A save under way stays a leftover, which
+        the next save removes."""
+        self._threads.shutdown(wait=True)
+        self._flight = None
+
+    def check_space(self) -> None:
+        """Raises InputError, on every rank, where not even one checkpoint could be written."""
+        on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
+
+    def _progress(self, step: int) -> Progress:
+        engine = self.engine
+        return Progress(
             step=step,
             samples=step * engine.config.batch.global_size,
             updates=engine.optimizer.updates,
@@ -79,101 +133,88 @@ class Checkpoints:
             good_steps=engine.loss_scale.good_steps,
             seed=engine.config.run.seed,
         )
-        everyone = world.all_gather_object(pieces)
-        self._on_root(lambda: self._publish(temporary, final, everyone, progress))
-        return final
 
-    def _on_root(self, work: Callable[[], Any]) -> None:
-        """Rank 0 does it; a failure is every rank's."""
-        error = None
-        if self.axes.world.rank == 0:
-            try:
-                work()
-            except OSError as failure:
-                error = str(failure)
-        error = self.axes.world.broadcast_object(error)
-        if error:
-            raise InputError(f"checkpoint in {self.directory}: {error}")
+    def _blocks(self) -> list[Block]:
+        """This rank's part of the state: under `asynchronous` as it is now, in the host copy, whose
+        memory is used again by each save; else the state itself."""
+        master = self.engine.buffer.master
+        dtype = str(master.dtype).removeprefix("torch.")
+        copied, begin = self.config.asynchronous, 0
+        if copied and self._host is None:
+            size = sum(part.elements for part in self.parts)
+            self._host = torch.empty(size, dtype=master.dtype, pin_memory=master.is_cuda)
+        blocks = []
+        for part in self.parts:
+            view = tensor_of(self.engine, part.kind, part.entry).detach()[part.box.local]
+            if copied:
+                host = self._host[begin : begin + part.elements].view(view.shape)
+                host.copy_(view, non_blocking=True)
+                begin, view = begin + part.elements, host
+            name, shape = f"{part.kind}/{part.entry.name}", part.entry.declaration.shape
+            blocks.append(Block(name, shape, part.box.logical, dtype, partial(_on_host, view)))
+        if master.is_cuda:
+            torch.cuda.synchronize(master.device)
+        return blocks
 
-    def _write_mine(self, directory: Path) -> dict[str, Any] | None:
-        """This rank's share in its own file; returns what the manifest must know of it."""
-        tensors: dict[str, Tensor] = {}
-        pieces: list[dict[str, Any]] = []
-        for entry in self._written_here():
-            for kind, view in self._tensors(entry):
-                for box in entry.declaration.boxes(self.axes.tensor.rank, self.axes.tensor.size):
-                    key = f"{kind}/{entry.name}#{len(pieces)}"
-                    tensors[key] = view[box.local].contiguous().cpu()
-                    pieces.append(
-                        {
-                            "tensor": f"{kind}/{entry.name}",
-                            "key": key,
-                            "shape": list(entry.declaration.shape),
-                            "start": [part.start for part in box.logical],
-                            "stop": [part.stop for part in box.logical],
-                        }
-                    )
-        if not tensors:
-            return None
-        path = directory / f"rank-{self.axes.world.rank:05d}.safetensors"
-        save_file(tensors, path)
-        _sync(path)
-        return {"file": path.name, **_fingerprint(path), "pieces": pieces}
+    def _advance(self, wait: bool) -> list[Saved]:
+        flight = self._flight
+        if flight is None:
+            return []
+        begin = time.perf_counter()
+        write_s = self._published(flight, wait) if self._written(flight, wait) else None
+        flight.stall_s += time.perf_counter() - begin
+        if write_s is None:
+            return []
+        self._flight = None
+        path = flight.temporary.with_suffix("")
+        return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, write_s)]
 
-    def _written_here(self) -> Iterator[Entry]:
-        """Each tensor once over the ranks that hold it, in turn."""
-        axes = self.axes
-        counted = set(self.engine.reduction.counted)
-        for number, entry in enumerate(self.engine.buffer.entries.values()):
-            holders, place = axes.data.size, axes.data.rank
-            if entry.declaration.split is None:
-                holders, place = (
-                    holders * axes.tensor.size,
-                    place * axes.tensor.size + axes.tensor.rank,
-                )
-            if entry.name in counted and number % holders == place:
-                yield entry
+    def _written(self, flight: _Flight, wait: bool) -> bool:
+        """Whether all ranks have written; when they have, rank 0's thread begins to publish."""
+        if flight.written:
+            return True
+        if not all(self.world.all_gather_object(wait or flight.writing.done())):
+            return False
+        part, error = _result(flight.writing)
+        text = f"rank {self.world.rank}: {error}" if error else None
+        everyone = self.world.all_gather_object((part, text))
+        self._give_up_on(flight, next((text for _, text in everyone if text), None))
+        written = [part for part, _ in everyone]
+        flight.written, flight.bytes = True, sum(part["bytes"] for part in written)
+        if self.world.rank == 0:
+            flight.publishing = self._threads.submit(self._publish, flight, written)
+        return True
 
-    def _tensors(self, entry: Entry) -> Iterator[tuple[str, Tensor]]:
-        yield "weights", entry.view(self.engine.buffer.master)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            yield kind, self.engine.optimizer.moment(kind, entry)
+    def _publish(self, flight: _Flight, written: list[dict]) -> float:
+        """What rank 0 does alone; returns the seconds since the save began."""
+        files.write_manifest(flight.temporary, asdict(flight.progress), written)
+        files.publish(flight.temporary, self.damaged)
+        write_s = time.perf_counter() - flight.since
+        keep, keep_every = self.config.keep, self.config.keep_every
+        for path in list(files.superfluous(self.directory, keep, keep_every, self.damaged)):
+            files.discard(path)
+        return write_s
 
-    def _publish(
-        self, temporary: Path, final: Path, written: list[dict | None], progress: Progress
-    ) -> None:
-        tensors: dict[str, dict[str, Any]] = {}
-        files = {}
-        dtype = str(self.engine.buffer.master.dtype).removeprefix("torch.")
-        for rank_files in written:
-            if rank_files is None:
-                continue
-            name = rank_files["file"]
-            files[name] = {key: rank_files[key] for key in ("bytes", "crc32")}
-            for piece in rank_files["pieces"]:
-                tensor = tensors.setdefault(
-                    piece["tensor"], {"shape": piece["shape"], "dtype": dtype, "pieces": []}
-                )
-                place = {key: piece[key] for key in ("key", "start", "stop")}
-                tensor["pieces"].append({"file": name, **place})
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "progress": asdict(progress),
-            "files": files,
-            "tensors": dict(sorted(tensors.items())),
-        }
-        _write_synced(temporary / MANIFEST, json.dumps(manifest, indent=1))
-        _sync(temporary)
-        if final.exists():  # the same step again, after going back to an earlier checkpoint
-            shutil.rmtree(final)
-        temporary.rename(final)
-        _sync(self.directory)
-        _write_synced(self.directory / "latest.tmp", final.name + "\n")
-        (self.directory / "latest.tmp").rename(self.directory / "latest")
-        _sync(self.directory)
-        if self.keep:
-            for old in sorted(self.directory.glob("step-????????"))[: -self.keep]:
-                shutil.rmtree(old)
+    def _published(self, flight: _Flight, wait: bool) -> float | None:
+        state: tuple[float | None, str | None] = (None, None)
+        if flight.publishing is not None and (wait or flight.publishing.done()):
+            state = _result(flight.publishing)
+        write_s, error = self.world.broadcast_object(state)
+        self._give_up_on(flight, error)
+        return write_s
+
+    def _give_up_on(self, flight: _Flight, error: str | None) -> None:
+        if error is None:
+            return
+        self._flight = None
+        # what cannot be removed now, the next save removes; the first error is the one to tell
+        with contextlib.suppress(SharedInputError):
+            on_root(self.world, lambda: files.remove_leftovers(self.directory))
+        raise self._failure(flight.progress.step, error)
+
+    def _failure(self, step: int, error: str) -> SaveFailed:
+        path = self.directory / files.name_of(step)
+        return SaveFailed(f"checkpoint {path} was not written: {error}")
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -181,144 +222,58 @@ class Checkpoints:
         """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
         "never" nothing, else the checkpoint of that path. Returns also what was stepped over.
 
-        Raises InputError if a named checkpoint cannot be used, or does not fit the model.
+        Raises InputError if a named checkpoint cannot be used, if one does not fit the model or
+        the run's sample order, or if all are damaged: to begin anew would bury what can perhaps be
+        mended.
         """
         if wanted == "never":
             return None, []
         skipped: list[str] = []
-        candidates = [Path(wanted)]
-        if wanted == "auto":
-            candidates = sorted(self.directory.glob("step-????????"), reverse=True)
-        for candidate in candidates:
-            problem = self._problem(candidate)
-            if problem is None:
-                return self._load(candidate), skipped
-            skipped.append(f"{candidate}: {problem}")
+        for candidate in on_root(self.world, lambda: self._candidates(wanted)):
+            loaded = load(self.engine, candidate)
+            if isinstance(loaded, Progress):
+                if wanted == "auto":
+                    self._require_same_samples(candidate, loaded)
+                return loaded, skipped
+            skipped.append(f"{candidate}: {loaded}")
+            self.damaged += [candidate.name] if wanted == "auto" else []
         if wanted != "auto":
-            raise InputError(f"checkpoint.resume = {skipped[0]}")
-        return None, skipped
-
-    def _problem(self, directory: Path) -> str | None:
-        """Why the checkpoint cannot be read, the same on all ranks; each checks its share."""
-        world = self.axes.world
-        problem, files = None, {}
-        if world.rank == 0:
-            try:
-                files = read_manifest(directory)["files"]
-            except InputError as error:
-                problem = str(error)
-        problem, files = world.broadcast_object((problem, files))
-        if problem:
-            return problem
-        mine = sorted(files)[world.rank :: world.size]
-        bad = next((name for name in mine if not _intact(directory / name, files[name])), None)
-        bad = next((name for name in world.all_gather_object(bad) if name), None)
-        return f"{bad} is missing or damaged" if bad else None
-
-    def _load(self, directory: Path) -> Progress:
-        engine, axes = self.engine, self.axes
-        manifest = axes.world.broadcast_object(
-            read_manifest(directory) if axes.world.rank == 0 else None
-        )
-        reader = Reader(directory, manifest)
-        for entry in engine.buffer.entries.values():
-            for kind, local in self._tensors(entry):
-                for box in entry.declaration.boxes(axes.tensor.rank, axes.tensor.size):
-                    reader.read(
-                        f"{kind}/{entry.name}",
-                        entry.declaration.shape,
-                        box.logical,
-                        local[box.local],
-                    )
-        engine.buffer.refresh_weights()
-        progress = Progress(**manifest["progress"])
-        engine.optimizer.updates = progress.updates
-        if engine.loss_scale.dynamic:
-            engine.loss_scale.value = progress.loss_scale
-            engine.loss_scale.good_steps = progress.good_steps
-        return progress
-
-
-class Reader:
-    """Reads boxes of logical tensors, whatever boxes they were written in."""
-
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
-        self.directory = directory
-        self.tensors = manifest["tensors"]
-
-    def read(
-        self, name: str, shape: tuple[int, ...], wanted: tuple[slice, ...], target: Tensor
-    ) -> None:
-        """Fill `target` with the box `wanted` of tensor `name`; reads only the bytes it needs.
-
-        Raises InputError if the checkpoint has no such tensor of this shape.
-        """
-        stored = self.tensors.get(name)
-        if stored is None or tuple(stored["shape"]) != shape:
-            found = "is missing" if stored is None else f"has shape {stored['shape']}"
-            raise InputError(
-                f"checkpoint {self.directory}: {name} {found}, this model needs {list(shape)}"
+            raise SharedInputError(f"checkpoint.resume = {skipped[0]}")
+        if skipped:
+            raise SharedInputError(
+                f"no checkpoint in {self.directory} is complete ({'; '.join(skipped)}); "
+                'checkpoint.resume = "never" begins anew'
             )
-        for piece in stored["pieces"]:
-            box = [slice(*ends) for ends in zip(piece["start"], piece["stop"], strict=True)]
-            common = [
-                slice(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(box, wanted, strict=True)
-            ]
-            if all(part.start < part.stop for part in common):
-                with safe_open(self.directory / piece["file"], framework="pt") as file:
-                    values = file.get_slice(piece["key"])[_relative(common, box)]
-                target[_relative(common, wanted)] = values.to(target)
+        return None, []
+
+    def _candidates(self, wanted: str) -> list[Path]:
+        if wanted != "auto":
+            return [files.named(Path(wanted))]
+        if self.directory.is_dir():
+            files.put_back(self.directory)
+        return files.checkpoints_in(self.directory)[::-1]
+
+    def _require_same_samples(self, path: Path, progress: Progress) -> None:
+        """A run goes on with the sample behind the last one that it has seen."""
+        config = self.engine.config
+        seen = (progress.samples, progress.seed)
+        if seen != (progress.step * config.batch.global_size, config.run.seed):
+            raise SharedInputError(
+                f"{path}: {progress.step} steps have taken {progress.samples} samples in the order "
+                f"of run.seed = {progress.seed}; with batch.global_size = "
+                f"{config.batch.global_size} and run.seed = {config.run.seed} samples would be "
+                "skipped or seen twice; legal: the values of before, or another run.name with "
+                f'checkpoint.resume = "{path}"'
+            )
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises InputError if there is none that this version reads."""
+def _result(future: Future) -> tuple[Any, str | None]:
+    """Wait for it: (result, None), or (None, why the disk or its user must be asked)."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-    except OSError as error:
-        raise InputError(f"{directory / MANIFEST}: {error.strerror}") from None
-    except ValueError:
-        raise InputError(f"{directory / MANIFEST} is not JSON") from None
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise InputError(
-            f"{directory}: format_version {manifest.get('format_version')}, "
-            f"this program reads {FORMAT_VERSION}"
-        )
-    return manifest
+        return future.result(), None
+    except (OSError, InputError) as error:
+        return None, str(error)
 
 
-def _relative(part: list[slice], origin) -> tuple[slice, ...]:
-    return tuple(
-        slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin, strict=True)
-    )
-
-
-def _fresh(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    crc, size = 0, 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc, size = zlib.crc32(block, crc), size + len(block)
-    return {"bytes": size, "crc32": crc}
-
-
-def _intact(path: Path, expected: dict[str, int]) -> bool:
-    return path.is_file() and _fingerprint(path) == expected
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
+def _on_host(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

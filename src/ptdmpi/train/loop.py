@@ -19,6 +19,7 @@ from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
+from ptdmpi.train.saving import Saving
 from ptdmpi.train.stopwatch import Stopwatch
 from ptdmpi.train.watch import STOPPED_EXIT_CODE, StopRequest
 
@@ -39,14 +40,15 @@ class Loop:
         self.feed = Feed(config, self.axes, self.device)
         self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device)
         self.path = Path(config.run.dir)
-        self.checkpoints = Checkpoints(
-            self.path / "checkpoints", self.engine, config.checkpoint.keep
-        )
+        self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
         progress, skipped = self.checkpoints.resume(config.checkpoint.resume)
         self.first = progress.step if progress else 0
+        if self.first < config.run.steps:
+            self.checkpoints.check_space()
         self.directory = None
         if world.rank == 0:
             self.directory = RunDirectory(self.path, to_toml(config), self.first)
+        self.saving = Saving(self.checkpoints, config.run.steps, self._say, self._keep_record)
         self._greet(skipped)
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
@@ -73,9 +75,7 @@ class Loop:
             if _due(step + 1, config.log.validate_every_steps, steps) and self.feed.valid:
                 self._validate(step + 1)
             stopping = any(self.axes.world.all_gather_object(self.stop.received))
-            if stopping or _due(step + 1, config.checkpoint.every_steps, steps):
-                path = self.checkpoints.save(step + 1)
-                self._say(f"saved {path}")
+            self.saving.after_step(step + 1, now=stopping)
             if stopping and step + 1 < steps:
                 feed.close()
                 self._say("stopped on request; the same command again goes on")
@@ -126,8 +126,7 @@ class Loop:
             values["bigram_validation_loss"] = self.feed.bigram_loss()
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"
             self.bigram_pending = False
-        if self.directory:
-            self.directory.record(step=step, **values)
+        self._keep_record(step=step, **values)
         self._say(f"step {step}  {text}")
 
     def _keep_timeline(self) -> None:
@@ -170,6 +169,10 @@ class Loop:
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
+
+    def _keep_record(self, **values: Any) -> None:
+        if self.directory:
+            self.directory.record(**values)
 
     def _say(self, line: str) -> None:
         if self.directory:

@@ -1,15 +1,17 @@
 """What a run is measured by: one record per step, one line on the terminal, the run directory."""
 
+import errno
 import json
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ptdmpi.config import Config
+from ptdmpi.config import Config, InputError
 from ptdmpi.plan.costs import hardware_flops, model_flops
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
@@ -77,32 +79,52 @@ class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
     Each record is one write of a whole line. Resuming at a step removes a torn last line and the
-    records after that step.
+    records after that step. Raises InputError if it cannot be written at the start; later a full
+    disk costs lines, which it says once, and not the run, whose state is in memory.
     """
 
     def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        _replace(path / "config.toml", config_text)
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        if self.metrics.exists():
-            lines = self.metrics.read_bytes().splitlines()
-            kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
-            _replace(self.metrics, b"".join(kept).decode())
+        self._failing: set[Path] = set()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _replace(path / "config.toml", config_text)
+            if self.metrics.exists():
+                lines = self.metrics.read_bytes().splitlines()
+                kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
+                _replace(self.metrics, b"".join(kept).decode())
+        except OSError as error:
+            raise InputError(f"run.dir = {path}: {error}") from None
 
     def record(self, **values: Any) -> None:
-        _append(self.metrics, json.dumps(values))
+        self._append(self.metrics, json.dumps(values))
 
     def say(self, line: str) -> None:
         print(line, flush=True)
-        _append(self.log, line)
+        self._append(self.log, line)
+
+    def _append(self, path: Path, line: str) -> None:
+        try:
+            _append(path, line)
+        except OSError as error:
+            if path not in self._failing:
+                text = f"ptdmpi: warning: {path}: {error.strerror}; going on without these lines"
+                print(text, file=sys.stderr, flush=True)
+            self._failing.add(path)
+        else:
+            self._failing.discard(path)
 
 
 def _append(path: Path, line: str) -> None:
-    """One write of the whole line, on disk's way before the next step begins."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    """One write of the whole line or of nothing, on disk's way before the next step begins."""
+    data = (line + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _until(line: bytes, step: int) -> bool:

@@ -1,0 +1,264 @@
+"""The files of a checkpoint: logical tensors cut into boxes, written and read in one pass.
+
+Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
+any tool opens it. It is written here because the checksums must be taken while the data passes, not
+from a second reading, and straight from the memory of the parameters. Reading goes by the offsets
+in the manifest: exactly the bytes of a box, straight into their place.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+from ptdmpi.config import InputError
+
+# safetensors' names of the types that a checkpoint holds
+TYPE_NAMES = {"float32": "F32", "float64": "F64"}
+# Checksum and write go over a chunk that stays in cache between the two.
+CHUNK_BYTES = 1 << 20
+# A rank wants every n-th run of bytes: gaps up to this size are read with them (a disk's block is
+# read anyway, and a call costs as much), greater ones are left out.
+GAP_BYTES = 4096
+
+Slices = tuple[slice, ...]
+
+
+class Damaged(Exception):
+    """Bytes of a checkpoint are missing or not those that were written."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a logical tensor on its way into a file; `values` gives its bytes when asked."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    box: Slices
+    dtype: str
+    values: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.box)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * np.dtype(self.dtype).itemsize
+
+
+def header(blocks: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
+    """The head of a safetensors file of (key, dtype, shape) in this order, up to the first byte of
+    data, which stands at a multiple of 64."""
+    table, end = {}, 0
+    for key, dtype, shape in blocks:
+        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        table[key] = {
+            "dtype": TYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Write and sync one file; returns what the manifest must know of it."""
+    keys = [f"{block.tensor}#{number}" for number, block in enumerate(blocks)]
+    head = header([(k, b.dtype, b.size) for k, b in zip(keys, blocks, strict=True)])
+    pieces, offset = [], len(head)
+    with open(path, "xb") as file:
+        file.write(head)
+        for key, block in zip(keys, blocks, strict=True):
+            pieces.append(
+                {
+                    "tensor": block.tensor,
+                    "dtype": block.dtype,
+                    "shape": list(block.shape),
+                    "key": key,
+                    "start": [part.start for part in block.box],
+                    "stop": [part.stop for part in block.box],
+                    "offset": offset,
+                    "crc32": _write_block(file, block.values()),
+                }
+            )
+            offset += block.nbytes
+        file.flush()
+        os.fsync(file.fileno())
+    return {"file": path.name, "bytes": offset, "pieces": pieces}
+
+
+def _write_block(file: BinaryIO, values: np.ndarray) -> int:
+    data = memoryview(np.ascontiguousarray(values)).cast("B")
+    crc = 0
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        crc = zlib.crc32(chunk, crc)
+        file.write(chunk)
+    return crc
+
+
+class Reader:
+    """Reads boxes of logical tensors, whatever boxes they were written in.
+
+    Pieces that are read whole are checked against their checksums on the way; `checked` tells which
+    (by number, in the order of `pieces`). Not for several threads.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
+        self.pieces: list[tuple[str, dict[str, Any]]] = []
+        self._first: dict[str, int] = {}
+        for name, tensor in self.tensors.items():
+            self._first[name] = len(self.pieces)
+            self.pieces += [(name, piece) for piece in tensor["pieces"]]
+        self.checked = np.zeros(len(self.pieces), dtype=np.uint8)
+        self.read_bytes = 0
+        self._open: tuple[str, int] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def require(self, name: str, shape: Sequence[int]) -> None:
+        """Raises InputError if the checkpoint has no such tensor of this shape."""
+        stored = self.tensors.get(name)
+        if stored is None or tuple(stored["shape"]) != tuple(shape):
+            found = "is missing" if stored is None else f"has shape {stored['shape']}"
+            raise InputError(
+                f"checkpoint {self.directory}: {name} {found}, this model needs {list(shape)}"
+            )
+
+    def read(self, name: str, wanted: Slices, target: np.ndarray) -> None:
+        """Fill `target` with the box `wanted` of tensor `name`, converting its type.
+
+        Raises Damaged if a file is too short, or a checksum does not hold.
+        """
+        tensor = self.tensors[name]
+        for number, piece in enumerate(tensor["pieces"], self._first[name]):
+            box = box_of(piece)
+            common = tuple(
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(box, wanted, strict=True)
+            )
+            if all(part.start < part.stop for part in common):
+                place = target[relative(common, wanted)]
+                direct = place.dtype == tensor["dtype"] and place.flags.c_contiguous
+                size = [part.stop - part.start for part in common]
+                values = place if direct else np.empty(size, tensor["dtype"])
+                if common == box:
+                    self._read_checked(piece, values)
+                    self.checked[number] = 1
+                else:
+                    self._read_part(piece, box, common, values)
+                if not direct:
+                    place[...] = values
+
+    def check(self, number: int) -> None:
+        """Read piece `number` only to hold it against its checksum. Raises Damaged."""
+        name, piece = self.pieces[number]
+        left = piece_bytes(piece, self.tensors[name]["dtype"])
+        scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
+        crc, offset = 0, piece["offset"]
+        while left:
+            part = scratch[: min(left, CHUNK_BYTES)]
+            self._read_at(piece["file"], offset, part)
+            crc, offset, left = zlib.crc32(part, crc), offset + len(part), left - len(part)
+        self._compare(piece, crc)
+
+    def _read_checked(self, piece: dict[str, Any], values: np.ndarray) -> None:
+        data, crc = memoryview(values).cast("B"), 0
+        for start in range(0, len(data), CHUNK_BYTES):
+            part = data[start : start + CHUNK_BYTES]
+            self._read_at(piece["file"], piece["offset"] + start, part)
+            crc = zlib.crc32(part, crc)
+        self._compare(piece, crc)
+
+    def _compare(self, piece: dict[str, Any], crc: int) -> None:
+        if crc != piece["crc32"]:
+            raise Damaged(f"{self.directory / piece['file']}: {piece['key']} is damaged")
+
+    def _read_part(
+        self, piece: dict[str, Any], box: Slices, common: Slices, values: np.ndarray
+    ) -> None:
+        """Some of a piece: run by run, or with the gaps between the runs where they are small."""
+        sizes = [part.stop - part.start for part in box]
+        inner = relative(common, box)
+        # dims behind the last one that is cut are whole: a run goes over all of them
+        cut = max(k for k, part in enumerate(inner) if part.stop - part.start < sizes[k])
+        row = math.prod(sizes[cut + 1 :]) * values.itemsize
+        run = (inner[cut].stop - inner[cut].start) * row
+        gap = sizes[cut] * row - run
+        data = memoryview(values).cast("B")
+        if gap > GAP_BYTES:
+            for number, start in enumerate(_starts(inner[:cut], sizes, values.itemsize)):
+                at = piece["offset"] + start + inner[cut].start * row
+                self._read_at(piece["file"], at, data[number * run : (number + 1) * run])
+            return
+        outer = inner[0]
+        stride = math.prod(sizes[1:]) * values.itemsize
+        scratch = np.empty((outer.stop - outer.start, *sizes[1:]), values.dtype)
+        at = piece["offset"] + outer.start * stride
+        self._read_at(piece["file"], at, memoryview(scratch).cast("B"))
+        values[...] = scratch[(slice(None), *inner[1:])]
+
+    def _read_at(self, file: str, offset: int, target: memoryview) -> None:
+        if self._open is None or self._open[0] != file:
+            self.__exit__(None, None, None)
+            try:
+                self._open = file, os.open(self.directory / file, os.O_RDONLY)
+            except OSError as error:
+                raise Damaged(f"{self.directory / file}: {error.strerror}") from None
+        descriptor, done = self._open[1], 0
+        while done < len(target):
+            try:
+                count = os.preadv(descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise Damaged(f"{self.directory / file}: {error.strerror}") from None
+            if count == 0:
+                raise Damaged(f"{self.directory / file} is too short")
+            done += count
+        self.read_bytes += done
+
+
+def _starts(outer: Slices, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
+    """Byte offsets in a piece of the places that the slices `outer` of its first dims select."""
+    strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(len(outer))]
+    for index in np.ndindex(*(part.stop - part.start for part in outer)):
+        yield sum(
+            (part.start + i) * stride for part, i, stride in zip(outer, index, strides, strict=True)
+        )
+
+
+def box_of(piece: dict[str, Any]) -> Slices:
+    return tuple(slice(a, b) for a, b in zip(piece["start"], piece["stop"], strict=True))
+
+
+def piece_bytes(piece: dict[str, Any], dtype: str) -> int:
+    size = (part.stop - part.start for part in box_of(piece))
+    return math.prod(size) * np.dtype(dtype).itemsize
+
+
+def relative(part: Slices, origin: Slices) -> Slices:
+    """The box `part` as seen from the first corner of `origin`."""
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin, strict=True)
+    )

@@ -1,0 +1,94 @@
+"""Loading a checkpoint into a rank of any layout, finding out on the way whether it is sound."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import InputError
+from ptdmpi.train import checkpoint_files as files
+from ptdmpi.train.checkpoint_data import Damaged, Reader
+from ptdmpi.train.checkpoint_files import Progress
+from ptdmpi.train.checkpoint_share import KINDS, tensor_of
+from ptdmpi.train.engine import Engine
+
+T = TypeVar("T")
+
+
+def on_root(world: Communicator, work: Callable[[], T]) -> T:
+    """`work()` done by rank 0 for everyone; its failure is raised on every rank, as bad input."""
+    result: tuple[T | None, str | None] = (None, None)
+    if world.rank == 0:
+        try:
+            result = (work(), None)
+        except (OSError, InputError) as error:
+            result = (None, str(error))
+    value, failure = world.broadcast_object(result)
+    if failure is not None:
+        raise SharedInputError(failure)
+    return value
+
+
+def load(engine: Engine, directory: Path) -> Progress | str:
+    """Load a checkpoint, or say why it cannot be read; the same on every rank.
+
+    Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
+    that nobody has read whole, because they were written in another layout, are read once more and
+    checked by all ranks in turn. After damage the state is undefined: another must be loaded.
+    Raises SharedInputError if the checkpoint is sound but not of this model.
+    """
+    world = engine.axes.world
+    try:
+        manifest = on_root(world, lambda: files.sound_manifest(directory))
+    except InputError as error:
+        return str(error)
+    with Reader(directory, manifest) as reader:
+        unfit = _first(engine, InputError, lambda: _require_fit(engine, reader))
+        if unfit:
+            raise SharedInputError(unfit)
+        damage = _first(engine, Damaged, lambda: _read_state(engine, reader))
+        if not damage:
+            checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
+            left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
+            damage = _first(engine, Damaged, lambda: [reader.check(number) for number in left])
+        if damage:
+            return damage
+    progress = Progress(**manifest["progress"])
+    engine.buffer.refresh_weights()
+    engine.optimizer.updates = progress.updates
+    if engine.loss_scale.dynamic:
+        engine.loss_scale.value = progress.loss_scale
+        engine.loss_scale.good_steps = progress.good_steps
+    return progress
+
+
+def _require_fit(engine: Engine, reader: Reader) -> None:
+    for entry in engine.buffer.entries.values():
+        for kind in KINDS:
+            reader.require(f"{kind}/{entry.name}", entry.declaration.shape)
+
+
+def _read_state(engine: Engine, reader: Reader) -> None:
+    tensor = engine.axes.tensor
+    for entry in engine.buffer.entries.values():
+        for kind in KINDS:
+            local = tensor_of(engine, kind, entry)
+            for box in entry.declaration.boxes(tensor.rank, tensor.size):
+                target = local[box.local]
+                host = target.detach().cpu()  # the same memory on a CPU
+                reader.read(f"{kind}/{entry.name}", box.logical, host.numpy())
+                if target.device.type != "cpu":
+                    target.copy_(host)
+
+
+def _first(engine: Engine, kind: type[Exception], work: Callable[[], Any]) -> str | None:
+    """Do it on every rank; the message of the first one where it failed in this way."""
+    text = None
+    try:
+        work()
+    except kind as error:
+        text = str(error)
+    return next((found for found in engine.axes.world.all_gather_object(text) if found), None)

@@ -79,8 +79,9 @@ class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
     Each record is one write of a whole line. Resuming at a step removes a torn last line and the
-    records after that step. Raises InputError if it cannot be written at the start; later a full
-    disk costs lines, which it says once, and not the run, whose state is in memory.
+    records after that step, and the `done` of an earlier end. Raises InputError if it cannot be
+    written at the start; later a full disk costs lines, which it says once, and not the run, whose
+    state is in memory.
     """
 
     def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
@@ -91,6 +92,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             _replace(path / "config.toml", config_text)
+            (path / "done").unlink(missing_ok=True)
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
@@ -100,6 +102,13 @@ class RunDirectory:
 
     def record(self, **values: Any) -> None:
         self._append(self.metrics, json.dumps(values))
+
+    def finish(self, steps: int) -> None:
+        """Say in the file `done` that the whole run is complete: the last thing that is written.
+
+        A launcher can end with code 0 although it lost a node; this file is what counts.
+        """
+        _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
 
     def say(self, line: str) -> None:
         print(line, flush=True)

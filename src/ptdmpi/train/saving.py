@@ -28,8 +28,9 @@ class Saving:
         self.retry_step: int | None = None
         self.last_write_s = 0.0  # how long the newest save took, for those who plan for one
 
-    def after_step(self, step: int, now: bool = False) -> None:
-        """Save if it is due; with `now`, and after the last step, at once and to the end.
+    def after_step(self, step: int, now: bool = False) -> bool:
+        """Save if it is due; with `now`, and after the last step, at once and to the end. Returns
+        whether it was due, the same on all ranks.
 
         Raises SaveFailed, on every rank, where the run must not go on without.
         """
@@ -42,6 +43,7 @@ class Saving:
             self._attempt(partial(self.checkpoints.save, step), step, must)
         if must:
             self._attempt(self.checkpoints.finish, step, must)
+        return due
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
         try:

@@ -1,0 +1,66 @@
+"""The torture of runs: a few of its trials, and that it sees what is lost."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import torture as program
+from benchmarks.torture import Count, Lost, Torture, kinds, trial
+from benchmarks.torture_run import Case
+from ptdmpi.train import checkpoint_files as files
+from tests.parallel import mpi_environment
+
+CASE = Case("p=2", 2, ("parallel.pipeline=2", "checkpoint.asynchronous=true"))
+
+
+@pytest.fixture(scope="module")
+def torture(tmp_path_factory) -> Torture:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in mpi_environment().items():
+            patch.setenv(name, value)
+        patch.setattr(Torture, "case", lambda self: CASE)
+        torture = Torture(tmp_path_factory.mktemp("torture") / "torture", seed=3)
+        torture.reference(CASE)
+        yield torture
+
+
+@pytest.mark.parametrize("kind", ["kill-one", "kill-latest", "flip"])
+def test_a_disturbed_run_ends_as_if_undisturbed(torture, kind):
+    count = Count()
+    trial(torture, kinds(torture)[kind][1], count, kind)
+    assert count.lost == [] and count.survived + count.refused == 1
+    assert kind == "flip" or count.refused == 0
+
+
+def test_what_was_reported_as_saved_must_be_there(torture, tmp_path):
+    with pytest.raises(Lost, match="step 8 was reported as saved, step 0 is there"):
+        torture.finish(CASE, tmp_path, 8)
+
+
+def test_other_bits_are_a_loss(torture, tmp_path, monkeypatch):
+    """The end of the reference run with one step's checkpoint in the place of the last one."""
+    run = tmp_path / "run"
+    shutil.copytree(torture.reference(CASE), run)
+    last = run / "checkpoints" / files.name_of(program.STEPS)
+    shutil.rmtree(last)
+    shutil.copytree(last.with_name(files.name_of(program.EVERY_STEPS)), last)
+    monkeypatch.setattr(program, "Training", _Done)
+    with pytest.raises(Lost, match="tensors differ"):
+        torture.finish(CASE, run, 0)
+
+
+class _Done:
+    """A start that has nothing to do."""
+
+    def __init__(self, folder: Path, case: Case, run: Path, death: tuple) -> None:
+        self.code = 0
+
+    def wait(self) -> int:
+        return self.code
+
+
+def test_all_kinds_are_tried_often_enough(torture):
+    numbers = {name: number for name, (number, _) in kinds(torture).items()}
+    assert sum(number for name, number in numbers.items() if name.startswith("kill")) >= 50
+    assert all(numbers[name] >= 20 for name in ("truncate", "flip", "full", "read-only"))

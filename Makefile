@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test demo bench parity clean
+.PHONY: help setup test demo bench parity torture clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
@@ -56,6 +56,9 @@ bench: setup ## this project and plain torch side by side
 
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 8 $(BIN)/ptdmpi doctor --parity
+
+torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
+	$(BIN)/python -m benchmarks.torture
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

@@ -52,18 +52,28 @@ def test_shares_are_even_and_whole(holders):
 
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(
-    ("sizes", "changes"),
+    ("sizes", "then", "changes", "asynchronous"),
     [
-        ({"t": 2, "d": 2}, {"precision.compute": "fp16", "precision.loss_scale_window": 2}),
-        ({"t": 2, "p": 2, "v": 2}, {"precision.compute": "bf16"}),
+        (
+            {"t": 2, "d": 2},
+            {"t": 2, "d": 2},
+            {"precision.compute": "fp16", "precision.loss_scale_window": 2},
+            True,
+        ),
+        ({"t": 2, "p": 2, "v": 2}, {"t": 2, "p": 2}, {"precision.compute": "bf16"}, True),
+        (
+            {"t": 2, "d": 2},
+            {"t": 2, "p": 2, "v": 2},
+            {"precision.compute": "bf16", "run.reproducible": True},
+            False,
+        ),
     ],
 )
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_resume_has_the_same_bits(comm, tmp_path, sizes, changes, asynchronous):
-    """4 steps, or 2, saved, loaded, 2 more: in the type's own masters, moments and loss scale."""
+def test_resume_has_the_same_bits(comm, tmp_path, sizes, then, changes, asynchronous):
+    """4 steps, or 2, saved, loaded, 2 more: with dropout, masters behind half types, and fp16's
+    loss scale; in the same layout, and in others that are bitwise equal."""
     world = World(comm)
-    settings = {**CHANGES, **changes, **layout(**sizes)}
-    straight = build(world, settings)
+    straight = build(world, {**CHANGES, **changes, **layout(**sizes)})
     checkpoints = _checkpoints(straight, tmp_path, asynchronous=asynchronous)
     _step(straight, range(2))
     saved = checkpoints.save(2)
@@ -71,21 +81,17 @@ def test_resume_has_the_same_bits(comm, tmp_path, sizes, changes, asynchronous):
     saved += checkpoints.finish()
     assert [one.step for one in saved] == [2] and saved[0].stall_s > 0.0
     saved = [*checkpoints.save(4), *checkpoints.finish()]
-    scale = straight.loss_scale.value
+    checkpoints.close()
 
-    resumed = build(world, {**settings, "run.seed": 1234})
+    resumed = build(world, {**CHANGES, **changes, **layout(**then)})
     progress, skipped = _checkpoints(resumed, tmp_path).resume(str(tmp_path / "step-00000002"))
     assert progress.step == 2 and progress.samples == 16 and skipped == []
     _step(resumed, range(2, 4))
-    assert torch.equal(resumed.buffer.master, straight.buffer.master)
-    assert torch.equal(resumed.buffer.weights, straight.buffer.weights)
-    assert resumed.loss_scale.value == scale
-    again = _checkpoints(resumed, tmp_path / "again")
-    again.save(4)
+    _checkpoints(resumed, tmp_path / "again").save(4)
     path = tmp_path / "step-00000004"
     assert _differing(world, path, tmp_path / "again/step-00000004") == []
+    assert resumed.loss_scale.value == straight.loss_scale.value
     assert world.on_root(lambda: check.problems(path)) == []
-    checkpoints.close()
 
 
 @parallel(ranks=[4], limit_s=120)

@@ -40,13 +40,14 @@ class SaveFailed(SharedInputError):
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint that is complete on the disk. `stall_s`: how long the training waited for it,
-    `write_s`: from the first byte to the moved `latest`."""
+    `write_s`: from the first byte to the moved `latest`. `warning`: why older ones did not go."""
 
     path: Path
     step: int
     bytes: int
     stall_s: float
     write_s: float
+    warning: str | None = None
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Flight:
     progress: Progress
     since: float
     writing: "Future[dict | None]"
-    publishing: "Future[float] | None" = None  # rank 0 only
+    publishing: "Future[tuple[float, str | None]] | None" = None  # rank 0 only
     written: bool = False
     bytes: int = 0
     stall_s: float = 0.0
@@ -161,13 +162,13 @@ class Checkpoints:
         if flight is None:
             return []
         begin = time.perf_counter()
-        write_s = self._published(flight, wait) if self._written(flight, wait) else None
+        done = self._published(flight, wait) if self._written(flight, wait) else None
         flight.stall_s += time.perf_counter() - begin
-        if write_s is None:
+        if done is None:
             return []
         self._flight = None
         path = flight.temporary.with_suffix("")
-        return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, write_s)]
+        return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
         """Whether all ranks have written; when they have, rank 0's thread begins to publish."""
@@ -185,23 +186,26 @@ class Checkpoints:
             flight.publishing = self._threads.submit(self._publish, flight, written)
         return True
 
-    def _publish(self, flight: _Flight, written: list[dict]) -> float:
-        """What rank 0 does alone; returns the seconds since the save began."""
+    def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
+        """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
         files.write_manifest(flight.temporary, asdict(flight.progress), written)
         files.publish(flight.temporary, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every
-        for path in list(files.superfluous(self.directory, keep, keep_every, self.damaged)):
-            files.discard(path)
-        return write_s
+        try:
+            for path in list(files.superfluous(self.directory, keep, keep_every, self.damaged)):
+                files.discard(path)
+        except OSError as error:
+            return write_s, f"older checkpoints cannot be removed: {error}"
+        return write_s, None
 
-    def _published(self, flight: _Flight, wait: bool) -> float | None:
-        state: tuple[float | None, str | None] = (None, None)
+    def _published(self, flight: _Flight, wait: bool) -> tuple[float, str | None] | None:
+        state: tuple[tuple | None, str | None] = (None, None)
         if flight.publishing is not None and (wait or flight.publishing.done()):
             state = _result(flight.publishing)
-        write_s, error = self.world.broadcast_object(state)
+        done, error = self.world.broadcast_object(state)
         self._give_up_on(flight, error)
-        return write_s
+        return done
 
     def _give_up_on(self, flight: _Flight, error: str | None) -> None:
         if error is None:

@@ -227,6 +227,8 @@ class Reader:
                 self._open = file, os.open(self.directory / file, os.O_RDONLY)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
+            # read ahead farther: the next chunk then comes while this one's checksum is taken
+            os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         descriptor, done = self._open[1], 0
         while done < len(target):
             try:

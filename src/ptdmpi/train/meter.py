@@ -80,15 +80,15 @@ class RunDirectory:
 
     Each record is one write of a whole line. Resuming at a step removes a torn last line and the
     records after that step, and the `done` of an earlier end. Raises InputError if it cannot be
-    written at the start; later a full disk costs lines, which it says once, and not the run, whose
-    state is in memory.
+    written at the start. A disk that fails later does not end the run, whose state is in memory: it
+    is said once, and lines wait.
     """
 
     def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        self._failing: set[Path] = set()
+        self._waiting: dict[Path, str] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
             _replace(path / "config.toml", config_text)
@@ -115,20 +115,19 @@ class RunDirectory:
         self._append(self.log, line)
 
     def _append(self, path: Path, line: str) -> None:
+        waiting = self._waiting.pop(path, "")
         try:
-            _append(path, line)
+            _append(path, waiting + line + "\n")
         except OSError as error:
-            if path not in self._failing:
-                text = f"ptdmpi: warning: {path}: {error.strerror}; going on without these lines"
+            if not waiting:
+                text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
                 print(text, file=sys.stderr, flush=True)
-            self._failing.add(path)
-        else:
-            self._failing.discard(path)
+            self._waiting[path] = waiting + line + "\n"
 
 
-def _append(path: Path, line: str) -> None:
-    """One write of the whole line or of nothing, on disk's way before the next step begins."""
-    data = (line + "\n").encode()
+def _append(path: Path, lines: str) -> None:
+    """One write of whole lines or of nothing, on disk's way before the next step begins."""
+    data = lines.encode()
     with open(path, "ab", buffering=0) as file:
         size = file.tell()
         if file.write(data) < len(data):

@@ -64,6 +64,8 @@ class Saving:
             f"saved {saved.path} ({saved.bytes / 1e6:,.1f} MB, stalled {saved.stall_s:.2f} s, "
             f"written in {saved.write_s:.2f} s)"
         )
+        if saved.warning:
+            self.say(f"warning: {saved.warning}")
         self.record(
             step=saved.step,
             checkpoint_bytes=saved.bytes,

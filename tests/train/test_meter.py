@@ -1,0 +1,67 @@
+"""The run directory where the disk fails."""
+
+import errno
+import os
+
+import pytest
+
+from ptdmpi.config import InputError
+from ptdmpi.train import meter
+from ptdmpi.train.meter import RunDirectory
+
+
+def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
+    directory = RunDirectory(tmp_path / "run", "", 0)
+    directory.record(step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(meter, "_append", _no_space)
+        directory.record(step=2)
+        directory.record(step=3)
+    directory.record(step=4)
+    steps = [1, 2, 3, 4]
+    expected = "".join(f'{{"step": {step}}}\n' for step in steps)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == expected
+    assert capsys.readouterr().err.count("No space left on device; its lines wait") == 1
+
+
+def _no_space(path, lines):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_line_that_fits_in_part_is_not_written(tmp_path, monkeypatch):
+    """A disk that has room for some bytes more takes these and no others."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("whole\n")
+    real_open = open
+
+    def small_disk(*words, **options):
+        file = real_open(*words, **options)
+        return _Small(file)
+
+    monkeypatch.setattr(meter, "open", small_disk, raising=False)
+    with pytest.raises(OSError, match="No space"):
+        meter._append(path, "a line of some length\n")
+    assert path.read_text() == "whole\n"
+
+
+class _Small:
+    """A file on a disk with three bytes left."""
+
+    def __init__(self, file):
+        self.file = file
+        self.tell, self.truncate = file.tell, file.truncate
+
+    def write(self, data: bytes) -> int:
+        return self.file.write(data[:3])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *words):
+        self.file.close()
+
+
+def test_a_run_directory_that_cannot_be_written_at_the_start(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(InputError, match=r"run.dir = "):
+        RunDirectory(tmp_path / "run", "", 0)

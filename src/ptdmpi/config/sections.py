@@ -24,6 +24,8 @@ class RunConfig(Section):
     steps: Positive
     threads: Positive = 1
     reproducible: bool = False
+    on_failure: Literal["abort", "shrink"] = "abort"
+    spare_ranks: NonNegative = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -1,9 +1,11 @@
 """The training loop: batch -> engine -> meter, validation, checkpoints, the run directory."""
 
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ptdmpi.plan.simulate import Span, Timeline
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
+from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
 from ptdmpi.train.stopwatch import Stopwatch
 from ptdmpi.train.watch import STOPPED_EXIT_CODE, StopRequest
@@ -29,10 +32,10 @@ TIMELINE_STEPS = 20
 class Loop:
     """One rank of a training run, from configuration to the last checkpoint."""
 
-    def __init__(self, tree: dict[str, Any], world: World) -> None:
-        self.world = world
-        self.config: Config = world.on_root(lambda: _checked(tree, world.size))
-        config, parallel = self.config, self.config.parallel
+    def __init__(self, config: Config, world: World, handover: Handover | None = None) -> None:
+        """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
+        self.world, self.config = world, config
+        parallel = config.parallel
         torch.set_num_threads(config.run.threads)
         self.device = _device(world)
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
@@ -42,26 +45,53 @@ class Loop:
         self.checkpoints = Checkpoints(
             self.path / "checkpoints", self.engine, config.checkpoint.keep
         )
-        progress, skipped = self.checkpoints.resume(config.checkpoint.resume)
-        self.first = progress.step if progress else 0
+        start = handover or Handover(config.checkpoint.resume)
+        self.first, skipped = self._restore(start)
+        # the last step that was trained, and the last one of which nothing is left to be done
+        self.completed: Completed | None = start.unfinished
+        self.concluded = self.first - (self.completed is not None)
+        self.saved: str | None = None
         self.directory = None
         if world.rank == 0:
-            self.directory = RunDirectory(self.path, to_toml(config), self.first)
-        self._greet(skipped)
+            self.directory = RunDirectory(self.path, to_toml(config), self.concluded)
+        if handover is None:
+            self._greet()
+        for problem in skipped:
+            self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.stop = StopRequest()
+        self.stop.received = start.stopping
+        self.closing = contextlib.ExitStack()
+
+    def _restore(self, start: Handover) -> tuple[int, list[str]]:
+        """Load the state; returns how many steps are done, and what was stepped over."""
+        skipped: list[str] = []
+        self.engine.steps_done = None
+        if start.load is None:
+            progress, skipped = self.checkpoints.resume(start.resume)
+            step = progress.step if progress else 0
+        else:
+            step = start.load(self.engine)
+        self.engine.steps_done = step
+        return step, skipped
+
+    def close(self) -> None:
+        """Give back threads and handlers; communicates with nobody."""
+        self.closing.close()
 
     def run(self) -> None:
         """Every step from where the run stands to the last one.
 
         Raises SystemExit (75) after saving, if a rank was asked to stop before the last step.
         """
-        config, steps = self.config, self.config.run.steps
         feed = self.feed.steps(self.first)
-        for step in range(self.first, steps):
+        self.closing.callback(feed.close)
+        if self.completed is not None:  # a rank was lost between this step's update and its end
+            self._conclude(self.completed)
+        for step in range(self.first, self.config.run.steps):
             watch = Stopwatch(self.axes.pipeline.rank)
             begin = time.perf_counter()
             with watch.span("data"):
@@ -69,19 +99,27 @@ class Loop:
             result = self.engine.step(step, batches)
             elapsed = time.perf_counter() - begin
             self.recent.append((elapsed, watch.spans + result.spans))
-            self._record(step + 1, result, elapsed)
-            if _due(step + 1, config.log.validate_every_steps, steps) and self.feed.valid:
-                self._validate(step + 1)
-            stopping = any(self.axes.world.all_gather_object(self.stop.received))
-            if stopping or _due(step + 1, config.checkpoint.every_steps, steps):
-                path = self.checkpoints.save(step + 1)
-                self._say(f"saved {path}")
-            if stopping and step + 1 < steps:
-                feed.close()
-                self._say("stopped on request; the same command again goes on")
-                raise SystemExit(STOPPED_EXIT_CODE)
-        feed.close()
+            self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
+            self._conclude(self.completed)
         self._keep_timeline()
+        self.close()
+
+    def _conclude(self, done: Completed) -> None:
+        """What follows a step: its record, and what is due of validation, saving, stopping."""
+        config, step, steps = self.config, done.step, self.config.run.steps
+        self._record(step, done.result, done.elapsed_s)
+        if _due(step, config.log.validate_every_steps, steps) and self.feed.valid:
+            self._validate(step)
+        stopping = any(self.axes.world.all_gather_object(self.stop.received))
+        if stopping or _due(step, config.checkpoint.every_steps, steps):
+            path = self.checkpoints.save(step)
+            self.saved = str(path)
+            self.say(f"saved {path}")
+        self.concluded = step
+        if stopping and step < steps:
+            self.close()
+            self.say("stopped on request; the same command again goes on")
+            raise SystemExit(STOPPED_EXIT_CODE)
 
     def _record(self, step: int, result: StepResult, elapsed: float) -> None:
         config = self.config
@@ -105,7 +143,7 @@ class Loop:
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
             left = (config.run.steps - step) * statistics.median(self.durations)
-            self._say(
+            self.say(
                 f"step {step:>{len(str(config.run.steps))}}/{config.run.steps}  "
                 f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
                 f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
@@ -128,7 +166,7 @@ class Loop:
             self.bigram_pending = False
         if self.directory:
             self.directory.record(step=step, **values)
-        self._say(f"step {step}  {text}")
+        self.say(f"step {step}  {text}")
 
     def _keep_timeline(self) -> None:
         """Write the measured timeline of one step, of all ranks of one pipeline."""
@@ -151,32 +189,30 @@ class Loop:
         mine = peak_flops(self.device, PRECISIONS[precision].compute, precision)
         return statistics.median(self.axes.world.all_gather_object(mine))
 
-    def _greet(self, skipped: list[str]) -> None:
+    def _greet(self) -> None:
         config, world = self.config, self.world
         parameters = parameter_count(config.model, self.feed.vocab_size)
-        self._say(
+        self.say(
             f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
             f"{parameters / 1e6:,.1f}M parameters, vocabulary {self.feed.vocab_size}; "
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
-        for problem in skipped:
-            self._say(f"stepped over checkpoint {problem}")
         if self.first:
-            self._say(f"resumed after step {self.first}")
+            self.say(f"resumed after step {self.first}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):
-            self._say(
+            self.say(
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self.directory:
             self.directory.say(line)
 
 
-def _checked(tree: dict[str, Any], ranks: int) -> Config:
+def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
     train, _ = open_datasets(config)

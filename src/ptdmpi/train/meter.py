@@ -1,5 +1,6 @@
 """What a run is measured by: one record per step, one line on the terminal, the run directory."""
 
+import functools
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ PEAK_FLOPS = {
 GEMM_SIZE = 1024
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float:
     """Dense peak of one rank: the data sheet's for a known GPU, else that of a square GEMM here.
 
@@ -92,14 +94,14 @@ class RunDirectory:
             _replace(self.metrics, b"".join(kept).decode())
 
     def record(self, **values: Any) -> None:
-        _append(self.metrics, json.dumps(values))
+        append_line(self.metrics, json.dumps(values))
 
     def say(self, line: str) -> None:
         print(line, flush=True)
-        _append(self.log, line)
+        append_line(self.log, line)
 
 
-def _append(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
     """One write of the whole line, on disk's way before the next step begins."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")

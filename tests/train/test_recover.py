@@ -154,7 +154,7 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     first, second = _losses(corpus / "runs/twice")
     assert first.startswith("rank 0 (") and "lost in step 2; 2 ranks go on: t=1,p=1,d=2" in first
     assert "from live state of step 1, " in first
-    assert second.startswith("rank 2 (") and "lost in step 5; 1 ranks go on: t=1,p=1,d=1" in second
+    assert second.startswith("rank 2 (") and "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
     assert "from live state of step 5, " in second
     _check_same(corpus / "runs/twice", undisturbed)
     records = _records(corpus / "runs/twice")

@@ -7,6 +7,7 @@ that these still hold where every part of the model is among them, else from the
 A loss in the midst of this is one more loss.
 """
 
+import gc
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.comm import ulfm
-from ptdmpi.comm.world import Place, World, fail_together
+from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.seats import seats, widest_data_size
@@ -62,6 +63,7 @@ class Survivors:
             if outcome & FINISHED:
                 break
             self._put_away()
+            gc.collect()  # engines have cycles; the next one needs their memory
             self.failed_at = self.failed_at or time.perf_counter()
             self.world, lost = ulfm.shrink(self.world)
             self.lost += lost
@@ -80,6 +82,8 @@ class Survivors:
         """Take a place and train, or wait; returns the bits that all living ranks agreed on."""
         try:
             code = self._work()
+        except SharedInputError as error:  # the spare ranks do not know of it
+            raise InputError(str(error)) from None
         except InputError:
             raise
         except Exception:
@@ -208,12 +212,13 @@ class Survivors:
         ulfm.leave(self.world, 1)
 
     def _notice(self, loop: Loop, reports: list[Report], step: int | None) -> str:
-        under_way = 1 + max((r.concluded for r in reports), default=0)
+        under_way = 1 + (max(report.concluded for report in reports) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
         kind = "checkpoint" if step is None else "live state"
         spare = self.world.size - loop.world.size
+        go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
         return (
-            f"{_who(self.news)} lost in step {under_way}; {loop.world.size} ranks go on"
+            f"{_who(self.news)} lost in step {under_way}; {go} on"
             f"{f' ({spare} spare)' if spare else ''}: {layout_name(loop.config)} from "
             f"{kind} of {source}, {time.perf_counter() - self.failed_at:.2f} s"
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptdmpi.comm.world import World
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.train.loop import Loop
+from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.watch import StopRequest
 from tests._configs import tree
 
@@ -54,7 +54,9 @@ def loop(
         corpus(folder)
     comm.Barrier()
     with StopRequest() as signals:
-        made = Loop(configuration(folder, changes), World(comm), signals)
+        world = World(comm)
+        config = world.on_root(lambda: checked(configuration(folder, changes), world.size))
+        made = Loop(config, world, signals)
         try:
             patch(made)
             yield made

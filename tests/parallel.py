@@ -71,8 +71,9 @@ def mpirun(
     env: Mapping[str, str] | None = None,
     check: bool = True,
     cwd: Path | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run `mpirun -n RANKS python ARGS...` and return its exit code and text output.
+    """Run `mpirun OPTIONS -n RANKS python ARGS...` and return its exit code and text output.
 
     `env` is added to the environment. Raises MpirunError when the exit code is not 0 (unless
     `check` is false), and MpirunTimeout, with the stacks of all ranks, when it takes longer than
@@ -80,7 +81,7 @@ def mpirun(
     """
     end = time.monotonic() + timeout_s
     return _launch(
-        _command(ranks, args),
+        _command(ranks, args, options),
         env=env or {},
         cwd=cwd,
         check=check,
@@ -277,11 +278,11 @@ def _output(place: Path, events: list[list[dict]], test: int) -> str:
     return "\n".join(parts)
 
 
-def _command(ranks: int, args: Sequence[str]) -> list[str]:
+def _command(ranks: int, args: Sequence[str], options: Sequence[str] = ()) -> list[str]:
     program = shutil.which("mpirun", path=mpi_environment()["PATH"])
     if program is None:
         raise MpirunError("no mpirun: run `make setup`, or load the site's MPI")
-    return [program, "-n", str(ranks), sys.executable, *args]
+    return [program, *options, "-n", str(ranks), sys.executable, *args]
 
 
 def _launch(

@@ -341,3 +341,14 @@ def test_nothing_but_input_error_is_raised(changes, ranks):
 def test_trees_without_sense(nonsense):
     with pytest.raises(InputError):
         resolve(nonsense, 1)
+
+
+def test_spare_ranks_do_not_count():
+    spare = {"run.on_failure": "shrink", "run.spare_ranks": 1}
+    assert resolve(tree(spare), 5).data_size == 4
+    with pytest.raises(InputError, match=r"3 ranks beside 1 spare ones cannot.*start 3,"):
+        resolve(tree(spare | {"parallel.tensor": 2}), 4)
+    with pytest.raises(InputError, match=r"leaves no rank to train.*legal: 0 to 0"):
+        resolve(tree(spare), 1)
+    with pytest.raises(InputError, match=r'spare_ranks = 1 needs run.on_failure = "shrink"'):
+        resolve(tree({"run.spare_ranks": 1}), 2)

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,34 +37,74 @@ class Axes:
     ends: Communicator | None  # first and last pipeline rank, where p > 1 and this rank is one
 
 
+@dataclass(frozen=True)
+class Place:
+    """What stays the same of a rank, however often the ranks are numbered anew."""
+
+    number: int  # its rank in the first world: what people and logs call it
+    node: int  # the lowest launch rank of its node
+    local_rank: int
+    host: str
+
+
 class World:
     """All ranks of the job, renumbered node by node whatever order the launcher placed them in.
 
     So ranks that are neighbours on the tensor axis share a node wherever t divides its ranks.
+
+    `made` holds every communicator that came of this world, so that all can be revoked together.
+    A communicator is used only after a barrier on the one that it was split from: then whoever
+    waits in it knows that each member holds it, and can wake the others by revoking it.
     """
 
-    def __init__(self, everyone: MPI.Comm = MPI.COMM_WORLD) -> None:
+    def __init__(
+        self,
+        everyone: MPI.Comm = MPI.COMM_WORLD,
+        places: Sequence[Place] | None = None,
+        made: list[MPI.Comm] | None = None,
+    ) -> None:
+        """With `places`, `everyone` is numbered already, and nothing is communicated."""
         check_singleton(MPI.COMM_WORLD.Get_size())
-        node = everyone.Split_type(MPI.COMM_TYPE_SHARED)
-        # The lowest rank of a node names it: node by node, and in launch order within a node.
-        leader = node.bcast(everyone.Get_rank(), root=0)
-        places = sorted((lead, rank) for rank, lead in enumerate(everyone.allgather(leader)))
-        position = places.index((leader, everyone.Get_rank()))
-        self.control: MPI.Comm = everyone.Split(0, key=position)
+        self.made: list[MPI.Comm] = [] if made is None else made
+        self.control = everyone
+        self.places = self._number_by_node() if places is None else list(places)
         self.rank: int = self.control.Get_rank()
         self.size: int = self.control.Get_size()
-        self.local_rank: int = node.Get_rank()
-        self.local_size: int = node.Get_size()
-        self.nodes: int = len({lead for lead, _ in places})
-        self.host = socket.gethostname()
+        self.place = self.places[self.rank]
+        self.local_rank = self.place.local_rank
+        self.local_size = sum(place.node == self.place.node for place in self.places)
+        self.nodes: int = len({place.node for place in self.places})
+        self.host = self.place.host
         # what a failing rank does before it ends all, such as telling where the others are
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
+    def _number_by_node(self) -> list[Place]:
+        everyone = self.control
+        node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
+        # The lowest rank of a node names it: node by node, and in launch order within a node.
+        leader = node.bcast(everyone.Get_rank(), root=0)
+        found = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
+        order = sorted(range(len(found)), key=lambda rank: (found[rank][0], rank))
+        self.control = self._make(everyone.Split(0, key=order.index(everyone.Get_rank())))
+        return [Place(number, *found[rank]) for number, rank in enumerate(order)]
+
+    def _make(self, *parts: MPI.Comm) -> MPI.Comm:
+        """Keep communicators that were just split from `control`; returns the last one."""
+        self.made += [part for part in parts if part != MPI.COMM_NULL]
+        self.control.Barrier()
+        return parts[-1]
+
+    def part(self, ranks: Sequence[int]) -> "World | None":
+        """`ranks` as a world of their own, in this order; None on the others. All call it."""
+        inside = self.rank in ranks
+        color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
+        control = self._make(self.control.Split(color, key))
+        places = [self.places[rank] for rank in ranks]
+        return World(control, places, self.made) if inside else None
+
     def first(self, ranks: int) -> "World | None":
         """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
-        inside = self.rank < ranks
-        part = self.control.Split(0 if inside else MPI.UNDEFINED, key=self.rank)
-        return World(part) if inside else None
+        return self.part(range(ranks))
 
     def split(self, grid: Grid) -> Axes:
         """The communicators of the grid's axes; every rank of the world must call it."""
@@ -72,29 +112,28 @@ class World:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
         here = grid.coordinates(self.rank)
 
-        def axis(name: str) -> Communicator:
-            group = grid.group(self.rank, name)
-            return MpiCommunicator(self.control.Split(group[0], key=self.rank))
+        def axis(name: str) -> MPI.Comm:
+            return self.control.Split(grid.group(self.rank, name)[0], key=self.rank)
 
+        tensor, data, pipeline = axis("tensor"), axis("data"), axis("pipeline")
         group = grid.group(self.rank, "pipeline")
         at_end = len(group) > 1 and self.rank in (group[0], group[-1])
         ends = self.control.Split(group[0] if at_end else MPI.UNDEFINED, key=self.rank)
+        self._make(tensor, data, pipeline, ends)
         return Axes(
             grid=grid,
             coordinates=here,
             world=MpiCommunicator(self.control),
-            tensor=axis("tensor"),
-            data=axis("data"),
-            pipeline=axis("pipeline"),
+            tensor=MpiCommunicator(tensor),
+            data=MpiCommunicator(data),
+            pipeline=MpiCommunicator(pipeline),
             ends=MpiCommunicator(ends) if at_end else None,
         )
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """True on every rank if some tensor group has ranks on more than one node."""
-        first = self.control.allgather(self.local_rank == 0)
-        node_of = [sum(first[: rank + 1]) for rank in range(self.size)]
         return any(
-            len({node_of[peer] for peer in grid.group(rank, "tensor")}) > 1
+            len({self.places[peer].node for peer in grid.group(rank, "tensor")}) > 1
             for rank in range(self.size)
         )
 

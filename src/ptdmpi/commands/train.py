@@ -25,7 +25,7 @@ def command(config: Path, overrides: tuple[str, ...]) -> None:
 
         world = World()
         with fail_together(world):
-            from ptdmpi.train.loop import Loop
+            from ptdmpi.train import recover
 
             tree = world.on_root(lambda: load(config, overrides))
-            Loop(tree, world, signals).run()
+            recover.train(tree, world, signals)

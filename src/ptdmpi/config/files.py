@@ -46,7 +46,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
-    """The complete configuration of `tree` on `ranks` ranks.
+    """The complete configuration of `tree` on `ranks` ranks, spare ones included.
 
     Raises InputError with one line for each mistake, all of them together.
     """
@@ -64,8 +64,8 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     if mistakes:
         raise InputError("\n".join(mistakes))
     config = Config.model_construct(**sections)
-    parallel = config.parallel
-    return config.replace("parallel", data=ranks // (parallel.tensor * parallel.pipeline))
+    parallel, working = config.parallel, ranks - config.run.spare_ranks
+    return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
 
 
 def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:

@@ -23,12 +23,26 @@ def _nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
 
 
 def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
-    """Every rule that ties two keys together; a rule is skipped if its sections did not parse."""
+    """Every rule that ties two keys together; a rule is skipped if its sections did not parse.
+
+    `ranks` were started; `run.spare_ranks` of them wait.
+    """
     model, parallel = sections.get("model"), sections.get("parallel")
+    run, optimizer = sections.get("run"), sections.get("optimizer")
+    spare = run.spare_ranks if isinstance(run, RunConfig) else 0
+    if spare and run.on_failure != "shrink":
+        yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
+    if spare >= ranks:
+        yield (
+            f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
+            f"legal: 0 to {ranks - 1}"
+        )
+        return
+    ranks -= spare
     if isinstance(model, ModelConfig):
         yield from _model_rules(model)
     if isinstance(parallel, ParallelConfig):
-        yield from _parallel_rules(parallel, ranks)
+        yield from _parallel_rules(parallel, ranks, spare)
     if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig):
         yield from _split_rules(model, parallel)
         recompute = sections.get("recompute")
@@ -36,7 +50,6 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
             yield from _recompute_rules(recompute, model)
     if isinstance(parallel, ParallelConfig) and isinstance(sections.get("batch"), BatchConfig):
         yield from _batch_rules(sections["batch"], parallel, ranks)
-    run, optimizer = sections.get("run"), sections.get("optimizer")
     if isinstance(optimizer, OptimizerConfig):
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield "optimizer.min_learning_rate is above learning_rate"
@@ -62,21 +75,23 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _parallel_rules(parallel: ParallelConfig, ranks: int) -> Iterator[str]:
+def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
     model_ranks = parallel.tensor * parallel.pipeline
+    beside = f" beside {spare} spare ones" if spare else ""
     if parallel.data == "auto":
         if ranks % model_ranks:
             yield (
-                f"{ranks} ranks cannot be split: parallel.tensor * pipeline = {parallel.tensor} * "
-                f"{parallel.pipeline} = {model_ranks} must divide the number of ranks; start "
-                f"{max(1, ranks // model_ranks) * model_ranks}, or use tensor * pipeline = "
-                f"{_nearest(model_ranks, divisors(ranks))}"
+                f"{ranks} ranks{beside} cannot be split: parallel.tensor * pipeline = "
+                f"{parallel.tensor} * {parallel.pipeline} = {model_ranks} must divide the number "
+                f"of ranks; start {max(1, ranks // model_ranks) * model_ranks + spare}, or use "
+                f"tensor * pipeline = {_nearest(model_ranks, divisors(ranks))}"
             )
     elif model_ranks * parallel.data != ranks:
         yield (
             f"parallel.tensor * pipeline * data = {parallel.tensor} * {parallel.pipeline} * "
-            f"{parallel.data} = {model_ranks * parallel.data}, but {ranks} ranks were started; "
-            f'start {model_ranks * parallel.data}, or set parallel.data = "auto"'
+            f"{parallel.data} = {model_ranks * parallel.data}, but {ranks} ranks were started"
+            f"{beside}; "
+            f'start {model_ranks * parallel.data + spare}, or set parallel.data = "auto"'
         )
     if parallel.virtual > 1 and parallel.schedule == "1f1b":
         yield (

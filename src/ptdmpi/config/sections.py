@@ -27,6 +27,8 @@ class RunConfig(Section):
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
     max_skips: NonNegative = 3
+    on_failure: Literal["abort", "shrink"] = "abort"
+    spare_ranks: NonNegative = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -83,6 +83,8 @@ class Engine:
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
+        # how many steps the state has behind it; None while it is being changed
+        self.steps_done: int | None = 0
 
     def _data_sum(self) -> DataSum | TreeSum:
         if not self.config.run.reproducible:
@@ -111,9 +113,12 @@ class Engine:
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and bool(torch.isfinite(norm)))
             overflow = skipped and self.loss_scale.can_fall
+            # nothing is communicated from here on: a rank updates as a whole or not at all
+            self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
             self.loss_scale.update(skipped)
+            self.steps_done = step + 1
         return StepResult(
             loss,
             float(norm),

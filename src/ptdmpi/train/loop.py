@@ -5,6 +5,8 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
+from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
@@ -39,43 +42,76 @@ SLOW_EVERY_S = 300.0
 class Loop:
     """One rank of a training run, from configuration to the last checkpoint."""
 
-    def __init__(self, tree: dict[str, Any], world: World, signals: StopRequest) -> None:
-        self.world = world
-        self.config: Config = world.on_root(lambda: _checked(tree, world.size))
-        config, parallel = self.config, self.config.parallel
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        signals: StopRequest,
+        handover: Handover | None = None,
+    ) -> None:
+        """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
+        self.world, self.config = world, config
+        parallel = config.parallel
         torch.set_num_threads(config.run.threads)
         self.device = _device(world)
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
         self.place = Place()
-        hosts = world.control.allgather(world.host)
+        hosts = [place.host for place in world.places]
         self.ranks = Ranks(self.axes.grid, hosts)
         self.requests = Requests(signals, self.path, hosts, config.run.max_minutes)
-        self.judge = Judge(self.ranks, config.run.stall_s, self._say) if world.rank == 0 else None
+        self.judge = Judge(self.ranks, config.run.stall_s, self.say) if world.rank == 0 else None
         self.heartbeat = Heartbeat(
             self.axes, self.ranks, self.place, signals, self.path, self.judge
         )
         if not self.heartbeat.start():
-            self._say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
+            self.say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
         world.last_words = self.heartbeat.failed
+        try:
+            self._set_up(handover)
+        except Exception:
+            self.heartbeat.close()  # nobody else knows of it
+            raise
+
+    def _set_up(self, handover: Handover | None) -> None:
+        config, world = self.config, self.world
         self.feed = Feed(config, self.axes, self.device)
         self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
-        self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self._say)
+        self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
         self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
-        progress, skipped = self.checkpoints.resume(config.checkpoint.resume)
-        self.first = progress.step if progress else 0
+        start = handover or Handover(config.checkpoint.resume)
+        self.first, skipped = self._restore(start)
+        self.live = start.load is not None  # so no checkpoint may have it
+        # the last step that was trained, and the last one of which nothing is left to be done
+        self.completed: Completed | None = start.unfinished
+        self.concluded = self.first - (self.completed is not None)
         if self.first < config.run.steps:
             self.checkpoints.check_space()
         if world.rank == 0:
-            self.directory = RunDirectory(self.path, to_toml(config), self.first)
-        self.saving = Saving(self.checkpoints, config.run.steps, self._say, self._keep_record)
-        self._greet(skipped)
+            self.directory = RunDirectory(self.path, to_toml(config), self.concluded)
+        self.saving = Saving(self.checkpoints, config.run.steps, self.say, self._keep_record)
+        if handover is None:
+            self._greet()
+        for problem in skipped:
+            self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
+
+    def _restore(self, start: Handover) -> tuple[int, list[str]]:
+        """Load the state; returns how many steps are done, and what was stepped over."""
+        skipped: list[str] = []
+        self.engine.steps_done = None
+        if start.load is None:
+            progress, skipped = self.checkpoints.resume(start.resume)
+            step = progress.step if progress else 0
+        else:
+            step = start.load(self.engine)
+        self.engine.steps_done = step
+        return step, skipped
 
     def run(self) -> None:
         """Every step from where the run stands to the last one.
@@ -83,21 +119,19 @@ class Loop:
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
         """
-        config, steps = self.config, self.config.run.steps
+        steps = self.config.run.steps
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.place.enter("training")
-            self._stop_if(self._vote(), self.first)  # asked while the run was starting
+            if self.completed is not None:  # a rank was lost between this step's update and its end
+                self._conclude(self.completed)
+            asked = self._vote()  # while the run was starting
+            if asked.stop and self.live:
+                asked = self._save(self.first, asked)
+            self._stop_if(asked, self.first)
             for step in range(self.first, steps):
                 result, batches, elapsed = self._step(step, feed)
-                asked = self._vote()
-                self._record(step + 1, result, elapsed, asked.peak_memory_bytes)
-                self.skips.after(step, result, batches)
-                due = _due(step + 1, config.log.validate_every_steps, steps)
-                if due and self.feed.valid and not asked.stop:
-                    asked = self._validate(step + 1)
-                asked = self._save(step + 1, asked)
-                if step + 1 < steps:
-                    self._stop_if(asked, step + 1)
+                self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
+                self._conclude(self.completed, batches)
         self._keep_timeline()
         self.place.enter("ending")
         self.heartbeat.finish()
@@ -123,6 +157,21 @@ class Loop:
         self.requests.stepped(elapsed)
         return result, batches, elapsed
 
+    def _conclude(self, done: Completed, batches: Sequence[Batch] | None = None) -> None:
+        """What follows a step: its record, and what is due of validation, saving, stopping."""
+        step, steps = done.step, self.config.run.steps
+        asked = self._vote()
+        self._record(step, done.result, done.elapsed_s, asked.peak_memory_bytes)
+        if batches is not None:
+            self.skips.after(step - 1, done.result, batches)
+        due = _due(step, self.config.log.validate_every_steps, steps)
+        if due and self.feed.valid and not asked.stop:
+            asked = self._validate(step)
+        asked = self._save(step, asked)
+        self.concluded = step
+        if step < steps:
+            self._stop_if(asked, step)
+
     def _vote(self) -> Asked:
         """What the ranks want next; the same on all of them."""
         stop, save = self.requests.mine(self.world.rank)
@@ -134,7 +183,7 @@ class Loop:
         """Save if it is due or asked for; returns what the ranks want by then."""
         if asked.stop and step < self.config.run.steps:
             code = STOPPED_EXIT_CODE
-            self._say(f"{asked.stop}: saving after step {step}, then exit code {code}")
+            self.say(f"{asked.stop}: saving after step {step}, then exit code {code}")
         self.place.enter("saving")
         saved = self.saving.after_step(step, now=bool(asked.stop or asked.save))
         self.place.enter("training")
@@ -150,7 +199,7 @@ class Loop:
             return
         if self.directory:
             self.requests.obeyed("STOP")
-        self._say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
+        self.say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
         self.place.enter("ending")
         self.heartbeat.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -178,7 +227,7 @@ class Loop:
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
             left = (config.run.steps - step) * statistics.median(self.durations)
-            self._say(
+            self.say(
                 f"step {step:>{len(str(config.run.steps))}}/{config.run.steps}  "
                 f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
                 f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
@@ -199,7 +248,7 @@ class Loop:
         if slow and now - self.told_slow_s >= SLOW_EVERY_S:
             self.told_slow_s = now
             text = ", ".join(f"{self.ranks.name(r)} {factor:.2f} times" for r, factor in found[:8])
-            self._say(f"slow in computing, against ranks with the same work: {text}")
+            self.say(f"slow in computing, against ranks with the same work: {text}")
         return slow
 
     def _validate(self, step: int) -> Asked:
@@ -210,7 +259,7 @@ class Loop:
             loss, tokens = loss + more[0], tokens + more[1]
             asked = self._vote()
             if asked.stop:
-                self._say(f"{asked.stop}: validation after step {step} broken off")
+                self.say(f"{asked.stop}: validation after step {step} broken off")
                 return asked
         mean = loss / tokens
         perplexity = math.exp(mean) if mean < 700 else math.inf
@@ -221,7 +270,7 @@ class Loop:
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"
             self.bigram_pending = False
         self._keep_record(step=step, **values)
-        self._say(f"step {step}  {text}")
+        self.say(f"step {step}  {text}")
         self.place.enter("training")
         return asked
 
@@ -246,22 +295,20 @@ class Loop:
         mine = peak_flops(self.device, PRECISIONS[precision].compute, precision)
         return statistics.median(self.axes.world.all_gather_object(mine))
 
-    def _greet(self, skipped: list[str]) -> None:
+    def _greet(self) -> None:
         config, world = self.config, self.world
         parameters = parameter_count(config.model, self.feed.vocab_size)
-        self._say(
+        self.say(
             f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
             f"{parameters / 1e6:,.1f}M parameters, vocabulary {self.feed.vocab_size}; "
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
-        for problem in skipped:
-            self._say(f"stepped over checkpoint {problem}")
         if self.first:
-            self._say(f"resumed after step {self.first}")
+            self.say(f"resumed after step {self.first}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):
-            self._say(
+            self.say(
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
@@ -270,14 +317,14 @@ class Loop:
         if self.directory:
             self.directory.record(**values)
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self.directory:
             self.directory.say(line)
         elif self.world.rank == 0:
             print(line, flush=True)
 
 
-def _checked(tree: dict[str, Any], ranks: int) -> Config:
+def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
     train, _ = open_datasets(config)

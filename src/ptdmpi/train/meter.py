@@ -1,6 +1,7 @@
 """What a run is measured by: one record per step, one line on the terminal, the run directory."""
 
 import errno
+import functools
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ PEAK_FLOPS = {
 GEMM_SIZE = 1024
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float:
     """Dense peak of one rank: the data sheet's for a known GPU, else that of a square GEMM here.
 
@@ -117,7 +119,7 @@ class RunDirectory:
     def _append(self, path: Path, line: str) -> None:
         waiting = self._waiting.pop(path, "")
         try:
-            _append(path, waiting + line + "\n")
+            append_lines(path, waiting + line + "\n")
         except OSError as error:
             if not waiting:
                 text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
@@ -125,7 +127,7 @@ class RunDirectory:
             self._waiting[path] = waiting + line + "\n"
 
 
-def _append(path: Path, lines: str) -> None:
+def append_lines(path: Path, lines: str) -> None:
     """One write of whole lines or of nothing, on disk's way before the next step begins."""
     data = lines.encode()
     with open(path, "ab", buffering=0) as file:

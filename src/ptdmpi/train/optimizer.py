@@ -101,6 +101,12 @@ class Optimizer:
                 )
         raise KeyError(entry.name)
 
+    def flat_state(self) -> list[Tensor]:
+        """All tensors that an update changes, flat: masters and moments."""
+        states = [self.adam.state[tensor] for _, tensor in self.flat]
+        moments = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+        return [self.buffer.master, *moments]
+
     def step(self, rate: float, norm: Tensor) -> None:
         """Clip by `norm`, the global norm of the gradients, and update.
 

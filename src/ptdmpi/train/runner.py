@@ -66,6 +66,10 @@ class Runner:
         self._leaving = []
         return self._watch.spans
 
+    def under_way(self) -> list[tuple[Handle, Tensor]]:
+        """Messages that were neither sent nor received to their end, with their buffers."""
+        return [*self._arriving.values(), *self._leaving]
+
     def _act(self, schedule: Schedule, action: Action) -> None:
         match action:
             case Receive(op, peer):

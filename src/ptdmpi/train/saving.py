@@ -26,6 +26,7 @@ class Saving:
         self.say, self.record = say, record
         self.failures = 0
         self.retry_step: int | None = None
+        self.newest: tuple[int, str] | None = None  # step and path of what was saved last
         self.last_write_s = 0.0  # how long the newest save took, for those who plan for one
 
     def after_step(self, step: int, now: bool = False) -> bool:
@@ -60,6 +61,7 @@ class Saving:
 
     def _report(self, saved: Saved) -> None:
         self.failures, self.last_write_s = 0, saved.write_s
+        self.newest = (saved.step, str(saved.path))
         self.say(
             f"saved {saved.path} ({saved.bytes / 1e6:,.1f} MB, stalled {saved.stall_s:.2f} s, "
             f"written in {saved.write_s:.2f} s)"

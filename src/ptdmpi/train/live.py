@@ -1,0 +1,138 @@
+"""What ranks still hold of a run when others are lost, and its way to the ranks that go on."""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.world import World
+from ptdmpi.plan.grid import Coordinates, Grid
+from ptdmpi.train.engine import Engine, StepResult
+
+# One message at most: counts of MPI calls are 32-bit integers.
+MESSAGE_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A step (1-based) that was trained on all ranks, and what came of it."""
+
+    step: int
+    result: StepResult
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a loop starts from: `load` puts the live state of survivors into the engine and returns
+    how many steps it has behind it; without it, the checkpoint that `resume` names is read.
+
+    `unfinished`: the last of these steps, if a rank was lost before it was recorded, validated and
+    saved.
+    """
+
+    resume: str
+    load: Callable[[Engine], int] | None = None
+    unfinished: Completed | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank tells the other survivors. `place` is where it stood in the last grid, `step` how
+    many steps the state that it holds has behind it; None: it holds nothing. `asked`: by which
+    signal to stop."""
+
+    place: Coordinates | None = None
+    step: int | None = None
+    counters: tuple[int, float, int] = (0, 1.0, 0)
+    completed: Completed | None = None
+    concluded: int = 0
+    saved: tuple[int, str] | None = None
+    asked: signal.Signals | None = None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A report, and the state itself."""
+
+    report: Report
+    tensors: Sequence[Tensor] = ()
+
+
+def hold(engine: Engine, report: Report) -> Holding:
+    """The state of `engine`, which may be dropped then, but for these tensors."""
+    return Holding(report, engine.optimizer.flat_state())
+
+
+def live_step(reports: Sequence[Report], grid: Grid) -> int | None:
+    """The newest step after which every place of the model is held by some rank; None if none is.
+
+    Ranks update within a step of each other, but not together. States of different steps never mix.
+    """
+    needed = {(t, p) for t in range(grid.tensor) for p in range(grid.pipeline)}
+    steps = {report.step for report in reports if report.step is not None}
+    for step in sorted(steps, reverse=True):
+        if needed <= {_part(report) for report in reports if report.step == step}:
+            return step
+    return None
+
+
+def _part(report: Report) -> tuple[int, int]:
+    return (report.place.tensor, report.place.pipeline)
+
+
+def routes(
+    reports: Sequence[Report], grid: Grid, order: Sequence[int], step: int
+) -> list[tuple[int, int]]:
+    """(from, to) for each rank of the grid: who hands it the state of `step`; itself if it has it.
+
+    `order[i]` takes place i of the grid. Those that hold the same share the work.
+    """
+    found = []
+    for place, target in enumerate(order):
+        here = grid.coordinates(place)
+        sources = [
+            rank
+            for rank, report in enumerate(reports)
+            if report.step == step and _part(report) == (here.tensor, here.pipeline)
+        ]
+        own = target in sources
+        found.append((target if own else sources[place % len(sources)], target))
+    return found
+
+
+def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list:
+    """Begin to send what others need of this rank; returns handles."""
+    wire = MpiCommunicator(world.control)
+    return [
+        wire.isend(message, target)
+        for source, target in ways
+        if source == world.rank != target
+        for tensor in holding.tensors
+        for message in tensor.split(MESSAGE_ELEMENTS)
+    ]
+
+
+def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
+    """Fill the engine's tensors with what `source` sends, or with what this rank holds itself."""
+    wire = MpiCommunicator(world.control)
+    mine = holding.tensors if source == world.rank else ()
+    targets = engine.optimizer.flat_state()
+    for target, tensor in zip(targets, mine, strict=False):
+        target.copy_(tensor)
+    if not mine:
+        for target in targets:
+            for message in target.split(MESSAGE_ELEMENTS):
+                wire.recv(message, source)
+    engine.buffer.refresh_weights()
+
+
+def counters(engine: Engine) -> tuple[int, float, int]:
+    """What the optimizer counts besides its tensors."""
+    return (engine.optimizer.updates, engine.loss_scale.value, engine.loss_scale.good_steps)
+
+
+def count_on(engine: Engine, values: tuple[int, float, int]) -> None:
+    engine.optimizer.updates, engine.loss_scale.value, engine.loss_scale.good_steps = values

@@ -1,0 +1,48 @@
+"""Which live state goes on after a loss, and who hands it to whom."""
+
+import pytest
+
+from ptdmpi.plan.grid import Coordinates, Grid
+from ptdmpi.train.live import Report, live_step, routes
+
+
+def _reports(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Report]:
+    """Of the ranks of `grid` that are keys of `steps`, which they have done; then spare ones."""
+    living = [Report(place=grid.coordinates(rank), step=step) for rank, step in steps.items()]
+    return [*living, *[Report()] * spare]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        ({0: 7, 1: 7, 2: 7, 3: 7}, 7),
+        ({0: 8, 1: 8, 2: 7, 3: 7}, 8),  # replica 0 has updated, replica 1 not yet
+        ({0: 8, 1: 7, 2: 7, 3: 7}, 7),  # after step 8 nobody has tensor part 1
+        ({0: 8, 3: 7}, None),  # each part is there, but not after the same step
+        ({0: 8, 3: 8}, 8),
+        ({0: 8, 2: 8}, None),  # tensor part 1 is lost
+        ({}, None),
+    ],
+)
+def test_live_state_is_of_one_step_and_whole(steps, wanted):
+    grid = Grid(2, 1, 2)  # ranks 0 and 2 hold tensor part 0, ranks 1 and 3 part 1
+    assert live_step(_reports(grid, steps, spare=1), grid) == wanted
+
+
+def test_a_state_that_was_being_changed_is_none():
+    grid = Grid(1, 1, 2)
+    reports = [Report(place=Coordinates(0, 0, 0), step=None), Report()]
+    assert live_step(reports, grid) is None
+
+
+def test_ranks_keep_what_they_hold_and_holders_share_the_work():
+    before, after = Grid(1, 2, 3), Grid(1, 2, 3)
+    # ranks 0 1 2 hold stage 0 and 3 4 5 stage 1; rank 5 is lost, rank 2 lags; a spare one comes
+    reports = _reports(before, {0: 9, 1: 9, 2: 8, 3: 9, 4: 9}, spare=1)
+    ways = routes(reports, after, [0, 1, 2, 3, 4, 5], 9)
+    assert ways[:2] == [(0, 0), (1, 1)] and ways[3:5] == [(3, 3), (4, 4)]
+    assert ways[2] in ((0, 2), (1, 2)) and ways[5] in ((3, 5), (4, 5))
+    # three ranks without state get it from two different ones
+    fresh = [*reports, *[Report()] * 3]
+    sources = {source for source, target in routes(fresh, after, [5, 6, 7, 3, 4, 8], 9)[:3]}
+    assert sources == {0, 1}

@@ -19,7 +19,7 @@
 # No `set -e`: each exit code is judged here.
 set -uo pipefail
 
-say() { printf '== %s job: %s\n' "$(date '+%F %T')" "$*"; }
+say() { printf '== %(%F %T)T job: %s\n' -1 "$*"; }
 
 if [ $# -eq 0 ]; then
     echo "usage: give the template CONFIG.toml [--set SECTION.KEY=VALUE ...]" >&2
@@ -57,6 +57,10 @@ mkdir -p "$run_dir" || exit 2
 newest() { cat "$run_dir/checkpoints/latest" 2> /dev/null || echo none; }
 # The checkpoint of the last step is published after everything else of a run.
 complete() { [ "$(newest)" = "$(printf 'step-%08d' "$steps")" ]; }
+if complete; then  # the last jobs of a chain find nothing to do
+    say "$run_dir is complete"
+    exit 0
+fi
 
 # -- attempts: counted in the run directory, for the death of the batch node ends this shell without
 # a word. A new checkpoint sets the count back; so does another job.
@@ -78,8 +82,8 @@ if [ "$attempt" -gt "$limit" ]; then
 fi
 
 # -- signals. The batch system's warning (USR1) is handed to the launcher, which hands it to all
-# ranks. TERM means that the job is ending (cancelled, preempted, out of time): the ranks are asked
-# to save, and the job does not ask for another attempt, or nobody could cancel it.
+# ranks. TERM means that the job is ending: the ranks are asked to save. A cancelled job does not ask
+# for another attempt, or nobody could cancel it; a preempted one is requeued by Slurm.
 launcher= asked= ending=
 forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi; }
 trap 'asked=yes; forward' USR1
@@ -100,8 +104,11 @@ done
 launcher=
 
 # -- judgement
+out_of_time() {
+    [ "$BATCH" = slurm ] && scontrol show job -o "$job" 2> /dev/null | grep -q JobState=TIMEOUT
+}
 if complete; then
-    say "complete"
+    say "$run_dir is complete"
     exit 0
 fi
 # A launcher's 0 without a complete run is a failure.
@@ -109,7 +116,7 @@ fi
 say "the run is not complete: exit code $code, newest checkpoint $(newest)"
 if [ "$code" -eq 2 ]; then
     exit 2
-elif [ -n "$ending" ] || [ -z "${BATCH:-}" ]; then
+elif [ -z "${BATCH:-}" ] || { [ -n "$ending" ] && ! out_of_time; }; then
     say "start it again to go on"
     exit "$code"
 elif [ "$attempt" -ge "$limit" ] && [ "$(newest)" = "$before" ]; then

@@ -28,7 +28,7 @@ if [ -n "$saves" ]; then
 fi
 exit "${code:-0}"
 """
-PRINTS = '#!/bin/bash\necho "$(basename "$0") $*"; exit "${refused:-0}"\n'
+PRINTS = '#!/bin/bash\necho "$(basename "$0") $*$state"; exit "${refused:-0}"\n'
 CONFIG = '[run]\nname = "r"\nsteps = 9\n'
 
 
@@ -129,11 +129,18 @@ def test_where_requeue_is_refused(tmp_path):
     assert done.returncode == 75 and "submit it again" in done.stdout
 
 
-@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_signals_reach_the_ranks(tmp_path, number, requeued):
+@pytest.mark.parametrize(
+    ("number", "state", "requeued"),
+    [
+        (signal.SIGUSR1, "", True),
+        (signal.SIGTERM, " JobState=CANCELLED", False),
+        (signal.SIGTERM, " JobState=TIMEOUT", True),
+    ],
+)
+def test_signals_reach_the_ranks(tmp_path, number, state, requeued):
     """The warning is handed on, and the job requeued; a cancelled job saves and stays cancelled."""
     script = shutil.copy(ROOT / "jobs/slurm-gpu.sbatch", tmp_path / "copy")
-    variables = environment(tmp_path, "slurm-gpu.sbatch", waits="yes")
+    variables = environment(tmp_path, "slurm-gpu.sbatch", waits="yes", state=state)
     command = ["bash", str(script), "c.toml"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True

@@ -13,10 +13,10 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test demo bench parity torture clean
+.PHONY: help setup test test-slurm demo bench parity torture clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
 
 setup: $(READY) ## install everything into .venv/
 
@@ -47,6 +47,10 @@ test: setup ## lint, import rules, all tests
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+test-slurm: setup ## the job templates on a real Slurm, installed and started here (root, Debian)
+	bash jobs/install_slurm.sh
+	$(BIN)/python -m pytest -m '' tests/slurm
 
 demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh

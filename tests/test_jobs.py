@@ -1,7 +1,13 @@
-"""The job scripts: they parse, and hand on arguments, environment and exit codes."""
+"""The job scripts with stand-ins for the launcher and the batch system; tests/slurm has a real one.
+
+The stand-in of the launcher prints how it is called, does what the test says, and exits by `code`.
+"""
 
 import os
+import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,21 +15,65 @@ import pytest
 from tests.parallel import ROOT
 
 SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *ROOT.glob("jobs/*.sbatch"), ROOT / ".ci" / "run"])
+SLURM = sorted(path.name for path in ROOT.glob("jobs/*.sbatch"))
+TEMPLATES = [*SLURM, "pbs-gpu.sh", "cpu-mpirun.sh"]
+# Writes the checkpoint of step $saves, if any, as training does, and waits where a test signals it.
+LAUNCHER = """#!/bin/bash
+echo "$(basename "$0") $*: $SRUN_CPUS_PER_TASK/$OMP_NUM_THREADS/$OMPI_MCA_mpi_yield_when_idle"
+trap 'echo got USR1; code=75; waits=' USR1
+if [ -n "$waits" ]; then echo ready > ready; while [ -n "$waits" ]; do sleep 0.05; done; fi
+if [ -n "$saves" ]; then
+    mkdir -p runs/r/checkpoints
+    printf 'step-%08d\\n' "$saves" > runs/r/checkpoints/latest
+fi
+exit "${code:-0}"
+"""
+PRINTS = '#!/bin/bash\necho "$(basename "$0") $*$state"; exit "${refused:-0}"\n'
+CONFIG = '[run]\nname = "r"\nsteps = 9\n'
 
 
-def start(folder: Path, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of jobs/ with mpirun, srun and scontrol that only print how they are called."""
-    for name in ("mpirun", "srun", "scontrol"):
-        program = folder / name
-        variables = "$SRUN_CPUS_PER_TASK/$OMP_NUM_THREADS/$OMPI_MCA_mpi_yield_when_idle"
-        call = f'echo "{name} $*: {variables}"; exit "${{{name}_code:-0}}"'
-        program.write_text(f"#!/bin/bash\n{call}\n")
-        program.chmod(0o755)
-    clean = {"PATH": f"{folder}:{os.environ['PATH']}", "VIRTUAL_ENV": str(folder), **env}
-    command = ["bash", str(ROOT / "jobs" / script), *args]
+def environment(home: Path, script: str, **env: str) -> dict[str, str]:
+    """A project folder `home` with stand-ins, and the variables that the batch system would set."""
+    (home / "jobs").mkdir(exist_ok=True)
+    for name in ("run.sh", "mpi-env.sh", "run_directory.py"):
+        shutil.copy(ROOT / "jobs" / name, home / "jobs")
+    bin_ = home / ".venv/bin"
+    bin_.mkdir(parents=True, exist_ok=True)
+    stand_ins = {"ptdmpi": "", "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
+    stand_ins |= dict.fromkeys(("mpirun", "srun", "mpiexec"), LAUNCHER)
+    stand_ins |= dict.fromkeys(("scontrol", "qsub"), PRINTS)
+    for name, text in stand_ins.items():
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    (home / "c.toml").write_text(CONFIG)
+    (home / "nodes").write_text("a\na\nb\nb\n")
+    system = {"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8", "SLURM_SUBMIT_DIR": str(home)}
+    if script.startswith("pbs"):
+        system = {"PBS_JOBID": "9.pbs", "PBS_O_WORKDIR": str(home), "PBS_NODEFILE": "nodes"}
+    elif not script.endswith(".sbatch"):
+        system = {"PTDMPI_HOME": str(home)}
+    path = f"{bin_}:{os.environ['PATH']}"
+    kept = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return kept | {"PATH": path, "VIRTUAL_ENV": str(home / ".venv")} | system | env
+
+
+def start(home: Path, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of jobs/ as its batch system would: a copy of it, in `home`."""
+    variables = environment(home, script, **env)
+    if script == "cpu-mpirun.sh":
+        shutil.copy(ROOT / "jobs" / script, home / "jobs")
+        script = str(home / "jobs" / script)
+    else:
+        script = str(shutil.copy(ROOT / "jobs" / script, home / "copy"))
+    command = ["bash", script, *args]
     return subprocess.run(
-        command, cwd=folder, env=clean, capture_output=True, text=True, timeout=20, check=False
+        command, cwd=home, env=variables, capture_output=True, text=True, timeout=20, check=False
     )
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What was called; not what run.sh says."""
+    return [line for line in done.stdout.splitlines() if not line.startswith("== ")]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -32,28 +82,115 @@ def test_bash_accepts(script):
 
 
 @pytest.mark.parametrize(
-    ("code", "last", "end"), [(0, "srun", 0), (75, "scontrol requeue 9", 0), (3, "srun", 3)]
+    ("settings", "end", "requeued"),
+    [
+        ({"saves": "9"}, 0, False),
+        ({"saves": "9", "code": "75"}, 0, False),  # told to stop at the last step
+        ({"saves": "5", "code": "75"}, 75, True),
+        ({"saves": "5", "code": "1"}, 1, True),
+        ({"saves": "5"}, 1, True),  # a launcher's 0 is no proof
+        ({"code": "2"}, 2, False),
+    ],
 )
-def test_slurm_requeues_what_stopped_on_request(tmp_path, code, last, end):
-    settings = {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "9", "srun_code": str(code)}
-    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", "--set", "a=1 2", **settings)
-    lines = done.stdout.splitlines()
-    assert done.returncode == end and lines[-1].startswith(last)
-    assert lines[0] == "srun --mpi=pmix --kill-on-bad-exit=1 ptdmpi train c.toml --set a=1 2: 8/1/"
+def test_requeues_until_complete(tmp_path, settings, end, requeued):
+    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", "--set", "run.seed=1", **settings)
+    called = lines(done)
+    assert done.returncode == end, done.stdout + done.stderr
+    train = f"{tmp_path}/.venv/bin/ptdmpi train c.toml --set run.seed=1: 8/1/"
+    assert called[0] == f"srun --mpi=pmix {train}"
+    assert called[1:] == ["scontrol requeue 9"] * requeued
+
+
+def test_gives_up_where_nothing_is_saved(tmp_path):
+    """Attempts without a new checkpoint end the job; a new checkpoint, or job, counts anew."""
+
+    def attempt(**env: str) -> int:
+        return len(lines(start(tmp_path, "slurm-cpu.sbatch", "c.toml", MAX_ATTEMPTS="3", **env)))
+
+    failing = {"code": "1"}
+    assert [attempt(**failing) for _ in range(3)] == [2, 2, 1]
+    assert attempt(**failing) == 0  # Slurm itself requeued it: not even started
+    assert attempt(**failing, SLURM_JOB_ID="10") == 2
+    assert [attempt(**failing, saves=f"{step}", SLURM_JOB_ID="10") for step in (1, 2, 3, 4)] == [
+        2
+    ] * 4
+
+
+def test_array_task_requeues_itself_alone(tmp_path):
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "code": "75"}
+    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", "--set", "run.name=s%a", **task)
+    assert "train c.toml --set run.name=s3:" in done.stdout
+    assert lines(done)[-1] == "scontrol requeue 7_3"
+    assert (tmp_path / "runs/s3").is_dir()
+
+
+def test_where_requeue_is_refused(tmp_path):
+    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", code="75", refused="1")
+    assert done.returncode == 75 and "submit it again" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "requeued"),
+    [
+        (signal.SIGUSR1, "", True),
+        (signal.SIGTERM, " JobState=CANCELLED", False),
+        (signal.SIGTERM, " JobState=TIMEOUT", True),
+    ],
+)
+def test_signals_reach_the_ranks(tmp_path, number, state, requeued):
+    """The warning is handed on, and the job requeued; a cancelled job saves and stays cancelled."""
+    script = shutil.copy(ROOT / "jobs/slurm-gpu.sbatch", tmp_path / "copy")
+    variables = environment(tmp_path, "slurm-gpu.sbatch", waits="yes", state=state)
+    command = ["bash", str(script), "c.toml"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while not (tmp_path / "ready").exists():
+                assert process.poll() is None
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 75 and "got USR1" in output
+    assert ("scontrol requeue 9" in output) == requeued
+
+
+def test_pbs_job_submits_its_successor(tmp_path):
+    """PBS lets operators alone rerun a job."""
+    settings = {"ARGS": "c.toml --set run.seed=1", "saves": "5", "code": "75"}
+    done = start(tmp_path, "pbs-gpu.sh", **settings)
+    called = lines(done)
+    flags = "-n 8 --ppn 4 --depth 8 --cpu-bind depth"
+    assert called[0].startswith(f"mpiexec {flags} {tmp_path}/.venv/bin/ptdmpi train c.toml --set")
+    assert "qsub -W depend=afterany:9.pbs -v ARGS,PTDMPI_CHAIN jobs/pbs-gpu.sh" in done.stdout
+    finished = start(tmp_path, "pbs-gpu.sh", **settings | {"saves": "9", "code": "0"})
+    assert finished.returncode == 0 and "qsub" not in finished.stdout
 
 
 def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):
     def yields(**env: str) -> bool:
         done = start(tmp_path, "cpu-mpirun.sh", "c.toml", **env)
         assert "ptdmpi train c.toml" in done.stdout, done.stderr
-        return done.stdout.endswith("/1\n")
+        return lines(done)[0].endswith("/1")
 
     assert not yields(RANKS="1")
     assert yields(RANKS="100000")
-    assert not yields(RANKS="100000", SLURM_JOB_ID="9")
 
 
-@pytest.mark.parametrize("script", ["slurm-gpu.sbatch", "cpu-mpirun.sh"])
+def test_mpirun_alone_is_not_started_again(tmp_path):
+    done = start(tmp_path, "cpu-mpirun.sh", "c.toml", saves="5", SLURM_JOB_ID="9")
+    assert done.returncode == 1 and len(lines(done)) == 1
+
+
+@pytest.mark.parametrize("script", TEMPLATES)
 def test_without_configuration_shows_usage(tmp_path, script):
     done = start(tmp_path, script)
     assert done.returncode == 2 and done.stderr.startswith("usage: ")
+
+
+@pytest.mark.parametrize("setting", ["run.steps=0", "run.name", "run.stepz=1"])
+def test_bad_configuration_is_one_line(tmp_path, setting):
+    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", "--set", setting)
+    assert done.returncode == 2 and lines(done) == []
+    assert done.stderr.startswith("ptdmpi: error: ") and done.stderr.count("\n") == 1

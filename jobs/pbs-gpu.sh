@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Train on GPU nodes under PBS (Polaris), one rank per GPU. Jobs of PBS take no arguments:
+#
+#   qsub -v "ARGS=CONFIG.toml --set SECTION.KEY=VALUE" jobs/pbs-gpu.sh
+#
+# PBS sends no warning before the time limit: set `[run] max_minutes` (or --set run.max_minutes=...)
+# some minutes below walltime. The ranks then save and stop with exit code 75, and the job submits
+# its successor.
+#
+# ---- settings: adapt these here; qsub's command line does not reach the successor ----------------
+#PBS -N ptdmpi
+##PBS -A PROJECT
+##PBS -q prod
+#PBS -l select=2
+#PBS -l place=scatter
+#PBS -l walltime=06:00:00
+# Polaris and Aurora start no job that does not name its file systems.
+##PBS -l filesystems=home:eagle
+#PBS -j oe
+# PBS itself runs the job again when its first node is lost.
+#PBS -r y
+RANKS_PER_NODE=${RANKS_PER_NODE:-4}
+CORES_PER_RANK=${CORES_PER_RANK:-8}
+# One line of PBS_NODEFILE for each node. These flags are those of PALS (HPE Cray) and MPICH.
+NODES=$(sort -u "$PBS_NODEFILE" | wc -l)
+FLAGS="--ppn $RANKS_PER_NODE --depth $CORES_PER_RANK --cpu-bind depth"
+LAUNCH=${LAUNCH:-mpiexec -n $((NODES * RANKS_PER_NODE)) $FLAGS}
+# Commands that give the job its software, for example `module load conda`.
+SETUP=${SETUP:-}
+# This file, as seen from the folder where qsub was called.
+SCRIPT=${SCRIPT:-jobs/pbs-gpu.sh}
+# --------------------------------------------------------------------------------------------------
+BATCH=pbs
+cd "$PBS_O_WORKDIR" || exit 1
+read -ra arguments <<< "${ARGS:-}"
+set -- "${arguments[@]}"
+. "${PTDMPI_HOME:-.}/jobs/run.sh"

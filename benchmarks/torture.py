@@ -63,7 +63,17 @@ class Torture:
         self.random = random.Random(seed)
         self.references: dict[str, Path] = {}
         self.refused = False
+        self.training: Training | None = None
         prepare(folder)
+
+    def start(self, case: Case, run: Path, death: tuple[str, int, int]) -> Training:
+        self.training = Training(self.folder, case, run, death)
+        return self.training
+
+    def end(self) -> None:
+        """Nothing of a trial that was interrupted goes on."""
+        if self.training is not None and self.training.process.poll() is None:
+            self.training.end()
 
     def case(self) -> Case:
         """A layout, with asynchronous saving in half of the cases; four ranks are rarer."""
@@ -78,7 +88,7 @@ class Torture:
         if case.name not in self.references:
             run = self.folder / f"reference-{case.name}"
             whole = Case(case.name, case.ranks, (*case.settings, "checkpoint.keep=0"))
-            training = Training(self.folder, whole, run, NOWHERE)
+            training = self.start(whole, run, NOWHERE)
             if training.wait() != 0:
                 raise RuntimeError(f"the undisturbed run failed:\n{training.text()}")
             self.references[case.name] = run
@@ -92,7 +102,7 @@ class Torture:
         if newest_sound(run) < saved:
             raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
         for _ in range(ATTEMPTS):
-            training = Training(self.folder, case, run, NOWHERE)
+            training = self.start(case, run, NOWHERE)
             code = training.wait()
             if code == 0:
                 break
@@ -115,7 +125,7 @@ class Torture:
         """SIGKILL from outside to some ranks, at any moment from the start of the processes on."""
         case = self.case()
         self.reference(case)
-        training = Training(self.folder, case, run, NOWHERE)
+        training = self.start(case, run, NOWHERE)
         if self.random.random() < 0.85:
             training.wait_for_step(self.random.randrange(1, STEPS))
         time.sleep(self.random.uniform(0.0, 0.03 if self.random.random() < 0.85 else 2.0))
@@ -137,7 +147,7 @@ class Torture:
         visits = STEPS // EVERY_STEPS if place != "discard" else 3
         count = self.random.randint(1, visits) * (5 if place == "write" else 1)
         rank = self.random.randrange(case.ranks) if place == "write" else 0
-        training = Training(self.folder, case, run, (place, count, rank))
+        training = self.start(case, run, (place, count, rank))
         if training.wait() == 0:
             raise Lost(f"it was not killed at {place} {count} of rank {rank}")
         self.finish(case, run, training.saved())
@@ -158,7 +168,7 @@ class Torture:
         for one in damaged:
             change(self.random.choice(sorted((checkpoints / files.name_of(one)).iterdir())))
         if newest_sound(run) == 0:  # both: nothing is left to go on from
-            training = Training(self.folder, case, run, NOWHERE)
+            training = self.start(case, run, NOWHERE)
             self.require_refusal(training, training.wait(), ("is complete",))
             return
         self.finish(case, run, step if step not in damaged else step - EVERY_STEPS)
@@ -188,7 +198,7 @@ class Torture:
         mount = ("mount", "-t", "tmpfs", "-o", f"size={TMPFS_MB}m", "torture", str(run))
         subprocess.run(mount, check=True)
         try:
-            training = Training(self.folder, case, run, NOWHERE)
+            training = self.start(case, run, NOWHERE)
             if self.random.random() < 0.85:
                 training.wait_for_step(self.random.randrange(1, STEPS))
             begin(run)
@@ -205,6 +215,7 @@ class Torture:
                 self.require_refusal(training, code, words)
             self.finish(case, run, saved)
         finally:
+            self.end()
             subprocess.run(("umount", str(run)), check=True)
 
     def full(self, run: Path) -> None:
@@ -310,7 +321,10 @@ def main() -> None:
             number, work = chosen[name]
             counts[name] = Count()
             for k in range(max(1, round(number * options.scale))):
-                trial(torture, work, counts[name], f"{name}-{k}")
+                try:
+                    trial(torture, work, counts[name], f"{name}-{k}")
+                finally:
+                    torture.end()
             print("\n".join([_row(name, counts[name]), *counts[name].lost]), flush=True)
         print(table(counts))
         if any(count.lost for count in counts.values()):

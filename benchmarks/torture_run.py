@@ -115,9 +115,12 @@ class Training:
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            self.kill(self.ranks())
-            self.process.kill()
-            return self.process.wait()
+            return self.end()
+
+    def end(self) -> int:
+        self.kill(self.ranks())
+        self.process.kill()
+        return self.process.wait()
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks that are alive."""

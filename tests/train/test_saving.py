@@ -69,6 +69,12 @@ def test_a_failing_save_is_tried_again_soon_and_then_seldom():
     assert "next attempt after step 30" in lines[4]
 
 
+def test_after_a_success_it_is_tried_again_soon_once_more():
+    disk = _Disk(10, {10, 20, 21})
+    _run(disk, 40)
+    assert disk.tried == [10, 11, 20, 21, 23, 30, 40]
+
+
 def test_a_save_that_fails_in_the_background_does_not_keep_the_next_from_being_made():
     disk = _Disk(5, {5}, lag=9)
     lines, saved = _run(disk, 10)

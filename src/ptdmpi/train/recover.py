@@ -8,6 +8,7 @@ A loss in the midst of this is one more loss.
 """
 
 import gc
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -57,6 +58,10 @@ class Survivors:
 
     def run(self) -> None:
         """Attempt after attempt, until the run has ended or the model finds no room."""
+        # A first optimizer imports this, which takes seconds: too long for a spare rank when it is
+        # called. What is imported is never garbage; without it old engines are found at once.
+        importlib.import_module("torch._dynamo")
+        gc.freeze()
         while True:
             with fail_together(self.world):
                 outcome = self._attempt()

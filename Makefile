@@ -13,10 +13,10 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test demo bench parity clean
+.PHONY: help setup test demo bench parity calibrate validate-plan clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(READY) ## install everything into .venv/
 
@@ -56,6 +56,12 @@ bench: setup ## this project and plain torch side by side
 
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 8 $(BIN)/ptdmpi doctor --parity
+
+calibrate: setup ## what software reaches of data sheets, from published files
+	$(BIN)/python -m benchmarks.calibrate
+
+validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
+	$(BIN)/python -m benchmarks.validate_plan
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

@@ -7,7 +7,7 @@ import click
 
 from ptdmpi.config import InputError
 
-COMMANDS = ("train", "schedule", "report", "doctor")
+COMMANDS = ("train", "plan", "schedule", "report", "doctor")
 
 
 class LazyGroup(click.Group):

@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test demo bench parity calibrate validate-plan clean
+.PHONY: help setup test demo bench parity calibrate validate-plan figures clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -62,6 +62,9 @@ calibrate: setup ## what software reaches of data sheets, from published files
 
 validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
 	$(BIN)/python -m benchmarks.validate_plan
+
+figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
+	$(BIN)/python -m benchmarks.plan_figures
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

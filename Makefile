@@ -13,10 +13,10 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test test-slurm demo bench parity torture clean
+.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan figures clean
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 14
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(READY) ## install everything into .venv/
 
@@ -63,6 +63,15 @@ parity: setup ## the same training in every layout, compared
 
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
 	$(BIN)/python -m benchmarks.torture
+
+calibrate: setup ## what software reaches of data sheets, from published files
+	$(BIN)/python -m benchmarks.calibrate
+
+validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
+	$(BIN)/python -m benchmarks.validate_plan
+
+figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
+	$(BIN)/python -m benchmarks.plan_figures
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

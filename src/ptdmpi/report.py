@@ -39,7 +39,6 @@ class MeasuredCosts:
     """The mean duration of each stage's ops in a measured timeline; messages cost nothing."""
 
     mean_s: dict[tuple[str, int], float]
-    transfer_s: float = 0.0
 
     @classmethod
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
@@ -52,6 +51,9 @@ class MeasuredCosts:
 
     def duration_s(self, op: Op) -> float:
         return self.mean_s[op.kind, op.stage]
+
+    def travel_s(self, op: Op) -> float:
+        return 0.0
 
 
 def read(path: Path) -> Run:

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule import BACKWARD, FORWARD, DeadlockError, Op, Schedule
@@ -119,7 +119,7 @@ class Timeline:
 class Costs:
     """What an op through one chunk costs, and a tensor's way to the next rank.
 
-    A subclass may price ops one by one in `duration_s`. Raises InputError unless the computing
+    Raises InputError unless the computing
     times are positive and the transfer time is not negative, all finite.
     """
 
@@ -138,6 +138,18 @@ class Costs:
         """How long `op` computes; always positive."""
         return self.forward_s if op.kind == FORWARD else self.backward_s
 
+    def travel_s(self, op: Op) -> float:
+        """From the end of the source of `op`, on another rank, to when `op` may start."""
+        return self.transfer_s
+
+
+class OpCosts(Protocol):
+    """What `execute` asks of costs; `Costs` is one, prices of a planned step are another."""
+
+    def duration_s(self, op: Op) -> float: ...
+
+    def travel_s(self, op: Op) -> float: ...
+
 
 class Interval(NamedTuple):
     """When an op starts and ends."""
@@ -146,10 +158,10 @@ class Interval(NamedTuple):
     end_s: float
 
 
-def execute(schedule: Schedule, costs: Costs) -> dict[Op, Interval]:
+def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     """When each op runs if every rank starts its next op as soon as its needs have arrived.
 
-    A tensor that changes ranks arrives `transfer_s` after its producer's end, without occupying
+    A tensor that changes ranks arrives `travel_s` after its producer's end, without occupying
     either rank. Each op is visited once, and once more if it had to wait. Raises DeadlockError if
     the orders of the ranks wait for each other in a circle.
     """
@@ -169,7 +181,7 @@ def execute(schedule: Schedule, costs: Costs) -> dict[Op, Interval]:
                 if interval is None:
                     missing = need
                     break
-                travel_s = 0.0 if schedule.rank_of(need.stage) == rank else costs.transfer_s
+                travel_s = 0.0 if schedule.rank_of(need.stage) == rank else costs.travel_s(op)
                 start_s = max(start_s, interval.end_s + travel_s)
             if missing is not None:
                 waiting[missing] = rank
@@ -186,7 +198,7 @@ def execute(schedule: Schedule, costs: Costs) -> dict[Op, Interval]:
     return done
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
     """The timeline of one step of `schedule` at these `costs`, starting at 0.
 
     Raises DeadlockError if the orders of the ranks wait for each other in a circle.

@@ -1,0 +1,152 @@
+"""`ptdmpi plan`: which layout, how long, how much memory, and why; before a node-hour is spent."""
+
+import json
+from typing import Any
+
+import click
+
+from ptdmpi.config import InputError
+from ptdmpi.plan import draw, pipeline, table
+from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of, model_tables
+from ptdmpi.plan.costs import parameter_count
+from ptdmpi.plan.layout import Layout, complete, mistakes, parse
+from ptdmpi.plan.price import Price, Pricer
+from ptdmpi.plan.schedule import KINDS
+from ptdmpi.plan.search import (
+    Space,
+    compute_optimal,
+    heuristic,
+    improvements,
+    microbatch_model,
+    search,
+)
+
+SWITCHES = (
+    ("sequence-parallel", None, "Shard norms over the tensor axis too; default: either, if best."),
+    ("scatter-gather", True, "Send each tensor rank's part between stages; default: on."),
+    ("dp-overlap", False, "Sum gradients behind the last backward; default: off."),
+)
+
+
+def _options(function: Any) -> Any:
+    for name, default, text in reversed(SWITCHES):
+        function = click.option(f"--{name}/--no-{name}", default=default, help=text)(function)
+    return function
+
+
+@click.command("plan")
+@click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
+@click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
+@click.option("--ranks", type=click.IntRange(1), help="How many; in --layout d may say it.")
+@click.option("--batch", type=click.IntRange(1), required=True, help="Sequences per step.")
+@click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
+@click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
+@click.option("--schedule", type=click.Choice([kind for kind in KINDS if kind != "forward"]))
+@click.option("--recompute", type=click.Choice(["none", "selective", "full"]))
+@_options
+@click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True)
+@click.option(
+    "--precision", help="fp16, bf16, fp32 or fp64; default: bf16 where there is, or fp16."
+)
+@click.option("--tokens", type=float, help="Of the whole training: adds days and rank-hours.")
+@click.option("--compute-budget", type=float, metavar="FLOPS", help="Adds the optimal model size.")
+@click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
+@click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+def command(model: str, cluster: str, batch: int, as_json: bool, **options: Any) -> None:
+    """Predict layouts of a model on a cluster: time, memory, and what they are spent on."""
+    machine = load_cluster(cluster)
+    pricer = Pricer(machine, load_model(model), batch, _precision(machine, options["precision"]))
+    chosen = options["layout"] or options["why"]
+    given = _layout(pricer, chosen, options) if chosen else None
+    if given is not None:
+        options["ranks"] = given.ranks
+    elif options["ranks"] is None:
+        raise InputError("give --ranks, or a --layout with d")
+    keys = ("ranks", "schedule", "recompute", "sequence_parallel", "scatter_gather", "zero")
+    space = Space(**{key: options[key] for key in keys}, dp_overlap=options["dp_overlap"])
+    prices = [pricer.price(given)] if options["layout"] else search(pricer, space)
+    result: dict[str, Any] = {
+        "model": pricer.model.name,
+        "parameters": parameter_count(pricer.model.config, pricer.model.vocab_size),
+        "cluster": machine.name,
+        "ranks": options["ranks"],
+        "batch": batch,
+        "layouts": [table.numbers(price, pricer, options["tokens"]) for price in prices],
+    }
+    if options["why"]:
+        result["why"] = _why(pricer, given, prices[0])
+    elif not options["layout"]:
+        result |= _beside(pricer, space, prices[0])
+    if options["compute_budget"]:
+        result["compute_optimal"] = _optimal(options["compute_budget"])
+    _draw(pricer, prices[0].layout, options)
+    click.echo(json.dumps(result) if as_json else table.report(result))
+
+
+def _precision(machine: Any, wanted: str | None) -> str:
+    if wanted:
+        return wanted
+    return "bf16" if "bf16" in machine.device.peak_flops else "fp16"
+
+
+def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
+    keys = ("schedule", "recompute", "sequence_parallel", "scatter_gather", "zero", "dp_overlap")
+    layout = complete(parse(text), options["ranks"], **{key: options[key] for key in keys})
+    found = list(mistakes(layout, pricer.model.config, pricer.batch))
+    if found:
+        raise InputError(f"layout {layout}: {'; '.join(found)}")
+    return layout
+
+
+def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
+    """The layout's own numbers and the single changes that help most."""
+    price = pricer.price(layout)
+    changes = [
+        {"change": text, **table.numbers(other, pricer, None)}
+        for text, other in improvements(price, pricer)
+    ]
+    return {
+        "layout": table.numbers(price, pricer, None),
+        "slower_than_best": price.step_time_s / best.step_time_s - 1,
+        "changes": changes,
+    }
+
+
+def _beside(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
+    """What the paper's rules would have chosen, and its model of the microbatch."""
+    ruled = heuristic(pricer, space)
+    times = microbatch_model(pricer, best.layout)
+    return {
+        "heuristic": None if ruled is None else table.numbers(ruled, pricer, None),
+        "microbatch_model": {
+            "b": min(times, key=lambda size: times[size]),
+            "simulated_b": best.layout.micro_size,
+            "seconds": times,
+        },
+    }
+
+
+def _optimal(flops: float) -> dict[str, Any]:
+    models = (model_of(name, table) for name, table in model_tables().items())
+    parameters = {m.name: parameter_count(m.config, m.vocab_size) for m in models}
+    name, tokens, optimal = compute_optimal(flops, parameters)
+    return {
+        "flops": flops,
+        "parameters": optimal,
+        "preset": name,
+        "preset_parameters": parameters[name],
+        "tokens": tokens,
+    }
+
+
+def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
+    if options["png"] is None and options["trace"] is None:
+        return
+    microbatches = layout.microbatches(pricer.batch)
+    sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
+    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), str(layout))
+    if options["png"] is not None:
+        draw.figure([timeline], options["png"])
+    if options["trace"] is not None:
+        draw.chrome_trace(timeline, options["trace"])

@@ -1,0 +1,202 @@
+"""Clusters and models by name: data sheets as TOML, and which fraction of them is reached.
+
+A cluster file holds data sheet figures; `presets/efficiency.toml`, written by `make calibrate`,
+what real software makes of them.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config.sections import Positive, Section
+
+PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
+Duration = Annotated[float, Field(ge=0, strict=False)]
+VOCAB_SIZE, SEQ_LENGTH = 51200, 2048  # of all models of Narayanan et al. 2021
+SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
+
+
+class Device(Section):
+    """One accelerator: dense peak in FLOP/s by type, memory, multiprocessors that share the peak.
+
+    `kernel_s`: kernels do not follow each other faster than this.
+    """
+
+    name: str
+    peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], PositiveNumber]
+    memory_bytes: PositiveNumber
+    memory_bytes_per_s: PositiveNumber
+    multiprocessors: Positive
+    clock_hz: PositiveNumber
+    kernel_s: Duration
+
+
+class Node(Section):
+    """`devices` joined by links (one direction), and the adapters that they share outwards."""
+
+    devices: Positive
+    link_bytes_per_s: PositiveNumber
+    adapters: Positive
+    adapter_bytes_per_s: PositiveNumber
+    adapter_latency_s: Duration
+    switch_latency_s: Duration
+    switches: Annotated[int, Field(ge=0)]
+
+
+class Software(Section):
+    """What the training program does on this cluster, where programs differ.
+
+    `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `gradient_bytes`
+    is the size of a gradient in the sum over the data axis. The overlaps say which messages
+    proceed while their rank computes. `balanced_stages` counts the output head as layers.
+    `zero_unit` is what ZeRO 3 gathers at once.
+    """
+
+    attention: Literal["unfused", "flash"]
+    dropout: bool
+    gradient_bytes: Positive
+    overlap_pipeline: bool
+    overlap_tensor: bool
+    balanced_stages: bool
+    zero_unit: Literal["tensor", "layer"]
+
+
+class Efficiency(Section):
+    """What software reaches of the data sheet; each value is calibrated or probed.
+
+    `gemm_fraction` of the peak in a product's inner loop, `memory_fraction` of the memory's rate;
+    `link_fraction` of a link, `link_step_s` for one step of
+    a ring, `collective_s` to start a collective.
+    """
+
+    gemm_fraction: PositiveNumber
+    memory_fraction: PositiveNumber
+    link_fraction: PositiveNumber
+    link_step_s: Duration
+    collective_s: Duration
+
+
+class Cluster(Section):
+    """All that a prediction needs to know of a machine."""
+
+    name: str
+    device: Device
+    node: Node
+    software: Software
+    efficiency: Efficiency
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and the size of its vocabulary, which in training comes from the data."""
+
+    name: str
+    config: ModelConfig
+    vocab_size: int
+
+
+def _read(path: Any) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid TOML: {error}") from None
+
+
+def _presets(*parts: str) -> Any:
+    return files("ptdmpi").joinpath("presets", *parts)
+
+
+@cache
+def cluster_names() -> tuple[str, ...]:
+    """The clusters that come with the package."""
+    entries = (entry.name for entry in _presets("clusters").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
+
+
+@cache
+def model_tables() -> dict[str, dict[str, Any]]:
+    """Name -> keys of every preset model."""
+    return _read(_presets("models.toml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """The preset `name`, or the cluster file of that path; raises InputError if there is
+    neither."""
+    if name in cluster_names():
+        path = _presets("clusters", f"{name}.toml")
+    elif name.endswith(".toml"):
+        path = Path(name)
+    else:
+        hint = _nearest(name, cluster_names())
+        raise InputError(f'cluster "{name}" is unknown{hint}, or the path of a .toml file')
+    tree = _read(path)
+    if isinstance(tree.get("efficiency"), str):
+        tables = _read(_presets("efficiency.toml"))
+        if tree["efficiency"] not in tables:
+            raise InputError(f'cluster {name}: efficiency = "{tree["efficiency"]}" is unknown')
+        tree = {**tree, "efficiency": tables[tree["efficiency"]]}
+    return _validated(Cluster, tree, f"cluster {name}")
+
+
+def load_model(text: str) -> Model:
+    """A preset by name, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200".
+
+    Sizes may also be named by their keys in [model] of a configuration, such as kv_heads=8. Left
+    out, s is 2048 and V 51200. Raises InputError for unknown names and illegal sizes.
+    """
+    if "=" not in text:
+        if text not in model_tables():
+            raise InputError(f'model "{text}" is unknown{_nearest(text, model_tables())}, or l=...')
+        return model_of(text, model_tables()[text])
+    keys: dict[str, Any] = {}
+    for part in text.split(","):
+        key, equals, value = part.strip().partition("=")
+        if not equals:
+            raise InputError(f'model {text}: "{part}" is no size; write l=96,h=12288,a=96')
+        key = SHORT_KEYS.get(key, key)
+        keys[key] = int(value) if value.isdigit() else _word(value)
+    return model_of(text, keys)
+
+
+def _word(value: str) -> Any:
+    return {"true": True, "false": False}.get(value, value)
+
+
+def model_of(name: str, keys: dict[str, Any]) -> Model:
+    """The model of a table of keys of [model], and vocab_size."""
+    keys = {"seq_length": SEQ_LENGTH, **keys}
+    vocab_size = keys.pop("vocab_size", VOCAB_SIZE)
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise InputError(f"model {name}: V = {vocab_size}: must be a number of at least 1")
+    config = _validated(ModelConfig, keys, f"model {name}")
+    if config.hidden % config.heads or config.heads % config.kv_heads:
+        raise InputError(
+            f"model {name}: heads = {config.heads} must divide hidden = {config.hidden}, "
+            f"and kv_heads = {config.kv_heads} must divide heads"
+        )
+    return Model(name, config, vocab_size)
+
+
+def _validated(section: type[Section], tree: dict[str, Any], where: str) -> Any:
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        mistakes = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{where}: {'; '.join(mistakes)}") from None
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f' did you mean "{close[0]}"?' if close else ""
+    return f";{hint} legal are {', '.join(known)}"

@@ -1,0 +1,149 @@
+"""What a layout needs of a rank's memory, part by part, for any rank, at any ZeRO stage.
+
+Activations are the inventories of `ptdmpi.plan.memory`: of the published layer (Korthikanti et al.
+2022) where attention writes its scores to memory, of this code's own layers otherwise. State
+follows Rajbhandari et al. 2020 (arXiv 1910.02054, section 5), with a float32 gradient where the
+summed one is narrower.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from ptdmpi.config import (
+    BatchConfig,
+    Config,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+)
+from ptdmpi.plan import memory
+from ptdmpi.plan.cluster import Model, Software
+from ptdmpi.plan.layout import Layout
+
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank at its peak, by part."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float  # what one backward pass needs beside
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+
+
+class Footprints:
+    """Footprints of one model; what layouts have in common is counted once."""
+
+    def __init__(self, model: Model, software: Software, precision: str) -> None:
+        self.model, self.software, self.precision = model, software, precision
+        self.compute_bytes = memory.COMPUTE_BYTES[precision]
+        self.of_microbatch = cache(self._of_microbatch)
+
+    def peak(self, layout: Layout, layers: list[range], rank: int, microbatches: int) -> Footprint:
+        """Of pipeline rank `rank` of a step of `microbatches`."""
+        own, kept_at_once = layers[rank :: layout.pipeline], in_flight(layout, microbatches, rank)
+        first, last = rank == 0, rank == layout.pipeline - 1
+        sizes = _key(layout)
+        kept_layer, working, embedding, head = self.of_microbatch(*sizes)
+        kept = sum(n * len(chunk) * kept_layer for n, chunk in zip(kept_at_once, own, strict=True))
+        if first:
+            kept += kept_at_once[0] * embedding
+        if last:
+            kept += head
+        elements = self.elements(layout, layers, rank)
+        shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
+        summed = self.software.gradient_bytes
+        widened = MASTER_BYTES if summed < MASTER_BYTES else 0
+        masters = 3 if self.compute_bytes < MASTER_BYTES else 2
+        wide = max(MASTER_BYTES, self.compute_bytes)
+        return Footprint(
+            weights=elements * self.compute_bytes / shards[2],
+            gradients=elements * (max(summed, self.compute_bytes) + widened) / shards[1],
+            optimizer=elements * masters * wide / shards[0],
+            activations=kept,
+            working=working,
+        )
+
+    def elements(self, layout: Layout, layers: list[range], rank: int) -> int:
+        """Parameters of a pipeline rank; the table counts on the first and on the last one."""
+        config, t = self.model.config, layout.tensor
+        table = -(-self.model.vocab_size // t) * config.hidden
+        count = sum(map(len, layers[rank :: layout.pipeline])) * layer_elements(self.model, t)
+        if rank == 0:
+            count += table
+            if config.positions == "learned":
+                count += config.seq_length * config.hidden
+        if rank == layout.pipeline - 1 and not (rank == 0 and config.tie_embeddings):
+            count += table
+        return count
+
+    def _of_microbatch(
+        self, tensor: int, micro_size: int, sequence_parallel: bool, mode: str
+    ) -> tuple[int, int, int, int]:
+        """Bytes (kept by a layer, needed beside in its backward, by the embedding, by the head)."""
+        config = self.model.config
+        dropout = 0.1 if self.software.dropout else 0.0
+        shape = config.model_copy(update={"dropout": dropout})
+        built = Config.model_construct(
+            model=shape,
+            parallel=ParallelConfig(tensor=tensor, sequence_parallel=sequence_parallel, data=1),
+            batch=BatchConfig(global_size=micro_size, micro_size=micro_size),
+            precision=PrecisionConfig(compute=self.precision),
+            recompute=RecomputeConfig(mode=mode),
+        )
+        sizes = memory.Sizes(built)
+        if self.software.attention == "unfused":
+            s, h, a = config.seq_length, config.hidden, config.heads
+            items = memory.korthikanti_layer(s, micro_size, h, a, tensor, sequence_parallel)
+        else:
+            items = memory.layer_activations(sizes, mode)
+        kept = memory.total_bytes(memory.kept(items, mode))
+        vocab = self.model.vocab_size
+        working = memory.backward_working_bytes(sizes, vocab, range(1, min(2, config.layers)))
+        if mode != "none":
+            working = max(working, memory.total_bytes(items) - kept)
+        embedding = memory.total_bytes(memory.embedding_activations(sizes))
+        head = memory.total_bytes(memory.head_activations(sizes, vocab))
+        return kept, working, embedding, head
+
+
+def _key(layout: Layout) -> tuple[int, int, bool, str]:
+    return layout.tensor, layout.micro_size, layout.sequence_parallel, layout.recompute
+
+
+def layer_elements(model: Model, tensor: int) -> int:
+    """Parameters of one layer on one tensor rank; norms and biases behind a sum on every rank."""
+    config = model.config
+    h, kv = config.hidden, config.kv_heads * config.head_size
+    gates = 2 if config.activation == "swiglu" else 1
+    split = 2 * h * h + 2 * h * kv + (gates + 1) * h * config.ffn_hidden
+    whole = 2 * (2 if config.norm == "layernorm" else 1) * h
+    if config.bias:
+        split += h + 2 * kv + gates * config.ffn_hidden
+        whole += 2 * h
+    return -(-split // tensor) + whole
+
+
+def in_flight(layout: Layout, microbatches: int, rank: int) -> tuple[int, ...]:
+    """Most microbatches of each chunk whose activations a pipeline rank keeps at once.
+
+    1F1B: p - r (Narayanan et al. 2021, section 2.2.1). Interleaved: one more than the forwards of
+    its warm-up, 2 (p - r - 1) + (v - 1) p, dealt to the chunks in groups of p. GPipe: all.
+    """
+    p, v, m = layout.pipeline, layout.virtual, microbatches
+    if layout.schedule == "gpipe":
+        return (m,) * v
+    if v == 1:
+        return (min(m, p - rank),)
+    groups = -(-m // p) * p  # the order is that of m rounded up to whole groups
+    total = min(groups * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
+    rounds, rest = divmod(total, p * v)
+    counts = [rounds * p + min(p, max(0, rest - chunk * p)) for chunk in range(v)]
+    return tuple(min(m, count) for count in counts)

@@ -1,0 +1,210 @@
+"""Time of one layer, of the embedding and of the head, for one microbatch on one rank.
+
+Each part is a list of kernels: products of matrices, and kernels that are bound by the bytes they
+move. Bytes per element stand beside each kernel; e is the size of an activation, g of a gradient.
+The kernels are those of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3; Narayanan et
+al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and addition fused).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptdmpi.plan.cluster import Model
+from ptdmpi.plan.layout import Layout
+from ptdmpi.plan.machine import Group, Machine
+
+WIDE_BYTES = 4  # softmax of the loss, in float32
+MASK_BYTES = 1
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time in kernels, and in messages over the tensor axis that the kernels wait for."""
+
+    compute: float = 0.0
+    messages: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.compute + other.compute, self.messages + other.messages)
+
+    def __mul__(self, times: int) -> "Seconds":
+        return Seconds(self.compute * times, self.messages * times)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.messages
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with a weight of (inputs, outputs) on this rank."""
+
+    inputs: int
+    outputs: int
+
+
+class LayerTimes:
+    """The parts of a model on one tensor rank of `layout`, one microbatch at a time."""
+
+    def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
+        self.machine, self.layout, self.vocab_size = machine, layout, model.vocab_size
+        self.model, self.software = model.config, machine.cluster.software
+        config, t = model.config, layout.tensor
+        self.e, self.g = machine.element_bytes, self.software.gradient_bytes
+        self.tokens = config.seq_length * layout.micro_size
+        self.local_tokens = self.tokens // (t if layout.sequence_parallel else 1)
+        self.group = Group(t, min(t, machine.cluster.node.devices))
+        self.heads = config.heads // t
+        self.head_size = config.head_size
+        self.kv_heads = max(1, config.kv_heads // t)
+        self.ffn = config.ffn_hidden // t
+        self.gates = 2 if config.activation == "swiglu" else 1
+        h = config.hidden
+        self.qkv = Linear(h, (self.heads + 2 * self.kv_heads) * self.head_size)
+        self.out = Linear(self.heads * self.head_size, h)
+        self.up = Linear(h, self.gates * self.ffn)
+        self.down = Linear(self.ffn, h)
+        self.linears = (self.qkv, self.out, self.up, self.down)
+
+    def _stream(self, *moved_bytes: float) -> float:
+        return sum(self.machine.stream_s(amount) for amount in moved_bytes)
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """The tensor between two layers on this rank."""
+        return self.local_tokens * self.model.hidden * self.e
+
+    @cached_property
+    def _whole_bytes(self) -> int:
+        return self.tokens * self.model.hidden * self.e
+
+    @cached_property
+    def _sum_s(self) -> float:
+        """Of a whole activation over the tensor axis; with sequence parallelism a reduce-scatter
+        and an all-gather in its place (Korthikanti et al. 2022, section 4.2.2)."""
+        if self.layout.sequence_parallel:
+            return 2 * self.machine.all_gather_s(self._whole_bytes, self.group)
+        return self.machine.all_reduce_s(self._whole_bytes, self.group)
+
+    def _attention_core(self, backward: bool) -> float:
+        """From query, key, value to the heads' outputs. Unfused, a scores tensor of a s^2 b / t
+        elements: the mask spares half the reads of the softmax kernel, not the writes."""
+        b, s = self.layout.micro_size, self.model.seq_length
+        batch, d, e = b * self.heads, self.head_size, self.e
+        if self.software.attention == "flash":
+            # backward: the scores again, and two products for each of the two forward ones
+            return self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
+        scores = batch * s * s
+        gemm = self.machine.gemm_s
+        streams = [scores * e * (2.0 if backward else 1.5)]
+        if self.software.dropout:
+            streams.append(scores * (2 * e + MASK_BYTES))
+        if backward:
+            products = gemm(s, s, d, batch) + 3 * gemm(s, d, s, batch)
+        else:
+            products = gemm(s, s, d, batch) + gemm(s, d, s, batch)
+        return products + self._stream(*streams)
+
+    @cached_property
+    def core_forward_s(self) -> float:
+        return self._attention_core(backward=False)
+
+    @cached_property
+    def forward(self) -> Seconds:
+        """Forward pass of one layer."""
+        e, t = self.e, self.tokens
+        local = self.local_tokens * self.model.hidden
+        mask = MASK_BYTES if self.software.dropout else 0
+        products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
+        norms = 2 * self._stream(local * 2 * e)
+        merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
+        activation = self._stream(t * self.ffn * (self.gates + 1) * e)
+        residuals = 2 * self._stream(local * (3 * e + mask))
+        compute = products + norms + merged + activation + residuals + self.core_forward_s
+        return Seconds(compute, 2 * self._sum_s)
+
+    @cached_property
+    def backward(self) -> Seconds:
+        """Backward pass of one layer, without anything that is recomputed."""
+        e, t = self.e, self.tokens
+        local = self.local_tokens * self.model.hidden
+        mask = MASK_BYTES if self.software.dropout else 0
+        norms = 2 * self._stream(local * 3 * e, local * 2 * e, local * 3 * e)
+        merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
+        activation = self._stream(t * self.ffn * (2 * self.gates + 1) * e)
+        residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0
+        linears = sum(self._linear_backward(w) for w in self.linears)
+        compute = norms + merged + activation + residuals + linears
+        compute += self._attention_core(backward=True)
+        return Seconds(compute, self._backward_messages_s())
+
+    def _linear_backward(self, weight: Linear) -> float:
+        """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
+        t, gemm = self.tokens, self.machine.gemm_s
+        products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
+        added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
+        bias = self._stream(t * weight.outputs * self.e) if self.model.bias else 0.0
+        return products + self._stream(added) + bias
+
+    def _backward_messages_s(self) -> float:
+        """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
+        own. With sequence parallelism the inputs of these linears are gathered again, behind their
+        input gradients (Korthikanti et al. 2022, section 4.2.2)."""
+        messages, t = 0.0, self.tokens
+        for weight in (self.qkv, self.up):
+            hidden_s = self.machine.gemm_s(weight.inputs, weight.outputs, t)
+            sum_s = self._sum_s
+            if self.layout.sequence_parallel:
+                gather_s = sum_s / 2
+                behind_s = self.machine.gemm_s(t, weight.inputs, weight.outputs)
+                messages += gather_s + max(0.0, gather_s - behind_s)
+                sum_s = gather_s
+            overlap_s = min(sum_s, hidden_s) if self.software.overlap_tensor else 0.0
+            messages += sum_s - overlap_s
+        return messages
+
+    def recomputed(self, mode: str) -> Seconds:
+        """What the backward pass computes again first."""
+        if mode == "full":
+            return self.forward
+        return Seconds(self.core_forward_s if mode == "selective" else 0.0)
+
+    @cached_property
+    def table_elements(self) -> int:
+        """Of the vocabulary's table on this rank; padded where t does not divide V."""
+        return -(-self.vocab_size // self.layout.tensor) * self.model.hidden
+
+    @cached_property
+    def embedding_forward(self) -> Seconds:
+        mask = MASK_BYTES if self.software.dropout else 0
+        moved = self.tokens * self.model.hidden * (2 * self.e)
+        dropped = self.local_tokens * self.model.hidden * (2 * self.e + mask)
+        return Seconds(self._stream(moved, dropped), self._sum_s)
+
+    @cached_property
+    def embedding_backward(self) -> Seconds:
+        """A dense gradient is cleared, filled and added."""
+        return Seconds(self._stream(self.table_elements * 2 * (self.e + self.g)))
+
+    @cached_property
+    def head_forward(self) -> Seconds:
+        """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
+        their sum, their quotient. Three numbers per token are summed over the tensor axis."""
+        columns, e = self.table_elements // self.model.hidden, self.e
+        logits = self.tokens * columns
+        norm = self._stream(self.local_tokens * self.model.hidden * 2 * e)
+        product = self.machine.gemm_s(self.tokens, columns, self.model.hidden)
+        w = WIDE_BYTES
+        loss = self._stream(*(logits * size for size in (e + w, w, 2 * w, 2 * w, w, 2 * w)))
+        small = 3 * self.machine.all_reduce_s(self.tokens * w, self.group)
+        gathered = self._sum_s / 2 if self.layout.sequence_parallel else 0.0
+        return Seconds(norm + product + loss, small + gathered)
+
+    @cached_property
+    def head_backward(self) -> Seconds:
+        columns, e = self.table_elements // self.model.hidden, self.e
+        logits = self.tokens * columns
+        norm = self._stream(self.local_tokens * self.model.hidden * 5 * e)
+        loss = self._stream(logits * 2 * WIDE_BYTES, logits * (WIDE_BYTES + e))
+        linear = self._linear_backward(Linear(self.model.hidden, columns))
+        return Seconds(norm + loss + linear, self._sum_s)

@@ -1,0 +1,168 @@
+"""How long a cluster takes for one kernel or one message: rooflines of data sheets.
+
+A product of matrices is cut into tiles that the multiprocessors take in waves (NVIDIA, "Matrix
+multiplication background": tile and wave quantization). A kernel that moves data takes as long as
+its bytes. A collective is a ring (Thakur et al. 2005, section 4.4), or a tree where that is faster;
+several rings of one node share its adapters.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptdmpi.plan.cluster import Cluster
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
+EXPONENTIALS_PER_CLOCK = (
+    16  # of one multiprocessor: CUDA C++ programming guide, table of throughputs
+)
+SHARED_BYTES_PER_CLOCK = 128  # of one multiprocessor: A100 whitepaper; the same since Volta
+
+
+@dataclass(frozen=True)
+class Group:
+    """`ranks` that communicate, `per_node` of them on each node they touch."""
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+
+class Machine:
+    """Times on one cluster, for one type of numbers; results are kept, for shapes recur."""
+
+    def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
+        self.cluster, self.dtype, self.element_bytes = cluster, dtype, element_bytes
+        device, reached = cluster.device, cluster.efficiency
+        self.peak = device.peak_flops[dtype]
+        self.tile_rate = self.peak * reached.gemm_fraction / device.multiprocessors
+        self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
+        self._gemms: dict[tuple[int, int, int, int], float] = {}
+
+    def stream_s(self, moved_bytes: float) -> float:
+        """One kernel that reads and writes so many bytes and computes next to nothing."""
+        return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
+
+    def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """`batch` products of (m, k) and (k, n): the fastest tiling, or the memory if that is
+        slower.
+
+        Waves of tiles over the multiprocessors are whole, and small tiles are bound by shared
+        memory: together they make the efficiency a function of the shape.
+        """
+        key = (m, n, k, batch)
+        if key not in self._gemms:
+            self._gemms[key] = self._gemm_s(*key)
+        return self._gemms[key]
+
+    def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:
+        processors = self.cluster.device.multiprocessors
+        moved_bytes = batch * (m * k + k * n + m * n) * self.element_bytes
+        best = math.inf
+        for rows, columns in TILES:
+            tiles = -(-m // rows) * -(-n // columns) * batch
+            for split in SPLITS:
+                waves = -(-tiles * split // processors)
+                depth = -(-k // split)
+                compute_s = waves * depth * self._step_s[rows, columns]
+                # float32 parts are written, read and summed
+                summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
+                best = min(best, compute_s + summed_s)
+                if tiles >= processors:
+                    break
+        return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
+
+    @cached_property
+    def _step_s(self) -> dict[tuple[int, int], float]:
+        """Tile -> time of one step along the summed dimension: its FLOPs, or, for small tiles,
+        shared memory. A column and a row are written there and read by each of the warps that share
+        the tile, four or, for the largest, eight."""
+        device, steps = self.cluster.device, {}
+        shared_rate = SHARED_BYTES_PER_CLOCK * device.clock_hz
+        for rows, columns in TILES:
+            across, down = (
+                (2, 2) if rows * columns <= 128 * 128 else (max(2, columns // 64), rows // 64)
+            )
+            read = across * down * (rows // down + columns // across)
+            shared_s = (read + rows + columns) * self.element_bytes / shared_rate
+            steps[rows, columns] = max(2 * rows * columns / self.tile_rate, shared_s)
+        return steps
+
+    def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
+        """`products` matrix products between scores that stay on chip, half of them masked.
+
+        Exponentials do not overlap with the products of the same tile (Shah et al. 2024, arXiv
+        2407.08608, section 3.1).
+        """
+        device = self.cluster.device
+        scores = rows * columns / 2
+        flops = 2 * scores * head_size * products
+        exponentials_per_s = EXPONENTIALS_PER_CLOCK * device.multiprocessors * device.clock_hz
+        computed_s = flops / (self.tile_rate * device.multiprocessors)
+        return max(device.kernel_s, computed_s + scores / exponentials_per_s)
+
+    @cached_property
+    def link_rate(self) -> float:
+        return self.cluster.node.link_bytes_per_s * self.cluster.efficiency.link_fraction
+
+    @cached_property
+    def network_step_s(self) -> float:
+        """One step of a ring over the network: as within a node, and the way through the fabric."""
+        node = self.cluster.node
+        fabric_s = 2 * node.adapter_latency_s + node.switches * node.switch_latency_s
+        return self.cluster.efficiency.link_step_s + fabric_s
+
+    @property
+    def adapter_share(self) -> float:
+        """Adapters per device."""
+        return self.cluster.node.adapters / self.cluster.node.devices
+
+    def ring_rate(self, group: Group) -> float:
+        """Bytes per second through each rank of a ring. The groups of one node run at once, each
+        with the adapters of its ranks."""
+        if group.nodes == 1:
+            return self.link_rate
+        network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
+        return network if group.per_node == 1 else min(network, self.link_rate)
+
+    def _ring_step_s(self, group: Group) -> float:
+        if group.nodes == 1:
+            return self.cluster.efficiency.link_step_s
+        crossing = group.nodes / group.ranks
+        return crossing * self.network_step_s + (1 - crossing) * self.cluster.efficiency.link_step_s
+
+    def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
+        """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps. Reduce-scatter is its
+        mirror image and takes as long."""
+        if group.ranks == 1:
+            return 0.0
+        steps, reached = group.ranks - 1, self.cluster.efficiency
+        moved_s = steps / group.ranks * gathered_bytes / self.ring_rate(group)
+        return reached.collective_s + steps * self._ring_step_s(group) + moved_s
+
+    def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
+        """The faster of a ring, 2 (n - 1) steps, and over several nodes a double binary tree, whose
+        depth grows with the logarithm of the nodes (Sanders et al. 2009)."""
+        if group.ranks == 1:
+            return 0.0
+        reached, steps = self.cluster.efficiency, 2 * (group.ranks - 1)
+        moved_s = steps / group.ranks * summed_bytes / self.ring_rate(group)
+        ring_s = steps * self._ring_step_s(group) + moved_s
+        if group.nodes == 1:
+            return reached.collective_s + ring_s
+        depth_s = (group.per_node - 1) * reached.link_step_s
+        depth_s += math.ceil(math.log2(group.nodes)) * self.network_step_s
+        tree_s = 2 * depth_s + 2 * summed_bytes / self.ring_rate(group)
+        return reached.collective_s + min(ring_s, tree_s)
+
+    def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
+        """One message to one rank, while all ranks of a node send at once."""
+        reached = self.cluster.efficiency
+        if not crosses_nodes:
+            return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate
+        rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
+        return reached.collective_s + self.network_step_s + message_bytes / rate

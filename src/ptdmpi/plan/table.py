@@ -1,0 +1,166 @@
+"""Prices as numbers for programs and as text for people."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ptdmpi.plan.price import Price, Pricer
+
+DAY_S, HOUR_S = 86400, 3600
+PARTS = {
+    "compute": "computing",
+    "tensor": "tensor axis",
+    "pipeline": "between stages",
+    "bubble": "bubble",
+    "data": "data axis",
+    "optimizer": "optimizer",
+}
+MEMORY = ("weights", "gradients", "optimizer", "activations", "working")
+
+
+def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
+    """One entry of the JSON; `tokens` of a whole training add its days and rank-hours."""
+    layout = price.layout
+    found: dict[str, Any] = {
+        "layout": str(layout),
+        "schedule": layout.schedule,
+        "recompute": layout.recompute,
+        "sequence_parallel": layout.sequence_parallel,
+        "scatter_gather": layout.scatter_gather,
+        "zero": layout.zero,
+        "dp_overlap": layout.dp_overlap,
+        "microbatches": layout.microbatches(pricer.batch),
+        "step_time_s": price.step_time_s,
+        "model_tflops_per_rank": price.model_tflops_per_rank,
+        "hardware_tflops_per_rank": price.hardware_tflops_per_rank,
+        "mfu": price.mfu,
+        "bubble_fraction": price.bubble_fraction,
+        "communication_fraction": price.communication_fraction,
+        "step_parts_s": asdict(price.parts),
+        "peak_memory_bytes": price.memory.total,
+        "memory_bytes": asdict(price.memory),
+        "capacity_bytes": price.capacity_bytes,
+        "fits": price.fits,
+    }
+    if tokens is not None:
+        steps = tokens / (pricer.batch * pricer.model.config.seq_length)
+        found["days"] = steps * price.step_time_s / DAY_S
+        found["rank_hours"] = steps * price.step_time_s * layout.ranks / HOUR_S
+    return found
+
+
+def settings(entry: dict[str, Any]) -> str:
+    """What a layout does beside its sizes, in a few words."""
+    words = [entry["schedule"], f"recompute {entry['recompute']}"]
+    words += ["sequence parallel"] if entry["sequence_parallel"] else []
+    words += [] if entry["scatter_gather"] else ["no scatter/gather"]
+    words += [f"ZeRO {entry['zero']}"] if entry["zero"] else []
+    words += ["dp overlap"] if entry["dp_overlap"] else []
+    return ", ".join(words)
+
+
+def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as aligned columns: the first one to the left, the others to the right but the last."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)]
+        yield "  ".join([*cells, row[-1]]).rstrip()
+
+
+def _overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+    rows = [["layout", "step", "TFLOP/s", "MFU", "bubble", "comm", "memory", ""]]
+    for entry in entries:
+        rows.append(
+            [
+                entry["layout"],
+                f"{entry['step_time_s']:.3f} s",
+                f"{entry['model_tflops_per_rank']:.1f}",
+                f"{entry['mfu']:.1%}",
+                f"{entry['bubble_fraction']:.1%}",
+                f"{entry['communication_fraction']:.1%}",
+                f"{entry['peak_memory_bytes'] / 2**30:.1f} GiB",
+                settings(entry) + ("" if entry["fits"] else "  DOES NOT FIT"),
+            ]
+        )
+    yield from lines(rows)
+
+
+def _details(entry: dict[str, Any]) -> Iterator[str]:
+    """What step and memory of one layout are made of."""
+    step_s, total = entry["step_time_s"], entry["peak_memory_bytes"]
+    yield f"{entry['layout']}: what a step of {step_s:.3f} s is made of, on the busiest rank"
+    for key, word in PARTS.items():
+        seconds = entry["step_parts_s"][key]
+        yield f"  {word:<16}{seconds:>10.3f} s  {seconds / step_s:>6.1%}"
+    capacity = entry["capacity_bytes"] / 2**30
+    yield f"  memory {total / 2**30:.1f} of {capacity:.1f} GiB per rank"
+    for key in MEMORY:
+        yield f"  {key:<16}{entry['memory_bytes'][key] / 2**30:>10.1f} GiB"
+    hardware = entry["hardware_tflops_per_rank"]
+    yield f"  with recomputation counted {hardware:.1f} TFLOP/s per rank"
+    if "days" in entry:
+        yield f"  training takes {entry['days']:.1f} days, {entry['rank_hours']:,.0f} rank-hours"
+
+
+def _why(why: dict[str, Any]) -> Iterator[str]:
+    entry, changes = why["layout"], why["changes"]
+    yield ""
+    yield from _details(entry)
+    if not entry["fits"]:
+        over = entry["peak_memory_bytes"] - entry["capacity_bytes"]
+        yield f"  does not fit: {over / 2**30:.1f} GiB too much per rank"
+    else:
+        yield f"  {why['slower_than_best']:+.1%} step time against the best layout"
+    yield ""
+    if not changes:
+        yield "no single change makes it faster"
+        return
+    yield "the single changes that help most"
+    rows = []
+    for change in changes:
+        rows.append(
+            [
+                f"  {change['change']}",
+                f"{change['step_time_s']:.3f} s",
+                f"{change['step_time_s'] / entry['step_time_s'] - 1:+.1%}",
+                f"{change['peak_memory_bytes'] / 2**30:.1f} GiB",
+                "" if change["fits"] else "does not fit yet",
+            ]
+        )
+    yield from lines(rows)
+
+
+def report(result: dict[str, Any]) -> str:
+    """What `ptdmpi plan` prints."""
+    text = [
+        f"{result['model']}: {result['parameters'] / 1e9:.1f}B parameters, {result['ranks']} ranks "
+        f"of {result['cluster']}, batch {result['batch']}",
+        "",
+        *_overview(result["layouts"]),
+        "",
+        *_details(result["layouts"][0]),
+    ]
+    if "why" in result:
+        text += _why(result["why"])
+    if "microbatch_model" in result:
+        model, ruled = result["microbatch_model"], result["heuristic"]
+        text += ["", "beside it, by Narayanan et al. 2021"]
+        if ruled is None:
+            text.append("  takeaways 1 to 3   no layout fits")
+        else:
+            slower = ruled["step_time_s"] / result["layouts"][0]["step_time_s"] - 1
+            text.append(
+                f"  takeaways 1 to 3   {ruled['layout']}, {settings(ruled)}: "
+                f"{ruled['step_time_s']:.3f} s ({slower:+.1%})"
+            )
+        text.append(f"  equation 1         b={model['b']} (simulated: b={model['simulated_b']})")
+    if "compute_optimal" in result:
+        best = result["compute_optimal"]
+        text += [
+            "",
+            f"compute-optimal for {best['flops']:.3g} FLOPs (Hoffmann et al. 2022): "
+            f"{best['parameters'] / 1e9:.1f}B parameters; nearest preset {best['preset']}, "
+            f"{best['preset_parameters'] / 1e9:.1f}B, on {best['tokens'] / 1e9:,.0f}B tokens",
+        ]
+    return "\n".join(text)

@@ -1,0 +1,109 @@
+"""`ptdmpi plan`: its JSON, its text, what it refuses, and that it starts light."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from ptdmpi.commands.plan import command
+from ptdmpi.config import InputError
+from tests.parallel import ROOT
+
+COMMON = ("--model", "l=8,h=1024,a=16", "--cluster", "selene", "--batch", "16")
+KEYS = {
+    "layout",
+    "step_time_s",
+    "model_tflops_per_rank",
+    "hardware_tflops_per_rank",
+    "mfu",
+    "bubble_fraction",
+    "peak_memory_bytes",
+    "fits",
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, [*COMMON, *arguments], catch_exceptions=False)
+
+
+def test_search_prints_json_best_first():
+    result = json.loads(run("--ranks", "8", "--tokens", "1e9", "--json").stdout)
+    times = [entry["step_time_s"] for entry in result["layouts"]]
+    assert times == sorted(times) and len(times) == 5
+    for entry in result["layouts"]:
+        assert entry.keys() >= KEYS
+        assert entry["fits"] is True and 0 < entry["mfu"] < 1
+        assert entry["rank_hours"] == pytest.approx(entry["days"] * 24 * 8)
+    assert result["heuristic"]["step_time_s"] >= times[0]
+    assert result["microbatch_model"]["simulated_b"] >= 1
+
+
+def test_one_layout_is_priced_even_where_it_does_not_fit():
+    result = run(
+        "--layout", "t=1,p=2,d=1,v=1,b=16", "--json", "--model", "l=8,h=12288,a=96"
+    )  # fmt: skip
+    (entry,) = json.loads(result.stdout)["layouts"]
+    assert result.exit_code == 0 and entry["fits"] is False
+    assert entry["peak_memory_bytes"] > entry["capacity_bytes"]
+    assert sum(entry["memory_bytes"].values()) == pytest.approx(entry["peak_memory_bytes"])
+    assert "DOES NOT FIT" in run(
+        "--layout", "t=1,p=2,d=1,v=1,b=16", "--model", "l=8,h=12288,a=96"
+    ).stdout  # fmt: skip
+
+
+def test_options_reach_the_layout():
+    options = ("--schedule", "gpipe", "--recompute", "full", "--sequence-parallel", "--zero", "1")
+    more = ("--no-scatter-gather", "--dp-overlap")
+    result = json.loads(run("--layout", "t=2,p=2,d=2,v=2,b=1", *options, *more, "--json").stdout)
+    (entry,) = result["layouts"]
+    assert (entry["schedule"], entry["recompute"], entry["zero"]) == ("gpipe", "full", 1)
+    assert entry["sequence_parallel"] and entry["dp_overlap"] and not entry["scatter_gather"]
+
+
+def test_text_and_pictures(tmp_path):
+    picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
+    result = run(
+        "--ranks", "8", "--compute-budget", "1e22", "--png", str(picture), "--trace", str(trace)
+    )
+    for word in ("what a step of", "bubble", "takeaways 1 to 3", "equation 1", "compute-optimal"):
+        assert word in result.stdout
+    assert picture.stat().st_size > 1000 and json.loads(trace.read_text())
+
+
+def test_why_explains():
+    result = run("--why", "t=1,p=8,d=1,v=1,b=4")
+    assert "step time against the best layout" in result.stdout
+    assert "the single changes that help most" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ((), "give --ranks"),
+        (("--layout", "t=3,d=1"), "heads"),
+        (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t p d = 12"),
+        (("--layout", "t=2,p=2"), "give --ranks, or d"),
+        (("--ranks", "8", "--precision", "fp8"), "no fp8"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, word):
+    with pytest.raises(InputError, match=word) as error:
+        run(*arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_it_runs_without_heavy_packages():
+    script = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'mpi4py', 'h5py', 'matplotlib', 'numpy')))\n"
+        "from ptdmpi.cli import main\n"
+        "sys.argv = ['ptdmpi', 'plan', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *COMMON, "--layout", "t=8,d=1", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["layouts"][0]["layout"] == "t=8,p=1,d=1,v=1,b=1"

@@ -172,7 +172,7 @@ def fail_together(world: World) -> Iterator[None]:
         raise SystemExit(2) from None
     except InputError as error:
         # Ranks that read the same bytes fail alike: the first one speaks and ends the others.
-        time.sleep(min(5.0, 0.5 * world.rank))
+        time.sleep(min(6.0, 2.0 * world.rank))
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)  # the launcher forwards the line before it hears of the abort
         world.control.Abort(2)

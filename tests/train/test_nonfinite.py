@@ -58,8 +58,14 @@ def test_a_weight_is_named_on_the_rank_that_holds_it(comm):
             weight = dict(engine.stages[3].named_logical_parameters())["layers.3.mlp.up.weight"]
             weight.data.view(-1)[5] = math.nan
 
-    _, finding = broken(comm, GRID, where)
+    engine, finding = broken(comm, GRID, where)
     assert (finding.rank, finding.what) == (3, "weight layers.3.mlp.up.weight")
+    said: list[str] = []
+    batches = microbatches(engine.config, 1, 0)
+    result = engine.step(1, batches)
+    with pytest.raises(SystemExit) as stopped:
+        Skips(engine, str, 3, said.append).after(1, result, batches)
+    assert stopped.value.code == 1 and "a weight is lost" in said[1]
 
 
 @parallel(ranks=[4])

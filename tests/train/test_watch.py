@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from ptdmpi.train import watch
 from ptdmpi.train.watch import Requests, StopRequest, process_age_s
 from tests._runs import after, log, loop, records
 from tests.parallel import parallel
@@ -133,17 +132,15 @@ def test_the_time_limit_leaves_one_step(comm, tmp_path):
     assert comm.rank or "run.max_minutes: saving after step 1" in log(tmp_path / "run")
 
 
-def test_room_is_left_for_a_step_and_the_save(tmp_path, monkeypatch):
+def test_room_is_left_for_a_step_and_the_save(tmp_path):
     requests = Requests(StopRequest(), tmp_path, ["a"], 10.0)
     requests.stepped(20.0)
-    age = 0.0
-    monkeypatch.setattr(watch, "process_age_s", lambda: age)
     limit = 600.0 - 1.5 * 20.0
     for save_s, room in ((0.0, 30.0), (5.0, 10.0), (60.0, 120.0)):
         requests.saved(save_s)
-        age = limit - room - 1.0
+        requests.began_s = time.monotonic() - (limit - room - 1.0)
         assert requests.mine(0)[0] == 0
-        age = limit - room + 1.0
+        requests.began_s = time.monotonic() - (limit - room + 1.0)
         assert requests.reason(requests.mine(0)[0]) == "run.max_minutes"
         assert requests.mine(1)[0] == 0  # rank 0 has the clock
 

@@ -66,6 +66,12 @@ def test_a_circle_has_no_culprit():
     assert culprits(seen, RANKS, 1000.0) == []
 
 
+def test_a_collective_needs_those_that_are_not_in_it():
+    seen = table({2: at("forward", "F0.0"), 6: at("data")}, at("vote", inside="world vote"))
+    assert waits_for(3, seen, RANKS) == [2, 6]
+    assert culprits(seen, RANKS, 1000.0) == [2, 6]
+
+
 def test_a_rank_that_is_not_heard_of_is_a_culprit():
     seen = table({}, at("receive", "B1.0", peer=1))
     seen[6] = Seen(at("receive", "F0.0", peer=0), 980.0)

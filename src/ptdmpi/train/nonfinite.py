@@ -55,7 +55,8 @@ class Skips:
     def after(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
         """Look at the result of step `step` (from 0); every rank calls it.
 
-        Raises SystemExit (1) on every rank after more than `max_skips` in a row.
+        Raises SystemExit (1) on every rank after more than `max_skips` in a row, and at once if a
+        weight is not finite: no later step mends it, and it must not get into a checkpoint.
         """
         if not result.skipped:
             self.in_a_row = 0
@@ -76,6 +77,9 @@ class Skips:
             f"step {step + 1} skipped ({count}): loss {result.loss}, grad norm {result.grad_norm}; "
             f"{where}; samples {samples}"
         )
+        if finding is not None and finding.kind == _WEIGHT:
+            self.say("stopped: a weight is lost; the same command goes on from what is saved")
+            raise SystemExit(FAILED_EXIT_CODE)
         if self.in_a_row > self.max_skips:
             self.say(f"stopped: more than run.max_skips = {self.max_skips} steps were skipped")
             raise SystemExit(FAILED_EXIT_CODE)

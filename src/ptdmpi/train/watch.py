@@ -100,6 +100,7 @@ class Requests:
         self.directory = directory
         self.hosts = hosts
         self.limit_s = max_minutes * 60
+        self.began_s = time.monotonic() - process_age_s()
         self.steps = 0  # by this process
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
@@ -152,7 +153,8 @@ class Requests:
         if not self.limit_s or not self.steps:
             return False
         save_s = 2 * self.longest_save_s or FIRST_SAVE_SHARE * self.limit_s
-        return process_age_s() + 1.5 * self.longest_step_s + save_s > self.limit_s
+        end_s = time.monotonic() - self.began_s + 1.5 * self.longest_step_s + save_s
+        return end_s > self.limit_s
 
 
 def process_age_s() -> float:

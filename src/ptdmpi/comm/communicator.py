@@ -4,10 +4,12 @@ A communicator stands for one axis of the process grid, seen from one rank. Size
 with the exchange skipped. Tensors must be contiguous: a silently copied one would lose its result.
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -26,12 +28,17 @@ class Communicator(ABC):
 
     Sums are taken in ascending rank order, in float32 at least, so that they do not depend on how
     a tensor is cut into messages. MPI carries the control messages on every wire.
+
+    `busy` names the collective that this rank is in, and is empty outside; another thread may read
+    it. `waited_s` adds up the seconds in collectives: mostly waiting, where one rank is slow.
     """
 
     def __init__(self, control: MPI.Comm) -> None:
         self.control = control
         self.rank: int = control.Get_rank()
         self.size: int = control.Get_size()
+        self.busy = ""
+        self.waited_s = 0.0
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -39,7 +46,7 @@ class Communicator(ABC):
         """Replace `tensor` (any shape) by its sum or "max" over the axis; returns it."""
         _require(tensor)
         if self.size > 1 and tensor.numel():
-            self._all_reduce(tensor.view(-1), op)
+            self._timed("all_reduce", self._all_reduce, tensor.view(-1), op)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -48,7 +55,7 @@ class Communicator(ABC):
         if self.size == 1:
             return tensor
         result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        self._all_gather(result.view(-1), tensor.view(-1))
+        self._timed("all_gather", self._all_gather, result.view(-1), tensor.view(-1))
         return result
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -59,14 +66,14 @@ class Communicator(ABC):
         if tensor.shape[0] % self.size:
             raise ValueError(f"{self.size} ranks cannot share dim 0 of {tuple(tensor.shape)}")
         result = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        self._reduce_scatter(result.view(-1), tensor.view(-1))
+        self._timed("reduce_scatter", self._reduce_scatter, result.view(-1), tensor.view(-1))
         return result
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` by the root's; returns it."""
         _require(tensor)
         if self.size > 1:
-            self._broadcast(tensor.view(-1), root)
+            self._timed("broadcast", self._broadcast, tensor.view(-1), root)
         return tensor
 
     def send(self, tensor: Tensor, peer: int) -> None:
@@ -88,14 +95,38 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         if self.size > 1:
-            self.control.Barrier()
+            self._timed("barrier", self.control.Barrier)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Any picklable value of each rank, in rank order."""
-        return self.control.allgather(value) if self.size > 1 else [value]
+        if self.size == 1:
+            return [value]
+        return self._timed("all_gather_object", self.control.allgather, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return self.control.bcast(value, root) if self.size > 1 else value
+        if self.size == 1:
+            return value
+        return self._timed("broadcast_object", self.control.bcast, value, root)
+
+    def greatest(self, values: Sequence[int]) -> list[int]:
+        """The greatest of each of `values` (64 bits) over the axis: one small message, no pickling.
+
+        MPI takes this maximum itself: of integers it is exact in any order.
+        """
+        if self.size == 1:
+            return list(values)
+        numbers = np.array(values, dtype=np.int64)
+        self._timed("vote", self.control.Allreduce, MPI.IN_PLACE, numbers, MPI.MAX)
+        return numbers.tolist()
+
+    def _timed(self, name: str, work: Callable, *arguments: Any) -> Any:
+        """`work(*arguments)`; if it fails, `busy` goes on telling where."""
+        self.busy = name
+        start = time.perf_counter()
+        result = work(*arguments)
+        self.waited_s += time.perf_counter() - start
+        self.busy = ""
+        return result
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
 

@@ -57,6 +57,8 @@ class World:
         self.local_size: int = node.Get_size()
         self.nodes: int = len({lead for lead, _ in places})
         self.host = socket.gethostname()
+        # what a failing rank does before it ends all, such as telling where the others are
+        self.last_words: Callable[[BaseException], None] = lambda error: None
 
     def first(self, ranks: int) -> "World | None":
         """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
@@ -139,4 +141,5 @@ def fail_together(world: World) -> Iterator[None]:
         text = "".join(traceback.format_exception(error))
         lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
         print("\n".join(lines), file=sys.stderr, flush=True)
+        world.last_words(error)
         world.control.Abort(1)

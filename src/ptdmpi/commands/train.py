@@ -6,6 +6,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.config import load
+from ptdmpi.train.watch import StopRequest
 
 
 @click.command(short_help="Train a model; start it by mpirun or srun.")
@@ -17,12 +18,14 @@ def command(config: Path, overrides: tuple[str, ...]) -> None:
     mpirun -n 4 ptdmpi train CONFIG --set parallel.tensor=2
     """
     launch.prepare()
-    # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    # from here on, so that a signal during the start-up is not lost
+    with StopRequest() as signals:
+        # MPI is initialised by this import: before torch starts its threads
+        from ptdmpi.comm.world import World, fail_together
 
-    world = World()
-    with fail_together(world):
-        from ptdmpi.train.loop import Loop
+        world = World()
+        with fail_together(world):
+            from ptdmpi.train.loop import Loop
 
-        tree = world.on_root(lambda: load(config, overrides))
-        Loop(tree, world).run()
+            tree = world.on_root(lambda: load(config, overrides))
+            Loop(tree, world, signals).run()

@@ -24,6 +24,9 @@ class RunConfig(Section):
     steps: Positive
     threads: Positive = 1
     reproducible: bool = False
+    max_minutes: Annotated[float, Field(ge=0)] = 0.0
+    stall_s: Annotated[float, Field(ge=0)] = 600.0
+    max_skips: NonNegative = 3
 
     @model_validator(mode="before")
     @classmethod

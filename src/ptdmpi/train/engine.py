@@ -1,5 +1,6 @@
 """The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,29 +18,39 @@ from ptdmpi.plan.stages import head_in_layers, split_layers
 from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
 from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
-from ptdmpi.train.stopwatch import Stopwatch
+from ptdmpi.train.stopwatch import Place, Stopwatch
 
 
 @dataclass(frozen=True)
 class StepResult:
     """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
-    ranks. `skipped`: fp16 overflowed, so nothing was updated. `spans`: this rank's timeline."""
+    ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
+    that is fp16's, and a smaller loss scale may mend it. `spans`: this rank's timeline; `compute_s`
+    of it went into its own F and B, without waiting."""
 
     loss: float
     grad_norm: float
     learning_rate: float
     loss_scale: float
     skipped: bool
+    overflow: bool
     spans: list[Span]
+    compute_s: float
 
 
 class Engine:
     """Everything of a rank that a training step touches, save data, logs and checkpoints."""
 
     def __init__(
-        self, config: Config, axes: Axes, vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        config: Config,
+        axes: Axes,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        place: Place | None = None,
     ) -> None:
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
+        self.place = Place() if place is None else place
         self.device = torch.device(device)
         parallel, model = config.parallel, config.model
         precision = PRECISIONS[config.precision.compute]
@@ -66,7 +77,9 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, axes.pipeline, precision.compute, self.device)
+        self.runner = Runner(
+            self.stages, axes.pipeline, precision.compute, self.device, self.place
+        )
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
@@ -83,13 +96,10 @@ class Engine:
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = Stopwatch(self.axes.pipeline.rank)
-        valid = self._valid_tokens(batches)
+        watch = Stopwatch(self.axes.pipeline.rank, self.place)
         scale = self.loss_scale.value
-        self.buffer.gradients.zero_()
-        for stage in self.stages.values():
-            stage.begin_step(step, list(batches), scale / valid)
-        watch.spans += self.runner.run(self.schedule, self.program)
+        spans, valid = self.accumulate(step, batches)
+        watch.spans += spans
         with watch.span("reduce"):
             self.reduction.reduce()
             loss = self._loss(valid)
@@ -98,12 +108,33 @@ class Engine:
             if scale != 1.0:
                 self.buffer.gradients.mul_(1.0 / scale)
             norm = self.reduction.global_norm()
-            # every rank sees the same norm, so every rank skips the same steps
-            skipped = self.loss_scale.dynamic and not bool(torch.isfinite(norm))
+            # every rank sees the same loss and norm, so every rank skips the same steps
+            skipped = not (math.isfinite(loss) and bool(torch.isfinite(norm)))
+            overflow = skipped and self.loss_scale.can_fall
             if not skipped:
                 self.optimizer.step(rate, norm)
             self.loss_scale.update(skipped)
-        return StepResult(loss, float(norm), rate, scale, skipped, watch.spans)
+        return StepResult(
+            loss,
+            float(norm),
+            rate,
+            scale,
+            skipped,
+            overflow,
+            watch.spans,
+            self.runner.compute_s,
+        )
+
+    def accumulate(self, step: int, batches: Sequence[Batch]) -> tuple[list[Span], float]:
+        """Forward and backward of all microbatches; this rank's sums are left in the buffer.
+
+        Returns what happened when, and the valid tokens of the global batch.
+        """
+        valid = self._valid_tokens(batches)
+        self.buffer.gradients.zero_()
+        for stage in self.stages.values():
+            stage.begin_step(step, list(batches), self.loss_scale.value / valid)
+        return self.runner.run(self.schedule, self.program), valid
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """(summed loss in nats, valid tokens) of all data ranks' `batches`; equal on all ranks."""

@@ -1,5 +1,6 @@
 """The training loop: batch -> engine -> meter, validation, checkpoints, the run directory."""
 
+import contextlib
 import math
 import statistics
 import time
@@ -11,40 +12,62 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve, to_toml
+from ptdmpi.data.batches import Prefetcher
 from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.stage import Batch
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.simulate import Span, Timeline
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
+from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
-from ptdmpi.train.stopwatch import Stopwatch
-from ptdmpi.train.watch import STOPPED_EXIT_CODE, StopRequest
+from ptdmpi.train.nonfinite import Skips
+from ptdmpi.train.stopwatch import Place, Stopwatch
+from ptdmpi.train.watch import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
+from ptdmpi.train.whereabouts import Ranks, slow_ranks
 
 # The timeline that is kept is that of the step of median duration among the last ones.
 TIMELINE_STEPS = 20
+# A rank is slow if its own work takes so many times that of the others; told once in a while.
+SLOW_FACTOR = 1.3
+SLOW_EVERY_S = 300.0
 
 
 class Loop:
     """One rank of a training run, from configuration to the last checkpoint."""
 
-    def __init__(self, tree: dict[str, Any], world: World) -> None:
+    def __init__(self, tree: dict[str, Any], world: World, signals: StopRequest) -> None:
         self.world = world
         self.config: Config = world.on_root(lambda: _checked(tree, world.size))
         config, parallel = self.config, self.config.parallel
         torch.set_num_threads(config.run.threads)
         self.device = _device(world)
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
-        self.feed = Feed(config, self.axes, self.device)
-        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device)
         self.path = Path(config.run.dir)
+        self.directory: RunDirectory | None = None
+        self.place = Place()
+        hosts = world.control.allgather(world.host)
+        self.ranks = Ranks(self.axes.grid, hosts)
+        self.requests = Requests(signals, self.path, hosts, config.run.max_minutes)
+        self.judge = Judge(self.ranks, config.run.stall_s, self._say) if world.rank == 0 else None
+        self.heartbeat = Heartbeat(
+            self.axes, self.ranks, self.place, signals, self.path, self.judge
+        )
+        if not self.heartbeat.start():
+            self._say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
+        world.last_words = self.heartbeat.failed
+        self.feed = Feed(config, self.axes, self.device)
+        self.engine = Engine(
+            config, self.axes, self.feed.vocab_size, self.device, self.place
+        )
+        self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self._say)
         self.checkpoints = Checkpoints(
             self.path / "checkpoints", self.engine, config.checkpoint.keep
         )
         progress, skipped = self.checkpoints.resume(config.checkpoint.resume)
         self.first = progress.step if progress else 0
-        self.directory = None
         if world.rank == 0:
             self.directory = RunDirectory(self.path, to_toml(config), self.first)
         self._greet(skipped)
@@ -52,44 +75,93 @@ class Loop:
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
-        self.stop = StopRequest()
+        self.told_slow_s = -math.inf
 
     def run(self) -> None:
         """Every step from where the run stands to the last one.
 
-        Raises SystemExit (75) after saving, if a rank was asked to stop before the last step.
+        Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
+        step; 1 if too many steps in a row were not finite.
         """
         config, steps = self.config, self.config.run.steps
-        feed = self.feed.steps(self.first)
-        for step in range(self.first, steps):
-            watch = Stopwatch(self.axes.pipeline.rank)
-            begin = time.perf_counter()
-            with watch.span("data"):
-                batches = self.feed.place(next(feed))
-            result = self.engine.step(step, batches)
-            elapsed = time.perf_counter() - begin
-            self.recent.append((elapsed, watch.spans + result.spans))
-            self._record(step + 1, result, elapsed)
-            if _due(step + 1, config.log.validate_every_steps, steps) and self.feed.valid:
-                self._validate(step + 1)
-            stopping = any(self.axes.world.all_gather_object(self.stop.received))
-            if stopping or _due(step + 1, config.checkpoint.every_steps, steps):
-                path = self.checkpoints.save(step + 1)
-                self._say(f"saved {path}")
-            if stopping and step + 1 < steps:
-                feed.close()
-                self._say("stopped on request; the same command again goes on")
-                raise SystemExit(STOPPED_EXIT_CODE)
-        feed.close()
+        with contextlib.closing(self.feed.steps(self.first)) as feed:
+            self.place.enter("training")
+            self._stop_if(self._vote(), self.first)  # asked while the run was starting
+            for step in range(self.first, steps):
+                result, batches, elapsed = self._step(step, feed)
+                asked = self._vote()
+                self._record(step + 1, result, elapsed, asked.peak_memory_bytes)
+                self.skips.after(step, result, batches)
+                due = _due(step + 1, config.log.validate_every_steps, steps)
+                if due and self.feed.valid and not asked.stop:
+                    asked = self._validate(step + 1)
+                due = _due(step + 1, config.checkpoint.every_steps, steps)
+                if due or asked.stop or asked.save:
+                    asked = self._save(step + 1, asked)
+                if step + 1 < steps:
+                    self._stop_if(asked, step + 1)
         self._keep_timeline()
+        self.place.enter("ending")
+        self.heartbeat.finish()
+        if self.directory:
+            self.directory.finish(steps)
 
-    def _record(self, step: int, result: StepResult, elapsed: float) -> None:
+    def close(self) -> None:
+        """End the heartbeat without the other ranks, of which some may be lost."""
+        self.heartbeat.close()
+
+    def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
+        self.place.step = step + 1
+        watch = Stopwatch(self.axes.pipeline.rank, self.place)
+        begin = time.perf_counter()
+        with watch.span("data"):
+            batches = self.feed.place(next(feed))
+        result = self.engine.step(step, batches)
+        elapsed = time.perf_counter() - begin
+        self.recent.append((elapsed, watch.spans + result.spans))
+        self.heartbeat.compute_s.append(result.compute_s)
+        self.durations.append(elapsed)
+        self.requests.stepped(elapsed)
+        return result, batches, elapsed
+
+    def _vote(self) -> Asked:
+        """What the ranks want next; the same on all of them."""
+        stop, save = self.requests.mine(self.world.rank)
+        values = (stop, save, peak_memory_bytes(self.device))
+        stop, save, memory = self.axes.world.greatest(values)
+        return Asked(self.requests.reason(stop), bool(save), memory)
+
+    def _save(self, step: int, asked: Asked) -> Asked:
+        """Save; returns what the ranks want by then."""
+        if asked.stop and step < self.config.run.steps:
+            code = STOPPED_EXIT_CODE
+            self._say(f"{asked.stop}: saving after step {step}, then exit code {code}")
+        begin = time.perf_counter()
+        self.place.enter("saving")
+        self._say(f"saved {self.checkpoints.save(step)}")
+        self.place.enter("training")
+        self.requests.saved(time.perf_counter() - begin)
+        if self.directory:
+            self.requests.obeyed("SAVE")
+        return self._vote()
+
+    def _stop_if(self, asked: Asked, step: int) -> None:
+        if not asked.stop:
+            return
+        if self.directory:
+            self.requests.obeyed("STOP")
+        self._say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
+        self.place.enter("ending")
+        self.heartbeat.finish()
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+    def _record(self, step: int, result: StepResult, elapsed: float, memory: int) -> None:
         config = self.config
-        memory = max(self.axes.world.all_gather_object(peak_memory_bytes(self.device)))
         if self.directory is None:
             return
+        slow = self._slow_ranks(step)
         rates = self.rates.of(elapsed)
-        self.durations.append(elapsed)
+        self.judge.step_s = max(self.durations)
         self.directory.record(
             step=step,
             loss=result.loss,
@@ -102,6 +174,7 @@ class Loop:
             peak_memory_bytes=memory,
             rank_count=self.world.size,
             layout=layout_name(config),
+            **({"slow_ranks": slow} if slow else {}),
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
             left = (config.run.steps - step) * statistics.median(self.durations)
@@ -110,14 +183,35 @@ class Loop:
                 f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
                 f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
                 f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank  mfu {rates['mfu']:.1%}  "
-                f"left {duration(left)}{'  skipped: overflow' if result.skipped else ''}"
+                f"left {duration(left)}{'  skipped: overflow' if result.overflow else ''}"
             )
 
-    def _validate(self, step: int) -> None:
+    def _slow_ranks(self, step: int) -> list[dict[str, Any]]:
+        """Which ranks compute slowly, for the record of a step; also told, once in a while."""
+        if step % COMPUTE_STEPS:
+            return []
+        found = slow_ranks(self.judge.compute_s(), self.axes.grid, SLOW_FACTOR)
+        slow = [
+            {"rank": rank, "host": self.ranks.hosts[rank], "factor": round(factor, 2)}
+            for rank, factor in found
+        ]
+        now = time.monotonic()
+        if slow and now - self.told_slow_s >= SLOW_EVERY_S:
+            self.told_slow_s = now
+            text = ", ".join(f"{self.ranks.name(r)} {factor:.2f} times" for r, factor in found[:8])
+            self._say(f"slow in computing, against ranks with the same work: {text}")
+        return slow
+
+    def _validate(self, step: int) -> Asked:
         loss = tokens = 0.0
+        self.place.enter("validation")
         for group in self.feed.validation():
             more = self.engine.evaluate(self.feed.place(group))
             loss, tokens = loss + more[0], tokens + more[1]
+            asked = self._vote()
+            if asked.stop:
+                self._say(f"{asked.stop}: validation after step {step} broken off")
+                return asked
         mean = loss / tokens
         perplexity = math.exp(mean) if mean < 700 else math.inf
         values = {"validation_loss": mean, "validation_perplexity": perplexity}
@@ -129,6 +223,8 @@ class Loop:
         if self.directory:
             self.directory.record(step=step, **values)
         self._say(f"step {step}  {text}")
+        self.place.enter("training")
+        return asked
 
     def _keep_timeline(self) -> None:
         """Write the measured timeline of one step, of all ranks of one pipeline."""
@@ -174,6 +270,8 @@ class Loop:
     def _say(self, line: str) -> None:
         if self.directory:
             self.directory.say(line)
+        elif self.world.rank == 0:
+            print(line, flush=True)
 
 
 def _checked(tree: dict[str, Any], ranks: int) -> Config:

@@ -77,13 +77,14 @@ class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
     Each record is one write of a whole line. Resuming at a step removes a torn last line and the
-    records after that step.
+    records after that step, and the `done` of an earlier end.
     """
 
     def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
         _replace(path / "config.toml", config_text)
+        (path / "done").unlink(missing_ok=True)
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         if self.metrics.exists():
@@ -93,6 +94,13 @@ class RunDirectory:
 
     def record(self, **values: Any) -> None:
         _append(self.metrics, json.dumps(values))
+
+    def finish(self, steps: int) -> None:
+        """Say in the file `done` that the whole run is complete: the last thing that is written.
+
+        A launcher can end with code 0 although it lost a node; this file is what counts.
+        """
+        _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
 
     def say(self, line: str) -> None:
         print(line, flush=True)

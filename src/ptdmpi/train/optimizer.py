@@ -38,6 +38,10 @@ class LossScale:
         self.value = precision.initial_loss_scale if self.dynamic else 1.0
         self.good_steps = 0
 
+    @property
+    def can_fall(self) -> bool:
+        return self.dynamic and self.value > 1.0
+
     def update(self, overflow: bool) -> None:
         if not self.dynamic:
             return

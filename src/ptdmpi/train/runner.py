@@ -14,7 +14,7 @@ from ptdmpi.model.stage import Stage
 from ptdmpi.plan.program import Action, Compute, Receive, Send
 from ptdmpi.plan.schedule import Op, Schedule
 from ptdmpi.plan.simulate import Span
-from ptdmpi.train.stopwatch import Stopwatch
+from ptdmpi.train.stopwatch import Place, Stopwatch
 
 KINDS = {"F": "forward", "B": "backward"}
 
@@ -22,7 +22,8 @@ KINDS = {"F": "forward", "B": "backward"}
 class Runner:
     """The stages of one rank and the pipeline axis that their activations travel on.
 
-    `on_backward(stage, microbatch)` is called after each B.
+    `on_backward(stage, microbatch)` is called after each B. `compute_s` is the time in the F and B
+    of the last program, without the tensor axis' collectives in them: a rank's own work.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Runner:
         axis: Communicator,
         dtype: torch.dtype,
         device: torch.device,
+        place: Place,
     ) -> None:
         self.stages = stages
         self.axis = axis
@@ -38,26 +40,29 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.on_backward: Callable[[int, int], None] = lambda stage, microbatch: None
         self.most_in_flight = 0
+        self.compute_s = 0.0
+        self.place = place
         self._ready: dict[Op, Tensor] = {}
-        self._arriving: dict[Op, tuple[Handle, Tensor]] = {}
-        self._leaving: list[tuple[Handle, Tensor]] = []
-        self._watch = Stopwatch(axis.rank)
+        self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
+        self._leaving: list[tuple[Handle, Tensor, int]] = []
+        self._watch = Stopwatch(axis.rank, place)
 
     def run(self, schedule: Schedule, program: Sequence[Action]) -> list[Span]:
         """Execute `program`, this rank's part of `schedule`; returns what happened when.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
-        self._watch = Stopwatch(self.axis.rank)
+        self._watch = Stopwatch(self.axis.rank, self.place)
         self.most_in_flight = 0
+        self.compute_s = 0.0
         for place, action in enumerate(program):
             try:
                 self._act(schedule, action)
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        for handle, _ in self._leaving:
-            self._timed("send", "", handle.wait)
+        for handle, _, peer in self._leaving:
+            self._timed("send", "", handle.wait, peer)
         self._leaving = []
         return self._watch.spans
 
@@ -67,11 +72,11 @@ class Runner:
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
-                self._arriving[op] = (self.axis.irecv(buffer, peer), buffer)
+                self._arriving[op] = (self.axis.irecv(buffer, peer), buffer, peer)
             case Send(op, peer):
                 message = self.boundary.pack(self._ready.pop(op))
                 self._leaving = [kept for kept in self._leaving if not kept[0].done()]
-                self._leaving.append((self.axis.isend(message, peer), message))
+                self._leaving.append((self.axis.isend(message, peer), message, peer))
             case Compute(op):
                 self._compute(op, self._input(schedule.source(op)))
 
@@ -81,8 +86,8 @@ class Runner:
             return None
         if source in self._ready:
             return self._ready.pop(source)
-        handle, buffer = self._arriving.pop(source)
-        self._timed("receive", str(source), handle.wait)
+        handle, buffer, peer = self._arriving.pop(source)
+        self._timed("receive", str(source), handle.wait, peer)
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         return self._timed("gather", str(source), lambda: self.boundary.unpack(buffer))
@@ -90,7 +95,11 @@ class Runner:
     def _compute(self, op: Op, given: Tensor | None) -> None:
         stage = self.stages[op.stage]
         work = stage.forward_microbatch if op.kind == "F" else stage.backward_microbatch
+        tensor = self.boundary.axis.comm
+        waited_s = tensor.waited_s
         result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
+        span = self._watch.spans[-1]
+        self.compute_s += span.end_s - span.start_s - (tensor.waited_s - waited_s)
         if result is not None:
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
@@ -98,8 +107,8 @@ class Runner:
         if op.kind == "B":
             self.on_backward(op.stage, op.microbatch)
 
-    def _timed(self, kind: str, op: str, work: Callable):
-        with self._watch.span(kind, op):
+    def _timed(self, kind: str, op: str, work: Callable, peer: int | None = None):
+        with self._watch.span(kind, op, peer):
             return work()
 
 

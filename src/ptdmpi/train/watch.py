@@ -1,23 +1,162 @@
-"""Requests to stop: a batch system's warning before the time limit, or a preemption."""
+"""Requests to stop or to save: signals, files in the run directory, the time limit.
 
+Each rank takes notes; at the end of a step all ranks vote, in one small message, so that they stop
+after the same step.
+"""
+
+import os
+import select
 import signal
-from types import FrameType
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
 
 # EX_TEMPFAIL: stopped on request after saving; the same command again goes on
 STOPPED_EXIT_CODE = 75
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+# Rank 0 looks for files at most this often: on a parallel file system a look is a message.
+LOOK_S = 1.0
+# Of `max_minutes`, for saving, while no save has shown yet how long one takes.
+FIRST_SAVE_SHARE = 0.05
+
+# What a vote can say, the most urgent last.
+_STOP_FILE, _TIME_LIMIT, _USR1, _TERM = 1, 2, 3, 4
+_RANKS = 1 << 32
 
 
 class StopRequest:
-    """Remembers that SIGUSR1 or SIGTERM came to this rank.
+    """Remembers that SIGUSR1 or SIGTERM came to this process while it is in the `with`; after it
+    they are ignored.
 
-    The handler only takes a note. All ranks vote at the end of the step, so they stop at the same
-    one.
+    A handler in Python runs only when the main thread is back from MPI, which may be never, so
+    each signal also leaves a byte in a pipe, where another thread can wait for it.
     """
 
     def __init__(self) -> None:
-        self.received = False
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        self.received: signal.Signals | None = None  # the first one
+        self._out, self._in = os.pipe()
+        os.set_blocking(self._out, False)
+        os.set_blocking(self._in, False)
+
+    def __enter__(self) -> Self:
+        signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+        for number in SIGNALS:
             signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The process ends: a late duplicate must not change its exit code.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self.received = self.received or signal.Signals(number)
+
+    def wait(self, limit_s: float) -> list[signal.Signals]:
+        """The signals that came since the last call; waits for one for up to `limit_s`, or until
+        `wake`. For one thread other than the main one."""
+        select.select([self._out], [], [], limit_s)
+        try:
+            numbers = os.read(self._out, 4096)
+        except BlockingIOError:  # the time is up
+            return []
+        return [signal.Signals(number) for number in numbers if number in SIGNALS]
+
+    def wake(self) -> None:
+        """Have `wait` return now."""
+        os.write(self._in, b"\0")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the ranks agreed on. `stop` says why, and is empty if nobody asked."""
+
+    stop: str
+    save: bool
+    peak_memory_bytes: int
+
+
+class Requests:
+    """What this rank has to say in a vote; rank 0 also looks at the clock and for files.
+
+    `STOP` and `SAVE` are files in the run directory. `max_minutes` (0: no limit) counts from the
+    start of the process; the run stops early enough for one more step and a save.
+    """
+
+    def __init__(
+        self, signals: StopRequest, directory: Path, hosts: Sequence[str], max_minutes: float
+    ) -> None:
+        self.signals = signals
+        self.directory = directory
+        self.hosts = hosts
+        self.limit_s = max_minutes * 60
+        self.steps = 0  # by this process
+        self.longest_step_s = 0.0
+        self.longest_save_s = 0.0
+        self._looked_s = -LOOK_S
+        self._files = (False, False)
+
+    def mine(self, rank: int) -> tuple[int, int]:
+        """(stop, save) of this rank; the greatest of all ranks is the answer."""
+        code = {None: 0, signal.SIGUSR1: _USR1, signal.SIGTERM: _TERM}[self.signals.received]
+        save = False
+        if rank == 0:
+            stop, save = self._look()
+            code = max(code, _STOP_FILE * stop, _TIME_LIMIT * self._late())
+        # of equal reasons the lowest rank's is told
+        return code * _RANKS + (_RANKS - 1 - rank if code else 0), int(save)
+
+    def reason(self, stop: int) -> str:
+        """The greatest `stop` in words."""
+        code, rest = divmod(stop, _RANKS)
+        rank = _RANKS - 1 - rest
+        if code in (_USR1, _TERM):
+            name = "SIGUSR1" if code == _USR1 else "SIGTERM"
+            return f"{name} on rank {rank} ({self.hosts[rank]})"
+        return {0: "", _STOP_FILE: "file STOP", _TIME_LIMIT: "run.max_minutes"}[code]
+
+    def stepped(self, elapsed_s: float) -> None:
+        self.steps += 1
+        self.longest_step_s = max(self.longest_step_s, elapsed_s)
+
+    def saved(self, elapsed_s: float) -> None:
+        self.longest_save_s = max(self.longest_save_s, elapsed_s)
+
+    def obeyed(self, name: str) -> None:
+        """Rank 0 removes the file, so that it counts once."""
+        (self.directory / name).unlink(missing_ok=True)
+        self._looked_s = -LOOK_S
+
+    def _look(self) -> tuple[bool, bool]:
+        now = time.monotonic()
+        if now - self._looked_s >= LOOK_S:
+            self._looked_s = now
+            self._files = tuple((self.directory / name).exists() for name in ("STOP", "SAVE"))
+        return self._files
+
+    def _late(self) -> bool:
+        """Whether one more step, with a save after it, could end after the limit.
+
+        The first step is always made: a run that is started again and again gets on.
+        """
+        if not self.limit_s or not self.steps:
+            return False
+        save_s = 2 * self.longest_save_s or FIRST_SAVE_SHARE * self.limit_s
+        return process_age_s() + 1.5 * self.longest_step_s + save_s > self.limit_s
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started (Linux: proc(5), field 22 of /proc/PID/stat)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -1,0 +1,52 @@
+"""Small messages between rank 0 and every other rank, beside the training and never blocking."""
+
+from collections import deque
+from typing import Any
+
+from mpi4py import MPI
+
+
+class Mailbox:
+    """Picklable values between rank 0 and all, on a communicator of their own.
+
+    Every rank makes one at the same time (it duplicates `control`); from then on one thread of each
+    rank uses it, whatever the other threads do: this needs MPI_THREAD_MULTIPLE. Messages between
+    two ranks arrive in order. Nothing is freed at the end: that would be collective, and a rank may
+    be lost by then.
+    """
+
+    def __init__(self, control: MPI.Comm) -> None:
+        self.control = control.Dup()
+        self.rank: int = control.Get_rank()
+        self.size: int = control.Get_size()
+        self._leaving: list[MPI.Request] = []
+        self._own: deque[tuple[int, Any]] = deque()
+
+    @staticmethod
+    def works_in_a_thread() -> bool:
+        return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def send(self, value: Any, rank: int) -> None:
+        """Returns at once. Between ranks other than 0 nothing is sent by this class's users, so
+        rank 0 need not be told from the others by tags."""
+        if rank == self.rank:
+            self._own.append((rank, value))
+            return
+        self._leaving = [request for request in self._leaving if not request.Test()]
+        self._leaving.append(self.control.isend(value, rank))
+
+    def receive(self) -> list[tuple[int, Any]]:
+        """(sender, value) of all that has arrived. Raises MPI.Exception if a rank was lost."""
+        arrived = list(self._own)
+        self._own.clear()
+        status = MPI.Status()
+        while self.size > 1:
+            message = self.control.improbe(status=status)
+            if message is None:
+                break
+            arrived.append((status.Get_source(), message.recv()))
+        return arrived
+
+    def abort(self, code: int) -> None:
+        """End every rank of the job with exit code `code`."""
+        self.control.Abort(code)

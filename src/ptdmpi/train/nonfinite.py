@@ -1,0 +1,165 @@
+"""A loss or gradient that is not finite: where it began, and how often it may happen.
+
+Only the global norm and the loss are looked at in every step: both exist anyway. When one of them
+is not finite nothing is updated, and since sums over ranks have spread it everywhere by then, the
+step is computed once more, with every output looked at. Dropout masks belong to the samples, so the
+second time is like the first.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.plan.schedule import Op
+from ptdmpi.train.engine import Engine, StepResult
+
+FAILED_EXIT_CODE = 1
+# In the order in which one leads to the next: the first is the cause.
+_WEIGHT, _OUTPUT, _LOSS, _GRADIENT = range(4)
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One value that is not finite. Findings are ordered from cause to effect.
+
+    `microbatch` counts within the global batch; -1 for weights.
+    """
+
+    kind: int
+    microbatch: int
+    depth: tuple[int, int]  # stage and place in it, in the order of computation
+    rank: int
+    what: str
+    samples: tuple[int, ...]
+
+
+class Skips:
+    """Counts the steps in a row that were skipped because something was not finite.
+
+    fp16's overflows do not count while its loss scale can still fall.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: Callable[[int], str],
+        max_skips: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.engine, self.names, self.max_skips, self.say = engine, names, max_skips, say
+        self.in_a_row = 0
+
+    def after(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
+        """Look at the result of step `step` (from 0); every rank calls it.
+
+        Raises SystemExit (1) on every rank after more than `max_skips` in a row.
+        """
+        if not result.skipped:
+            self.in_a_row = 0
+        if not result.skipped or result.overflow:
+            return
+        self.in_a_row += 1
+        finding = examine(self.engine, step, batches)
+        size = self.engine.config.batch.global_size
+        where = "not finite once, finite when computed again: a fault of the hardware is likely"
+        samples = f"{step * size} to {(step + 1) * size - 1}"
+        if finding is not None:
+            where = f"{finding.what} on {self.names(finding.rank)} is not finite"
+            if finding.samples:
+                where += f", microbatch {finding.microbatch} of the batch"
+                samples = ", ".join(map(str, finding.samples))
+        count = f"{self.in_a_row} in a row, at most {self.max_skips}"
+        self.say(
+            f"step {step + 1} skipped ({count}): loss {result.loss}, grad norm {result.grad_norm}; "
+            f"{where}; samples {samples}"
+        )
+        if self.in_a_row > self.max_skips:
+            self.say(f"stopped: more than run.max_skips = {self.max_skips} steps were skipped")
+            raise SystemExit(FAILED_EXIT_CODE)
+
+
+def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | None:
+    """Compute the step again and find where it is first not finite; the same on every rank.
+
+    The gradients are zero afterwards; weights and optimizer stay as they are.
+    """
+    found = list(_weights(engine))
+    usual = engine.runner.on_backward
+    watcher = _Watcher(engine, batches)
+    engine.runner.on_backward = watcher.look_at_gradients
+    hooks = [
+        module.register_forward_hook(watcher.hook(name))
+        for stage in engine.stages.values()
+        for name, module in stage.named_modules()
+        # the logits of a padded vocabulary are minus infinity; the loss tells of the others
+        if name and module is not stage.head
+    ]
+    engine.accumulate(step, batches)
+    for hook in hooks:
+        hook.remove()
+    engine.runner.on_backward = usual
+    engine.buffer.gradients.zero_()
+    found += watcher.found
+    everyone = engine.axes.world.all_gather_object(min(found, default=None))
+    return min((finding for finding in everyone if finding is not None), default=None)
+
+
+def _weights(engine: Engine) -> Iterator[Finding]:
+    for number, stage in engine.stages.items():
+        for place, (name, weight) in enumerate(stage.named_logical_parameters()):
+            master = engine.buffer.entries[name].view(engine.buffer.master)
+            if not (_finite(weight) and _finite(master)):
+                rank = engine.axes.world.rank
+                yield Finding(_WEIGHT, -1, (number, place), rank, f"weight {name}", ())
+
+
+class _Watcher:
+    """Keeps this rank's first output, loss and gradient that is not finite, each with its op."""
+
+    def __init__(self, engine: Engine, batches: Sequence[Batch]) -> None:
+        self.engine = engine
+        self.samples = [tuple(batch.samples.tolist()) for batch in batches]
+        self.found: list[Finding] = []
+        self._op, self._calls = "", 0
+
+    def hook(self, name: str) -> Callable[[nn.Module, tuple, object], None]:
+        def look(module: nn.Module, inputs: tuple, output: object) -> None:
+            doing = self.engine.place.doing
+            if doing.kind != "forward":  # recomputed for the backward pass
+                return
+            self._calls = self._calls + 1 if doing.op == self._op else 0
+            self._op = doing.op
+            if isinstance(output, Tensor) and not self._has(_OUTPUT) and not _finite(output):
+                op = Op.parse(doing.op)
+                depth = (op.stage, self._calls)
+                self._add(_OUTPUT, op.microbatch, depth, f"output of {name}")
+
+        return look
+
+    def look_at_gradients(self, number: int, microbatch: int) -> None:
+        stage: Stage = self.engine.stages[number]
+        if stage.last and not self._has(_LOSS) and not _finite(stage.losses[microbatch]):
+            self._add(_LOSS, microbatch, (number, 0), "loss")
+        if self._has(_GRADIENT):
+            return
+        # backwards: the last layer's gradient leads to the others
+        for place, (name, weight) in enumerate(reversed(stage.named_logical_parameters())):
+            if not _finite(weight.main_grad):
+                self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
+                return
+
+    def _has(self, kind: int) -> bool:
+        return any(finding.kind == kind for finding in self.found)
+
+    def _add(self, kind: int, microbatch: int, depth: tuple[int, int], what: str) -> None:
+        engine = self.engine
+        number = engine.axes.data.rank * engine.schedule.microbatches + microbatch
+        rank, samples = engine.axes.world.rank, self.samples[microbatch]
+        self.found.append(Finding(kind, number, depth, rank, what, samples))
+
+
+def _finite(values: Tensor) -> bool:
+    return bool(torch.isfinite(values).all())

@@ -1,0 +1,85 @@
+"""Whole runs inside a test: shards of random tokens, a configuration, a Loop on its ranks."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.comm.world import World
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.train.loop import Loop
+from ptdmpi.train.watch import StopRequest
+from tests._configs import tree
+
+VOCAB_SIZE = 53
+SIZES = {
+    "model.layers": 4,
+    "model.hidden": 32,
+    "model.seq_length": 16,
+    "batch.micro_size": 1,
+    "optimizer.warmup_steps": 0,
+}
+
+
+def shard(folder: Path, tokens: int, seed: int) -> str:
+    """A directory with one shard of random ids."""
+    folder.mkdir()
+    ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE - 1, tokens)
+    path = folder / "shard-00000.h5"
+    with ShardWriter(path, "t", "0" * 64, VOCAB_SIZE, VOCAB_SIZE - 1) as writer:
+        writer.write(ids, np.array([tokens]))
+    return str(folder)
+
+
+def configuration(folder: Path, changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A small run in `folder`, which must hold the directories train and valid of `corpus`."""
+    where = {"run.dir": str(folder / "run"), "data.train": [{"path": str(folder / "train")}]}
+    return tree({**SIZES, **where, **changes})
+
+
+def corpus(folder: Path) -> None:
+    shard(folder / "train", 4000, 1)
+    shard(folder / "valid", 1000, 2)
+
+
+@contextlib.contextmanager
+def loop(
+    comm, folder: Path, changes: dict[str, Any], patch: Callable[[Loop], None] = lambda loop: None
+) -> Iterator[Loop]:
+    """A Loop on all ranks of `comm`, patched before it runs; closed at the end."""
+    if comm.rank == 0 and not (folder / "train").exists():
+        corpus(folder)
+    comm.Barrier()
+    with StopRequest() as signals:
+        made = Loop(configuration(folder, changes), World(comm), signals)
+        try:
+            patch(made)
+            yield made
+        finally:
+            made.close()
+
+
+def after(method: Callable, call: int, action: Callable[[], None]) -> Callable:
+    """`method`, with `action` done after its `call`-th call."""
+    calls = 0
+
+    def wrapped(*arguments, **named):
+        nonlocal calls
+        calls += 1
+        result = method(*arguments, **named)
+        if calls == call:
+            action()
+        return result
+
+    return wrapped
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def log(run: Path) -> str:
+    return (run / "log.txt").read_text()

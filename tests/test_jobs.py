@@ -26,6 +26,7 @@ if [ -n "$saves" ]; then
     mkdir -p runs/r/checkpoints
     printf 'step-%08d\\n' "$saves" > runs/r/checkpoints/latest
 fi
+[ -z "$finishes" ] || echo "{\\"steps\\": $finishes}" > runs/r/done
 exit "${code:-0}"
 """
 PRINTS = '#!/bin/bash\necho "$(basename "$0") $*$state"; exit "${refused:-0}"\n'
@@ -84,8 +85,9 @@ def test_bash_accepts(script):
 @pytest.mark.parametrize(
     ("settings", "end", "requeued"),
     [
-        ({"saves": "9"}, 0, False),
-        ({"saves": "9", "code": "75"}, 0, False),  # told to stop at the last step
+        ({"saves": "9", "finishes": "9"}, 0, False),
+        ({"saves": "9", "finishes": "9", "code": "1"}, 0, False),  # a launcher that ends badly
+        ({"saves": "5", "finishes": "5"}, 1, True),  # the end of a run that now has more steps
         ({"saves": "5", "code": "75"}, 75, True),
         ({"saves": "5", "code": "1"}, 1, True),
         ({"saves": "5"}, 1, True),  # a launcher's 0 is no proof
@@ -164,8 +166,10 @@ def test_pbs_job_submits_its_successor(tmp_path):
     flags = "-n 8 --ppn 4 --depth 8 --cpu-bind depth"
     assert called[0].startswith(f"mpiexec {flags} {tmp_path}/.venv/bin/ptdmpi train c.toml --set")
     assert "qsub -W depend=afterany:9.pbs -v ARGS,PTDMPI_CHAIN jobs/pbs-gpu.sh" in done.stdout
-    finished = start(tmp_path, "pbs-gpu.sh", **settings | {"saves": "9", "code": "0"})
+    finished = start(tmp_path, "pbs-gpu.sh", **settings | {"finishes": "9", "code": "0"})
     assert finished.returncode == 0 and "qsub" not in finished.stdout
+    last = start(tmp_path, "pbs-gpu.sh", **settings)  # of a chain: nothing to do
+    assert last.returncode == 0 and lines(last) == []
 
 
 def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):

@@ -31,8 +31,8 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(torture, tmp_path):
     for death in (("latest", 2, 0), ("write", 8, 1), ("discard", 1, 0)):
         training = Training(torture.folder, CASE, run, death)
         assert training.wait() not in (0, 2), training.text()
-        assert newest_sound(run) >= training.saved() >= saved
-        saved = training.saved()
+        saved = max(saved, training.saved())  # this start may have died in its first save
+        assert newest_sound(run) >= saved
     assert saved >= program.EVERY_STEPS
     torture.finish(CASE, run, saved)
 

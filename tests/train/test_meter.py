@@ -14,7 +14,7 @@ def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
     directory = RunDirectory(tmp_path / "run", "", 0)
     directory.record(step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(meter, "_append", _no_space)
+        patch.setattr(meter, "append_lines", _no_space)
         directory.record(step=2)
         directory.record(step=3)
     directory.record(step=4)
@@ -40,7 +40,7 @@ def test_a_line_that_fits_in_part_is_not_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(meter, "open", small_disk, raising=False)
     with pytest.raises(OSError, match="No space"):
-        meter._append(path, "a line of some length\n")
+        meter.append_lines(path, "a line of some length\n")
     assert path.read_text() == "whole\n"
 
 

@@ -61,7 +61,7 @@ die_in(runner.Runner, "_compute", "op", after=True)
 die_in(optimizer.Optimizer, "step", "before the update")
 die_in(loop.Loop, "_record", "record")
 die_in(loop.Loop, "_validate", "validation")
-die_in(checkpoint.Checkpoints, "_write_mine", "save", after=True)
+die_in(checkpoint.Checkpoints, "_written", "save")
 die_in(live, "take", "recovery")
 step = engine.Engine.step
 def counted(self, number, batches):

@@ -153,13 +153,13 @@ class Loop:
         elapsed = time.perf_counter() - begin
         self.recent.append((elapsed, watch.spans + result.spans))
         self.heartbeat.compute_s.append(result.compute_s)
-        self.durations.append(elapsed)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
 
     def _conclude(self, done: Completed, batches: Sequence[Batch] | None = None) -> None:
         """What follows a step: its record, and what is due of validation, saving, stopping."""
         step, steps = done.step, self.config.run.steps
+        self.durations.append(done.elapsed_s)
         asked = self._vote()
         self._record(step, done.result, done.elapsed_s, asked.peak_memory_bytes)
         if batches is not None:
@@ -168,6 +168,8 @@ class Loop:
         if due and self.feed.valid and not asked.stop:
             asked = self._validate(step)
         asked = self._save(step, asked)
+        if self.config.run.on_failure == "shrink":
+            self.axes.world.barrier()  # whoever is through knows that rank 0 has kept the record
         self.concluded = step
         if step < steps:
             self._stop_if(asked, step)

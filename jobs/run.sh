@@ -82,8 +82,8 @@ if [ "$attempt" -gt "$limit" ]; then
 fi
 
 # -- signals. The batch system's warning (USR1) is handed to the launcher, which hands it to all
-# ranks. TERM means that the job is ending: the ranks are asked to save. A cancelled job does not ask
-# for another attempt, or nobody could cancel it; a preempted one is requeued by Slurm.
+# ranks. TERM means that the job is ending: the ranks are asked to save. A cancelled job does not
+# ask for another attempt, or nobody could cancel it; a preempted one is requeued by Slurm.
 launcher= asked= ending=
 forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi; }
 trap 'asked=yes; forward' USR1
@@ -104,8 +104,8 @@ done
 launcher=
 
 # -- judgement
-out_of_time() {
-    [ "$BATCH" = slurm ] && scontrol show job -o "$job" 2> /dev/null | grep -q JobState=TIMEOUT
+out_of_time() {  # the job's state is still COMPLETING, as a cancelled one's is
+    [ "$BATCH" = slurm ] && scontrol show job -o "$job" 2> /dev/null | grep -q Reason=TimeLimit
 }
 if complete; then
     say "$run_dir is complete"

@@ -135,8 +135,8 @@ def test_where_requeue_is_refused(tmp_path):
     ("number", "state", "requeued"),
     [
         (signal.SIGUSR1, "", True),
-        (signal.SIGTERM, " JobState=CANCELLED", False),
-        (signal.SIGTERM, " JobState=TIMEOUT", True),
+        (signal.SIGTERM, " Reason=None", False),
+        (signal.SIGTERM, " Reason=TimeLimit", True),
     ],
 )
 def test_signals_reach_the_ranks(tmp_path, number, state, requeued):

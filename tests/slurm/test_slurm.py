@@ -119,6 +119,15 @@ def test_time_limit(whole, folder):
 
 
 @slow
+def test_time_limit_without_a_warning(whole, folder):
+    """SIGTERM at the limit: the ranks save within KillWait, the job requeues itself."""
+    run = Run(folder, "late", "run.steps=100000")
+    run.submit(whole, "--time=1", "--signal=B:CONT@1")
+    run.wait_for_log("attempt 1 of 5 from step", 240)
+    assert "DUE TO TIME LIMIT" in run.log and "exit code 75," in run.log
+
+
+@slow
 @pytest.mark.parametrize(
     ("place", "template"),
     [("other", "slurm-infiniband.sbatch"), ("batch", "slurm-slingshot-nvidia.sbatch")],

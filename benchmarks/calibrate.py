@@ -5,13 +5,13 @@ products and memory from the times of one layer (Korthikanti et al. 2022, Table 
 model on one GPU (Narayanan et al. 2021, Figure 7). Nothing else is looked at.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from benchmarks.rows import published, read
 from ptdmpi.plan.cluster import Cluster, Efficiency, load_cluster, load_model
+from ptdmpi.plan.fit import descend, distance, fit_rings
 from ptdmpi.plan.layer import LayerTimes
 from ptdmpi.plan.layout import Layout
 from ptdmpi.plan.machine import Machine
@@ -44,12 +44,11 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
         left = times - known["collective_s"] - steps * known["link_step_s"]
         per_byte = float((left * moved / times**2).sum() / (moved**2 / times**2).sum())
         return {**known, "link_fraction": 1 / per_byte / link_bytes_per_s}
-    terms = np.stack([np.ones_like(steps), steps, moved], axis=1) / times[:, None]
-    (start, step, per_byte), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
+    start, step, rate = fit_rings(ranks, moved, times)
     return {
-        "link_fraction": float(1 / per_byte / link_bytes_per_s),
-        "link_step_s": float(step),
-        "collective_s": float(start),
+        "link_fraction": rate / link_bytes_per_s,
+        "link_step_s": step,
+        "collective_s": start,
     }
 
 
@@ -95,27 +94,6 @@ def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float,
     return [*layer_rows(newer), *small_rows(cluster, recomputation)]
 
 
-def distance(rows: list[tuple[str, float, float]]) -> float:
-    """Root mean square of the relative errors."""
-    squares = [math.log(predicted / measured) ** 2 for _, predicted, measured in rows]
-    return math.sqrt(sum(squares) / len(squares))
-
-
-def descend(loss: Callable[[list[float]], float], start: list[float]) -> list[float]:
-    """Coordinate descent by factors that shrink; deterministic, and enough for two numbers."""
-    best, value, factor = list(start), loss(start), 1.2
-    while factor > 1.0005:
-        improved = False
-        for i in range(len(best)):
-            for change in (factor, 1 / factor):
-                tried = [x * change if j == i else x for j, x in enumerate(best)]
-                if (new := loss(tried)) < value:
-                    best, value, improved = tried, new, True
-        if not improved:
-            factor = math.sqrt(factor)
-    return best
-
-
 def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
@@ -125,7 +103,8 @@ def kernels(
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
 
     def loss(pair: list[float]) -> float:
-        return distance(observations(with_efficiency(cluster, values(pair)), reading))
+        rows = observations(with_efficiency(cluster, values(pair)), reading)
+        return distance((predicted, measured) for _, predicted, measured in rows)
 
     pair = descend(loss, [0.8, 0.8])
     return loss(pair), values(pair)

@@ -3,7 +3,8 @@
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of, model_tables
+from ptdmpi.config.presets import model_presets
+from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
 
 # Narayanan et al. 2021, Table 1; Brown et al. 2020, Table 2.1; Touvron et al. 2023, Table 2;
@@ -38,7 +39,7 @@ def test_preset_has_the_published_number_of_parameters(name):
 
 
 def test_every_preset_loads():
-    for name in model_tables():
+    for name in model_presets():
         assert load_model(name).name == name
     for name in cluster_names():
         assert load_cluster(name).name == name

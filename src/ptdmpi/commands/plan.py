@@ -6,8 +6,9 @@ from typing import Any
 import click
 
 from ptdmpi.config import InputError
+from ptdmpi.config.presets import model_presets
 from ptdmpi.plan import draw, pipeline, table
-from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of, model_tables
+from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
 from ptdmpi.plan.price import Price, Pricer
@@ -128,7 +129,7 @@ def _beside(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
 
 
 def _optimal(flops: float) -> dict[str, Any]:
-    models = (model_of(name, table) for name, table in model_tables().items())
+    models = (model_of(name, table) for name, table in model_presets().items())
     parameters = {m.name: parameter_count(m.config, m.vocab_size) for m in models}
     name, tokens, optimal = compute_optimal(flops, parameters)
     return {

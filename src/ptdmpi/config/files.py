@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptdmpi.config.errors import InputError
+from ptdmpi.config.presets import model_presets, without_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import Config, Section, TrainDataConfig
 
@@ -52,6 +53,7 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     """
     mistakes: list[str] = []
     sections: dict[str, Section] = {}
+    tree = _with_model(tree, mistakes)
     for name in tree:
         if name not in Config.model_fields:
             mistakes.append(f"[{name}] is no section{_did_you_mean(name, Config.model_fields)}")
@@ -66,6 +68,20 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     config = Config.model_construct(**sections)
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+
+
+def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
+    """The tree with model.preset written out; an unknown one is a mistake, and any other stands in
+    for it, so that the keys that it would have brought are not reported as missing."""
+    model = tree.get("model")
+    if not isinstance(model, Mapping) or "preset" not in model:
+        return tree
+    known = model_presets()
+    name = model["preset"]
+    if not isinstance(name, str) or name not in known:
+        mistakes.append(f"model.preset = {name!r} is unknown{_did_you_mean(str(name), known)}")
+        name = next(iter(known))
+    return {**tree, "model": without_preset({**model, "preset": name})}
 
 
 def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:

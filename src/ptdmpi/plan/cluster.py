@@ -16,18 +16,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.sections import Positive, Section
 
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 Duration = Annotated[float, Field(ge=0, strict=False)]
-VOCAB_SIZE, SEQ_LENGTH = 51200, 2048  # of all models of Narayanan et al. 2021
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
 
 class Device(Section):
     """One accelerator: dense peak in FLOP/s by type, memory, multiprocessors that share the peak.
 
-    `kernel_s`: kernels do not follow each other faster than this.
+    A multiprocessor moves `shared_bytes_per_clock` through its shared memory and takes so many
+    exponentials. `kernel_s`: kernels do not follow each other faster than this.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Device(Section):
     memory_bytes_per_s: PositiveNumber
     multiprocessors: Positive
     clock_hz: PositiveNumber
+    shared_bytes_per_clock: PositiveNumber
+    exponentials_per_clock: PositiveNumber
     kernel_s: Duration
 
 
@@ -123,12 +126,6 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
 
 
-@cache
-def model_tables() -> dict[str, dict[str, Any]]:
-    """Name -> keys of every preset model."""
-    return _read(_presets("models.toml"))
-
-
 def load_cluster(name: str) -> Cluster:
     """The preset `name`, or the cluster file of that path; raises InputError if there is
     neither."""
@@ -155,9 +152,10 @@ def load_model(text: str) -> Model:
     out, s is 2048 and V 51200. Raises InputError for unknown names and illegal sizes.
     """
     if "=" not in text:
-        if text not in model_tables():
-            raise InputError(f'model "{text}" is unknown{_nearest(text, model_tables())}, or l=...')
-        return model_of(text, model_tables()[text])
+        if text not in model_presets():
+            known = _nearest(text, model_presets())
+            raise InputError(f'model "{text}" is unknown{known}, or l=...')
+        return model_of(text, model_presets()[text])
     keys: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
@@ -174,8 +172,8 @@ def _word(value: str) -> Any:
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:
     """The model of a table of keys of [model], and vocab_size."""
-    keys = {"seq_length": SEQ_LENGTH, **keys}
-    vocab_size = keys.pop("vocab_size", VOCAB_SIZE)
+    keys = {**DEFAULTS, **keys}
+    vocab_size = keys.pop("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise InputError(f"model {name}: V = {vocab_size}: must be a number of at least 1")
     config = _validated(ModelConfig, keys, f"model {name}")

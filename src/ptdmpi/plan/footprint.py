@@ -106,7 +106,7 @@ class Footprints:
             items = memory.layer_activations(sizes, mode)
         kept = memory.total_bytes(memory.kept(items, mode))
         vocab = self.model.vocab_size
-        working = memory.backward_working_bytes(sizes, vocab, range(1, min(2, config.layers)))
+        working = memory.backward_working_bytes(sizes, vocab, range(1))
         if mode != "none":
             working = max(working, memory.total_bytes(items) - kept)
         embedding = memory.total_bytes(memory.embedding_activations(sizes))

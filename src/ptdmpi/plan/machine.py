@@ -14,10 +14,6 @@ from ptdmpi.plan.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
-EXPONENTIALS_PER_CLOCK = (
-    16  # of one multiprocessor: CUDA C++ programming guide, table of throughputs
-)
-SHARED_BYTES_PER_CLOCK = 128  # of one multiprocessor: A100 whitepaper; the same since Volta
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class Machine:
         shared memory. A column and a row are written there and read by each of the warps that share
         the tile, four or, for the largest, eight."""
         device, steps = self.cluster.device, {}
-        shared_rate = SHARED_BYTES_PER_CLOCK * device.clock_hz
+        shared_rate = device.shared_bytes_per_clock * device.clock_hz
         for rows, columns in TILES:
             across, down = (
                 (2, 2) if rows * columns <= 128 * 128 else (max(2, columns // 64), rows // 64)
@@ -101,7 +97,8 @@ class Machine:
         device = self.cluster.device
         scores = rows * columns / 2
         flops = 2 * scores * head_size * products
-        exponentials_per_s = EXPONENTIALS_PER_CLOCK * device.multiprocessors * device.clock_hz
+        exponentials_per_s = device.exponentials_per_clock * device.clock_hz
+        exponentials_per_s *= device.multiprocessors
         computed_s = flops / (self.tile_rate * device.multiprocessors)
         return max(device.kernel_s, computed_s + scores / exponentials_per_s)
 

@@ -105,6 +105,9 @@ def test_run_directory(interleaved):
     validations = [record for record in records if "validation_loss" in record]
     assert [record["step"] for record in validations] == [3, 6]
     assert ["bigram_validation_loss" in record for record in validations] == [True, False]
+    saves = [record for record in records if "checkpoint_stall_s" in record]
+    assert [record["step"] for record in saves] == [3, 6]
+    assert "stalled" in (interleaved / "log.txt").read_text()
     assert np.exp(validations[0]["validation_loss"]) == pytest.approx(
         validations[0]["validation_perplexity"]
     )

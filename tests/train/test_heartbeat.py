@@ -114,12 +114,12 @@ def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
 
         made.engine.step = slower
 
-    with loop(comm, tmp_path, {"run.steps": 60}, patch) as made:
+    with loop(comm, tmp_path, {"run.steps": 80}, patch) as made:
         made.run()
         host = made.world.host
     if comm.rank == 0:
         assert f"work: rank 1 ({host}) 2.00 times" in log(tmp_path / "run")
-        slow = [record["slow_ranks"] for record in records(tmp_path / "run")[39::20]]
+        slow = [record["slow_ranks"] for record in records(tmp_path / "run")[59::20]]
         assert slow == [[{"rank": 1, "host": host, "factor": 2.0}]] * len(slow) and slow
 
 

@@ -119,7 +119,7 @@ def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
         host = made.world.host
     if comm.rank == 0:
         assert f"work: rank 1 ({host}) 2.00 times" in log(tmp_path / "run")
-        slow = [record["slow_ranks"] for record in records(tmp_path / "run")[59::20]]
+        slow = [r["slow_ranks"] for r in records(tmp_path / "run") if "slow_ranks" in r]
         assert slow == [[{"rank": 1, "host": host, "factor": 2.0}]] * len(slow) and slow
 
 

@@ -105,6 +105,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
 def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
     def patch(made):
         step = made.engine.step
+        made.shares_cores = False
 
         def slower(*arguments):
             result = step(*arguments)

@@ -65,3 +65,12 @@ def test_a_run_directory_that_cannot_be_written_at_the_start(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(InputError, match=r"run.dir = "):
         RunDirectory(tmp_path / "run", "", 0)
+
+
+def test_timelines_of_later_steps_are_dropped(tmp_path):
+    folder = tmp_path / "timeline"
+    folder.mkdir()
+    for step in (3, 4):
+        (folder / f"step-{step:08d}.json").touch()
+    RunDirectory(tmp_path, "", 3)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003.json"]

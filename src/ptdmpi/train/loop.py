@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -100,6 +101,8 @@ class Loop:
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
+        # there the system's scheduler makes ranks slow, now this one and now that
+        self.shares_cores = world.local_size * config.run.threads > (os.cpu_count() or 1)
 
     def _restore(self, start: Handover) -> tuple[int, list[str]]:
         """Load the state; returns how many steps are done, and what was stepped over."""
@@ -239,7 +242,7 @@ class Loop:
 
     def _slow_ranks(self, step: int) -> list[dict[str, Any]]:
         """Which ranks compute slowly, for the record of a step; also told, once in a while."""
-        if step % COMPUTE_STEPS:
+        if step % COMPUTE_STEPS or self.shares_cores:
             return []
         found = slow_ranks(self.judge.compute_s(), self.axes.grid, SLOW_FACTOR)
         slow = [

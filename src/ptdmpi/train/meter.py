@@ -80,10 +80,10 @@ class Rates:
 class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
-    Each record is one write of a whole line. Resuming at a step removes a torn last line and the
-    records after that step, and the `done` of an earlier end. Raises InputError if it cannot be
-    written at the start. A disk that fails later does not end the run, whose state is in memory: it
-    is said once, and lines wait.
+    Each record is one write of a whole line. Resuming at a step removes a torn last line, the
+    records and timelines after that step, and the `done` of an earlier end. Raises InputError if it
+    cannot be written at the start. A disk that fails later does not end the run, whose state is in
+    memory: it is said once, and lines wait.
     """
 
     def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
@@ -99,6 +99,9 @@ class RunDirectory:
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
                 _replace(self.metrics, b"".join(kept).decode())
+            for timeline in (path / "timeline").glob("step-*.json"):
+                if int(timeline.stem.removeprefix("step-")) > resumed_step:
+                    timeline.unlink()
         except OSError as error:
             raise InputError(f"run.dir = {path}: {error}") from None
 

@@ -35,6 +35,9 @@ def _microbatch(
     return Microbatch(sample_ids, rows[:, :-1], rows[:, 1:], loss_mask)
 
 
+Place = tuple[int, int, int]  # dataset, shard of it, first token in that
+
+
 class TrainBatches:
     """The training microbatches of one data rank.
 
@@ -66,11 +69,10 @@ class TrainBatches:
         self._rank_size = global_size // data_size
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
-        self._window: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._window: tuple[int, np.ndarray, list[Place]] | None = None
 
-    def _locate(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Global ids, datasets and samples within them of this rank's part of a step, int64 [B / d]
-        each.
+    def _locate(self, step: int) -> tuple[np.ndarray, list[Place]]:
+        """Global ids (int64 [B / d]) and places of this rank's part of a step.
 
         Consecutive steps are located in windows; what is kept is a cache of a pure function.
         """
@@ -79,19 +81,26 @@ class TrainBatches:
             steps = np.arange(number * self._window_steps, (number + 1) * self._window_steps)
             firsts = steps[:, None] * self._global_size + self._rank_start
             ids = (firsts + np.arange(self._rank_size)).reshape(-1)
-            self._window = (number, ids, *self._order.locate(ids))
+            self._window = (number, ids, self._places(ids))
         part = slice(place * self._rank_size, (place + 1) * self._rank_size)
-        return self._window[1][part], self._window[2][part], self._window[3][part]
+        return self._window[1][part], self._window[2][part]
+
+    def _places(self, ids: np.ndarray) -> list[Place]:
+        datasets, samples = self._order.locate(ids)
+        shards, starts = np.empty_like(samples), np.empty_like(samples)
+        for number, dataset in enumerate(self._datasets):
+            chosen = np.flatnonzero(datasets == number)
+            shards[chosen], starts[chosen] = dataset.places(samples[chosen], self._seq_length)
+        return list(zip(datasets.tolist(), shards.tolist(), starts.tolist(), strict=True))
 
     def step(self, k: int) -> list[Microbatch]:
         """This rank's m microbatches of step k. Raises InputError for ids outside the
         vocabulary."""
-        ids, datasets, samples = self._locate(k)
-        rows = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
-        for number, dataset in enumerate(self._datasets):
-            chosen = np.flatnonzero(datasets == number)
-            if chosen.size:
-                rows[chosen] = dataset.read(samples[chosen], self._seq_length)
+        ids, places = self._locate(k)
+        width = self._seq_length + 1
+        rows = np.empty((ids.size, width), dtype=np.int64)
+        for row, (dataset, shard, start) in enumerate(places):
+            rows[row] = self._datasets[dataset].tokens(shard, start, start + width)
         starts = range(0, ids.size, self._micro_size)
         parts = [slice(start, start + self._micro_size) for start in starts]
         return [_microbatch(ids[part], rows[part], None) for part in parts]

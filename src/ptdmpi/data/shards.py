@@ -7,6 +7,7 @@ number of tokens) and attributes. h5py opens it once, for the metadata and the b
 """
 
 import os
+import resource
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,10 +22,8 @@ from ptdmpi.config import InputError
 
 FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
-_OPEN_SHARDS = (
-    512  # mapped at a time in one dataset: each takes a file descriptor, often limited to 1024
-)
-_READ_ROWS = 32  # samples copied at a time
+_OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
+_OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -169,6 +168,19 @@ def map_documents(header: ShardHeader) -> np.ndarray:
     return np.memmap(header.path, "<u8", "r", offset, shape).view(np.ndarray)
 
 
+def _open_limit(shards: int) -> int:
+    """How many shards of a dataset may be open at a time: each takes a file descriptor.
+
+    The soft limit, often 1024, is raised as far as the system lets every process raise it: opening
+    a shard anew for each sample costs ten times as much as reading the sample.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return min(_OPEN_SHARDS, max(1, soft // _OPEN_SHARE))
+
+
 Reader = Callable[[int, int], np.ndarray]  # (first token, end) -> tokens
 
 
@@ -223,13 +235,12 @@ class Dataset:
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
-        self._dtype = max(
-            (header.dtype for header in self.headers), key=lambda dtype: dtype.itemsize
-        )
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
         open_reader = _mapped_reader if use_mmap else _pread_reader
         headers = self.headers
-        self._reader = lru_cache(_OPEN_SHARDS)(lambda shard: open_reader(headers[shard]))
+        self._reader = lru_cache(_open_limit(len(headers)))(
+            lambda shard: open_reader(headers[shard])
+        )
         self._first_samples = lru_cache(4)(partial(_count_samples, headers))
 
     def samples(self, seq_length: int) -> int:
@@ -244,40 +255,41 @@ class Dataset:
             )
         return count
 
-    def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Samples (int [n]) as int64 [n, seq_length + 1].
+    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Shard and first token in it of samples (int [n]): int64 [n] each.
 
-        Raises InputError for a token id outside the vocabulary (shard, position, id), and
-        IndexError for a sample that does not exist.
+        Raises IndexError for a sample that does not exist.
         """
         first_samples = self._first_samples(seq_length)
         indices = np.asarray(sample_indices, dtype=np.int64)
         if indices.size and (indices.min() < 0 or indices.max() >= first_samples[-1]):
             raise IndexError(f"sample outside [0, {first_samples[-1]}) of dataset {self.directory}")
         shards = np.searchsorted(first_samples, indices, side="right") - 1
-        starts = (indices - first_samples[shards]) * seq_length
-        samples = np.empty((indices.size, seq_length + 1), dtype=np.int64)
-        for start in range(0, indices.size, _READ_ROWS):
-            part = slice(start, start + _READ_ROWS)
-            samples[part] = self._read_rows(shards[part], starts[part], seq_length + 1)
-        return samples
+        return shards, (indices - first_samples[shards]) * seq_length
 
-    def _read_rows(self, shards: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
-        """Tokens [start, start + width) of each shard, checked: [n, width] in the shards' type.
+    def tokens(self, shard: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a shard, in its type; at least one.
 
-        The check is cheap in the narrow type; few rows at a time stay in the processor's cache.
+        Raises InputError for a token id outside the vocabulary (shard, position, id).
         """
-        rows = np.empty((shards.size, width), dtype=self._dtype)
-        reader = self._reader
-        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
-            rows[row] = reader(shard)(start, start + width)
-        if rows.max() >= self.vocab_size:
-            row, column = np.argwhere(rows >= self.vocab_size)[0]
+        piece = self._reader(shard)(start, stop)
+        # argmax: of all ways to look at every id, the quickest for a thousand of them
+        if piece.item(piece.argmax()) >= self.vocab_size:
+            at = int(np.argmax(piece >= self.vocab_size))
             raise InputError(
-                f"shard {self.headers[shards[row]].path}: token {starts[row] + column} has id "
-                f"{rows[row, column]}, outside the vocabulary of {self.vocab_size}"
+                f"shard {self.headers[shard].path}: token {start + at} has id {piece[at]}, "
+                f"outside the vocabulary of {self.vocab_size}"
             )
-        return rows
+        return piece
+
+    def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
+        """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `tokens` do."""
+        shards, starts = self.places(sample_indices, seq_length)
+        samples = np.empty((shards.size, seq_length + 1), dtype=np.int64)
+        places = zip(shards.tolist(), starts.tolist(), strict=True)
+        for row, (shard, start) in enumerate(places):
+            samples[row] = self.tokens(shard, start, start + seq_length + 1)
+        return samples
 
     def documents(self, shard: int) -> np.ndarray:
         """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],

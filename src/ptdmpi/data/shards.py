@@ -10,9 +10,11 @@ import os
 import resource
 import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 
 import h5py
@@ -24,6 +26,7 @@ FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
 _OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
 _OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
+_READ_ROWS = 64  # samples copied and checked at a time
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -181,33 +184,30 @@ def _open_limit(shards: int) -> int:
     return min(_OPEN_SHARDS, max(1, soft // _OPEN_SHARE))
 
 
-Reader = Callable[[int, int], np.ndarray]  # (first token, end) -> tokens
+class _PreadTokens:
+    """The tokens of a shard, read by pread as they are sliced."""
 
+    def __init__(self, header: ShardHeader):
+        self._header = header
+        self._descriptor = os.open(header.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
-def _mapped_reader(header: ShardHeader) -> Reader:
-    tokens = map_tokens(header)
-    return lambda start, stop: tokens[start:stop]
-
-
-def _pread_reader(header: ShardHeader) -> Reader:
-    descriptor = os.open(header.path, os.O_RDONLY)
-    width = header.dtype.itemsize
-
-    def read(start: int, stop: int) -> np.ndarray:
-        size_bytes = (stop - start) * width
-        piece = os.pread(descriptor, size_bytes, header.byte_offset + start * width)
+    def __getitem__(self, part: slice) -> np.ndarray:
+        header = self._header
+        width = header.dtype.itemsize
+        size_bytes = (part.stop - part.start) * width
+        piece = os.pread(self._descriptor, size_bytes, header.byte_offset + part.start * width)
         if len(piece) != size_bytes:
             raise InputError(f"shard {header.path}: was truncated while it was read")
         return np.frombuffer(piece, header.dtype)
 
-    weakref.finalize(read, os.close, descriptor)
-    return read
+
+def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
+    """The first sample of each shard, and the number of all."""
+    return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
-def _count_samples(headers: Sequence[ShardHeader], seq_length: int) -> np.ndarray:
-    """The first sample of each shard, and the number of all: int64 [shards + 1]."""
-    counts = [(header.tokens - 1) // seq_length for header in headers]
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+Place = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
 
 
 class Dataset:
@@ -235,18 +235,19 @@ class Dataset:
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
+        self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
-        open_reader = _mapped_reader if use_mmap else _pread_reader
+        open_tokens = map_tokens if use_mmap else _PreadTokens
         headers = self.headers
-        self._reader = lru_cache(_open_limit(len(headers)))(
-            lambda shard: open_reader(headers[shard])
+        self.shard_tokens: Callable[[int], np.ndarray] = lru_cache(_open_limit(len(headers)))(
+            lambda shard: open_tokens(headers[shard])
         )
-        self._first_samples = lru_cache(4)(partial(_count_samples, headers))
+        self._first_samples = lru_cache(4)(partial(_first_samples, headers))
 
     def samples(self, seq_length: int) -> int:
         """The number of training samples. Raises InputError if no shard has seq_length + 1
         tokens."""
-        count = int(self._first_samples(seq_length)[-1])
+        count = self._first_samples(seq_length)[-1]
         if count == 0:
             longest = max(header.tokens for header in self.headers)
             raise InputError(
@@ -255,46 +256,60 @@ class Dataset:
             )
         return count
 
-    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and first token in it of samples (int [n]): int64 [n] each.
+    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[list[int], list[int]]:
+        """Shard, and first token in it, of samples (int [n]). Raises IndexError for one that does
+        not exist.
 
-        Raises IndexError for a sample that does not exist.
+        Plain integers: for a few samples numpy would cost more than reading them.
         """
-        first_samples = self._first_samples(seq_length)
-        indices = np.asarray(sample_indices, dtype=np.int64)
-        if indices.size and (indices.min() < 0 or indices.max() >= first_samples[-1]):
-            raise IndexError(f"sample outside [0, {first_samples[-1]}) of dataset {self.directory}")
-        shards = np.searchsorted(first_samples, indices, side="right") - 1
-        return shards, (indices - first_samples[shards]) * seq_length
-
-    def tokens(self, shard: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a shard, in its type; at least one.
-
-        Raises InputError for a token id outside the vocabulary (shard, position, id).
-        """
-        piece = self._reader(shard)(start, stop)
-        # argmax: of all ways to look at every id, the quickest for a thousand of them
-        if piece.item(piece.argmax()) >= self.vocab_size:
-            at = int(np.argmax(piece >= self.vocab_size))
-            raise InputError(
-                f"shard {self.headers[shard].path}: token {start + at} has id {piece[at]}, "
-                f"outside the vocabulary of {self.vocab_size}"
-            )
-        return piece
+        firsts, samples = self._first_samples(seq_length), sample_indices.tolist()
+        if samples and not 0 <= min(samples) <= max(samples) < firsts[-1]:
+            raise IndexError(f"sample outside [0, {firsts[-1]}) of dataset {self.directory}")
+        shards = [bisect_right(firsts, sample) - 1 for sample in samples]
+        starts = [
+            (sample - firsts[shard]) * seq_length
+            for sample, shard in zip(samples, shards, strict=True)
+        ]
+        return shards, starts
 
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `tokens` do."""
+        """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `gather` do."""
         shards, starts = self.places(sample_indices, seq_length)
-        samples = np.empty((shards.size, seq_length + 1), dtype=np.int64)
-        places = zip(shards.tolist(), starts.tolist(), strict=True)
-        for row, (shard, start) in enumerate(places):
-            samples[row] = self.tokens(shard, start, start + seq_length + 1)
-        return samples
+        places = [(0, *place) for place in zip(shards, starts, strict=True)]
+        return gather([self], places, seq_length + 1)
 
     def documents(self, shard: int) -> np.ndarray:
         """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
         o[i+1])."""
         return map_documents(self.headers[shard])
+
+
+def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> np.ndarray:
+    """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
+
+    Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
+    the first dataset. Rows are copied and checked in the shards' narrow type, a few at a time,
+    while they are in the processor's cache; argmax is the quickest way to look at all ids.
+    """
+    rows = np.empty((len(places), width), dtype=np.int64)
+    dtype = datasets[0].dtype
+    if len(datasets) > 1:
+        dtype = max((dataset.dtype for dataset in datasets), key=lambda kind: kind.itemsize)
+    narrow = np.empty((min(len(places), _READ_ROWS), width), dtype)
+    for begin in range(0, len(places), _READ_ROWS):
+        part = places[begin : begin + _READ_ROWS]
+        for row, (number, shard, start) in enumerate(part):
+            narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
+        ready = narrow[: len(part)]
+        if ready.item(ready.argmax()) >= datasets[0].vocab_size:
+            row, column = np.argwhere(ready >= datasets[0].vocab_size)[0].tolist()
+            number, shard, start = part[row]
+            raise InputError(
+                f"shard {datasets[number].headers[shard].path}: token {start + column} has id "
+                f"{ready[row, column]}, outside the vocabulary of {datasets[0].vocab_size}"
+            )
+        rows[begin : begin + _READ_ROWS] = ready
+    return rows
 
 
 def _offset_problems(header: ShardHeader) -> list[str]:

@@ -26,7 +26,6 @@ FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
 _OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
 _OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
-_READ_ROWS = 64  # samples copied and checked at a time
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -56,10 +55,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def _attributes(file: h5py.File) -> dict[str, int | str]:
     values: dict[str, int | str] = {}
+    attributes = file.attrs  # h5py makes a new object each time it is asked
     for name in (*_INTEGERS, *_TEXTS):
-        if name not in file.attrs:
+        if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
-        value = file.attrs[name]
+        value = attributes[name]
         if name in _TEXTS:
             if not isinstance(value, str):
                 raise ValueError(f"attribute {name!r} is {value!r}, not a text")
@@ -85,17 +85,18 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")
-    if data.dtype not in [np.dtype(dtype) for dtype in dtypes]:
-        raise ValueError(f"dataset {name!r} has type {data.dtype.str}; legal: {', '.join(dtypes)}")
-    if data.ndim != 1 or data.size < 1:
-        raise ValueError(f"dataset {name!r} has shape {data.shape}; one dim, not empty, is needed")
+    dtype, shape = data.dtype, data.shape
+    if dtype.str not in dtypes:
+        raise ValueError(f"dataset {name!r} has type {dtype.str}; legal: {', '.join(dtypes)}")
+    if shape is None or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"dataset {name!r} has shape {shape}; one dim, not empty, is needed")
     offset = data.id.get_offset()
     if data.chunks is not None or data.compression is not None or data.external or offset is None:
         raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
-    end, size = offset + data.size * data.dtype.itemsize, os.path.getsize(file.filename)
+    end, size = offset + shape[0] * dtype.itemsize, os.path.getsize(file.filename)
     if end > size:
         raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
-    return data.size, data.dtype, offset
+    return shape[0], dtype, offset
 
 
 def read_header(path: str | Path) -> ShardHeader:
@@ -113,7 +114,11 @@ def read_header(path: str | Path) -> ShardHeader:
             values = _attributes(file)
             tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
             offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
-            first, last = int(file["documents"][0]), int(file["documents"][-1])
+        with open(path, "rb") as stream:
+            ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
+            first, last = (
+                int.from_bytes(os.pread(stream.fileno(), 8, at), "little") for at in ends
+            )
     # h5py reports a damaged file by whichever of these its C library's message maps to
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -235,7 +240,6 @@ class Dataset:
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
-        self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
         open_tokens = map_tokens if use_mmap else _PreadTokens
         headers = self.headers
@@ -288,27 +292,20 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> 
     """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
 
     Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
-    the first dataset. Rows are copied and checked in the shards' narrow type, a few at a time,
-    while they are in the processor's cache; argmax is the quickest way to look at all ids.
+    the first dataset.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    dtype = datasets[0].dtype
-    if len(datasets) > 1:
-        dtype = max((dataset.dtype for dataset in datasets), key=lambda kind: kind.itemsize)
-    narrow = np.empty((min(len(places), _READ_ROWS), width), dtype)
-    for begin in range(0, len(places), _READ_ROWS):
-        part = places[begin : begin + _READ_ROWS]
-        for row, (number, shard, start) in enumerate(part):
-            narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
-        ready = narrow[: len(part)]
-        if ready.item(ready.argmax()) >= datasets[0].vocab_size:
-            row, column = np.argwhere(ready >= datasets[0].vocab_size)[0].tolist()
-            number, shard, start = part[row]
+    vocab_size = datasets[0].vocab_size
+    for row, (number, shard, start) in enumerate(places):
+        piece = datasets[number].shard_tokens(shard)[start : start + width]
+        # argmax in the shard's narrow type: the quickest way to look at a thousand ids
+        if piece.item(piece.argmax()) >= vocab_size:
+            at = int(np.argmax(piece >= vocab_size))
             raise InputError(
-                f"shard {datasets[number].headers[shard].path}: token {start + column} has id "
-                f"{ready[row, column]}, outside the vocabulary of {datasets[0].vocab_size}"
+                f"shard {datasets[number].headers[shard].path}: token {start + at} has id "
+                f"{piece[at]}, outside the vocabulary of {vocab_size}"
             )
-        rows[begin : begin + _READ_ROWS] = ready
+        rows[row] = piece
     return rows
 
 

@@ -107,10 +107,14 @@ class Loop:
     def _restore(self, start: Handover) -> tuple[int, list[str]]:
         """Load the state; returns how many steps are done, and what was stepped over."""
         skipped: list[str] = []
+        self.begun_from: str | None = None
         self.engine.steps_done = None
         if start.load is None:
             progress, skipped = self.checkpoints.resume(start.resume)
             step = progress.step if progress else 0
+            initial = self.config.checkpoint.initial
+            if progress is None and initial is not None:
+                self.begun_from = self.checkpoints.begin_from(Path(initial))
         else:
             step = start.load(self.engine)
         self.engine.steps_done = step
@@ -312,6 +316,8 @@ class Loop:
         )
         if self.first:
             self.say(f"resumed after step {self.first}")
+        elif self.begun_from:
+            self.say(f"begins from the weights of {self.begun_from}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):
             self.say(
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "

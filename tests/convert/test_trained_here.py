@@ -1,42 +1,17 @@
 """A model of our own leaves for Hugging Face, and `transformers` loads it; others cannot."""
 
-import json
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
 
 from ptdmpi.config import InputError
 from ptdmpi.convert.to_hf import to_hf
-from ptdmpi.train import checkpoint_files as files
-from ptdmpi.train.checkpoint_data import Block, write
-from ptdmpi.train.checkpoint_files import Progress
-from ptdmpi.train.stored import config_of, declarations
-from tests._layers import random_tensor
+from tests import _stored
 
 V = 51
-SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "init_std": 0.1}
 
 
-def stored(folder: Path, **model) -> Path:
-    """A run directory with a checkpoint of random weights."""
-    config = config_of(SHAPE | model)
-    blocks = []
-    for name, one in declarations(config, V).items():
-        values = random_tensor(name, one.shape, "fp32") * 0.3
-        box = tuple(slice(0, size) for size in one.shape)
-        blocks.append(Block(f"weights/{name}", one.shape, box, "float32", partial(values.numpy)))
-    temporary = folder / "checkpoints" / (files.name_of(7) + ".tmp")
-    temporary.mkdir(parents=True)
-    written = write(temporary / "rank-00000.safetensors", blocks)
-    progress = Progress(step=7, samples=7, updates=7, loss_scale=1.0, good_steps=0, seed=0)
-    files.write_manifest(temporary, asdict(progress), [written])
-    files.publish(temporary, ())
-    lines = [f"{k} = {json.dumps(v)}" for k, v in (SHAPE | model).items()]
-    (folder / "config.toml").write_text("\n".join(["[model]", *lines]))
-    return folder
+def stored(folder, **model):
+    return _stored.stored(folder, V, **model)
 
 
 @pytest.mark.parametrize(

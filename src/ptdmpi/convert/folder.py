@@ -18,7 +18,6 @@ from pathlib import Path
 from ptdmpi.config import InputError
 from ptdmpi.train import checkpoint_files as files
 
-KEPT = "hugging_face"
 HEADERS = "headers.json"
 BUFFERS = "buffers.safetensors"
 

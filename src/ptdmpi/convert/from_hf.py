@@ -16,13 +16,13 @@ from ptdmpi.config import InputError
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import ConfigJson, family_of
-from ptdmpi.convert.folder import BUFFERS, HEADERS, KEPT, Converted, new_directory
+from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.train import checkpoint_files as files
 from ptdmpi.train.checkpoint_data import Block, Slices, write
 from ptdmpi.train.checkpoint_files import Progress
-from ptdmpi.train.stored import CONFIG, config_of, declarations, open_model
+from ptdmpi.train.stored import CONFIG, KEPT, config_of, declarations, open_model
 
 # These hold weights, in whatever form; everything else of a model directory is kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}

@@ -18,14 +18,14 @@ from ptdmpi.config import InputError
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import ConfigJson, Family, family_for, family_of, places
-from ptdmpi.convert.folder import BUFFERS, HEADERS, KEPT, Converted, new_directory
+from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.train import checkpoint_check
 from ptdmpi.train import checkpoint_files as files
 from ptdmpi.train.checkpoint_data import Damaged, Reader
-from ptdmpi.train.stored import StoredModel, declarations, open_model, require_weights
+from ptdmpi.train.stored import KEPT, StoredModel, declarations, open_model, require_weights
 
 # The names that config.json has for types, and those of safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

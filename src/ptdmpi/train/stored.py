@@ -16,6 +16,8 @@ from ptdmpi.train import checkpoint_check, checkpoint_files
 from ptdmpi.train.checkpoint_data import Reader
 
 CONFIG = "config.toml"
+# Beside it, of a model that came from Hugging Face: its own config.json, tokenizer and so on.
+KEPT = "hugging_face"
 
 
 @dataclass(frozen=True)

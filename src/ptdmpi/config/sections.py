@@ -195,6 +195,7 @@ class CheckpointConfig(Section):
     keep_every: NonNegative = 0
     asynchronous: bool = False
     resume: str = "auto"
+    initial: str | None = None
 
 
 class LogConfig(Section):

@@ -54,7 +54,7 @@ class Loop:
         self.world, self.config = world, config
         parallel = config.parallel
         torch.set_num_threads(config.run.threads)
-        self.device = _device(world)
+        self.device = device_of(world)
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
@@ -342,7 +342,8 @@ def checked(tree: dict[str, Any], ranks: int) -> Config:
     return config
 
 
-def _device(world: World) -> torch.device:
+def device_of(world: World) -> torch.device:
+    """This rank's GPU, by its place on the node, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())

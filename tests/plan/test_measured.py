@@ -10,7 +10,6 @@ from ptdmpi.plan.measured import MeasuredMachine, interpolate
 from ptdmpi.plan.price import Pricer
 from ptdmpi.plan.search import Space, search
 
-
 SHEETS = {
     "device": {
         "name": "test",

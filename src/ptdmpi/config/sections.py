@@ -29,6 +29,7 @@ class RunConfig(Section):
     max_skips: NonNegative = 3
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
+    cluster: str = ""
 
     @model_validator(mode="before")
     @classmethod

@@ -142,7 +142,7 @@ WRONG_VALUES = [
     ("run.steps", True, r"run\.steps = True: .*integer"),
     ("run.steps", None, r"run\.steps is missing"),
     ("model.hidden", None, r"model\.hidden is missing"),
-    ("model.kind", "bert", r"model\.kind = 'bert': .*'gpt' or 'llama'"),
+    ("model.kind", "bart", r"model\.kind = 'bart': .*'llama' or 'bert'"),
     ("model.dropout", 1.0, r"model\.dropout = 1\.0: .*less than 1"),
     ("parallel.data", 0, r"parallel\.data = 0: "),
     ("parallel.data", "all", r"parallel\.data = 'all': .*'auto'"),

@@ -14,6 +14,7 @@ from ptdmpi.config.sections import (
 )
 
 MOST_TRIED = 10**6
+MIN_MASKED_LENGTH = 8
 
 
 def divisors(number: int) -> list[int]:
@@ -78,6 +79,27 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    yield from _objective_rules(model)
+
+
+def _objective_rules(model: ModelConfig) -> Iterator[str]:
+    """What belongs to masked language models, and what these need."""
+    if not model.masked:
+        for key, value in (
+            ('output_head = "mlm"', model.output_head == "mlm"),
+            (f"token_types = {model.token_types}", model.token_types),
+            ("sentence_order = true", model.sentence_order),
+        ):
+            if value:
+                yield f'model.{key} belongs to model.attention = "bidirectional"'
+        return
+    if model.sentence_order and model.token_types == 1:
+        yield "model.sentence_order tells two segments apart: token_types must be 0, 2 or more"
+    if model.seq_length < MIN_MASKED_LENGTH:
+        yield (
+            f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "
+            "bidirectional attention, for special tokens and two segments"
         )
 
 

@@ -5,6 +5,8 @@
     checkpoints/step-00000200.tmp        being written, or left by a crash
     checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
     checkpoints/step-00000100.damaged    the same, for one that was found damaged
+    checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
+    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
 
 A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and goes by one:
 no crash leaves an incomplete checkpoint under such a name.
@@ -26,6 +28,7 @@ from ptdmpi.train.checkpoint_data import TYPE_NAMES
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
+BRANCHED_FROM = "branched_from"
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     final = temporary.with_suffix("")
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
-        final.rename(_free_name(final) if final.name in damaged else replaced)
+        final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
     temporary.rename(final)
     sync(final.parent)
     draft = final.with_name(LATEST + ".tmp")
@@ -200,6 +203,35 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     if os.path.lexists(replaced):
         discard(replaced)
     return final
+
+
+def branch(directory: Path, source: Path | None) -> None:
+    """The run has not come from all that is here: set the others aside, and remember the source.
+
+    They would be the newest ones by their steps, and the next start would go on from them. Kept are
+    those before a source that is here itself; `None`: the run was begun anew.
+    """
+    own = source is not None and source.parent.resolve() == directory.resolve()
+    last = step_of(source) if own else -1
+    for path in checkpoints_in(directory):
+        if step_of(path) > last:
+            path.rename(_free_name(path, "abandoned"))
+    marker = directory / BRANCHED_FROM
+    if source is None:
+        marker.unlink(missing_ok=True)
+    else:
+        write_synced(marker, f"{source.resolve()}\n")
+    sync(directory)
+
+
+def went_on_from(directory: Path, source: Path) -> bool:
+    """Whether the run has branched from this checkpoint before, and saved since."""
+    marker = directory / BRANCHED_FROM
+    if not marker.is_file() or marker.read_text(encoding="utf-8").strip() != str(source.resolve()):
+        return False
+    own = source.parent.resolve() == directory.resolve()
+    newest = max(map(step_of, checkpoints_in(directory)), default=-1)
+    return newest > (step_of(source) if own else -1)
 
 
 def put_back(directory: Path) -> None:
@@ -245,8 +277,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _free_name(final: Path) -> Path:
-    names = [final.with_name(f"{final.name}.damaged{number}") for number in ("", *range(2, 100))]
+def _free_name(final: Path, why: str) -> Path:
+    names = (final.with_name(f"{final.name}.{why}{number}") for number in ("", *range(2, 10000)))
     return next(name for name in names if not os.path.lexists(name))
 
 

@@ -317,7 +317,9 @@ class Loop:
             "tokens"
         )
         if self.first:
-            self.say(f"resumed after step {self.first}")
+            followed = self.checkpoints.followed
+            again = f", for checkpoint.resume = {followed} was followed before" if followed else ""
+            self.say(f"resumed after step {self.first}{again}")
         elif self.begun_from:
             self.say(f"begins from the weights of {self.begun_from}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):

@@ -216,6 +216,12 @@ def test_what_resume_steps_over_and_what_it_refuses(comm, tmp_path):
     wide = build(world, {**CHANGES, **layout(t=2), "model.hidden": 64})
     with pytest.raises(SharedInputError, match="this model needs"):
         _checkpoints(wide, tmp_path).resume("auto")
+    for change in ({"model.heads": 2}, {"model.norm_eps": 1e-3}):
+        other = build(world, {**CHANGES, **layout(t=2), **change})
+        key = next(iter(change))
+        for wanted in ("auto", str(tmp_path / "step-00000003")):
+            with pytest.raises(SharedInputError, match=f"it was trained with {key} = "):
+                _checkpoints(other, tmp_path).resume(wanted)
     for change in ({"batch.global_size": 16}, {"run.seed": 7}):
         other = build(world, {**CHANGES, **layout(t=2), **change})
         with pytest.raises(SharedInputError, match="skipped or seen twice"):
@@ -242,7 +248,7 @@ def test_a_run_that_is_rolled_back_goes_on_from_there(comm, tmp_path):
 
     def left():
         return world.on_root(
-            lambda: sorted(path.name.removeprefix("step-0000000") for path in tmp_path.glob("step*"))
+            lambda: sorted(path.name.removeprefix("step-0000000") for path in tmp_path.glob("s*"))
         )
 
     for step in range(1, 7):

@@ -200,7 +200,8 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
         """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
-        files.write_manifest(flight.temporary, asdict(flight.progress), written)
+        model = self.engine.config.model.model_dump()
+        files.write_manifest(flight.temporary, asdict(flight.progress), model, written)
         files.publish(flight.temporary, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every

@@ -63,17 +63,23 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def named(path: Path) -> Path:
-    """The checkpoint that a user names: itself, or through the file `latest`."""
+    """The checkpoint that a user names: itself, or through the file `latest`. Raises InputError."""
     if path.is_file() and path.name == LATEST:
-        return path.parent / path.read_text(encoding="utf-8").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if not is_name(name):
+            raise InputError(f"{path} names no checkpoint: it has {name!r}")
+        return path.parent / name
     return path
 
 
 # -- the manifest ----------------------------------------------------------------------------------
 
 
-def write_manifest(directory: Path, progress: dict[str, Any], written: list[dict]) -> None:
-    """Write and sync the manifest over the files of all ranks, as `write` gave them.
+def write_manifest(
+    directory: Path, progress: dict[str, Any], model: dict[str, Any], written: list[dict]
+) -> None:
+    """Write and sync the manifest over the files of all ranks, as `write` gave them; `model` is the
+    section [model] that they are weights of.
 
     Raises InputError where a file is not seen from here.
     """
@@ -96,6 +102,7 @@ def write_manifest(directory: Path, progress: dict[str, Any], written: list[dict
     manifest = {
         "format_version": FORMAT_VERSION,
         "progress": progress,
+        "model": model,
         "files": files,
         "tensors": dict(sorted(tensors.items())),
     }

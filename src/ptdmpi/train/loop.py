@@ -316,7 +316,9 @@ class Loop:
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
-        if self.first:
+        if self.first > config.run.steps:
+            self.say(f"step {self.first} was trained before; run.steps = {config.run.steps}")
+        elif self.first:
             followed = self.checkpoints.followed
             again = f", for checkpoint.resume = {followed} was followed before" if followed else ""
             self.say(f"resumed after step {self.first}{again}")

@@ -48,7 +48,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    return re.fullmatch(r"step-\d{8}", name) is not None
+    return re.fullmatch(r"step-\d{8,}", name) is not None
 
 
 def step_of(directory: Path) -> int:
@@ -59,7 +59,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
     """The checkpoints of a run in ascending order of steps, whether or not they can be read."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if is_name(path.name))
+    return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
 
 
 def named(path: Path) -> Path:
@@ -176,7 +176,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what crashes and failed saves have left. Not while a save is under way."""
-    for leftover in directory.glob("step-????????.tmp"):
+    for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
 
@@ -243,7 +243,7 @@ def went_on_from(directory: Path, source: Path) -> bool:
 
 def put_back(directory: Path) -> None:
     """Undo a replacement that a crash cut in two."""
-    for replaced in directory.glob("step-????????.replaced"):
+    for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):
             discard(replaced)

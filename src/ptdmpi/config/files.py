@@ -21,7 +21,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

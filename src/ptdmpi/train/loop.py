@@ -68,7 +68,7 @@ class Loop:
         self.requests = Requests(signals, self.path, hosts, config.run.max_minutes)
         self.judge = Judge(self.ranks, config.run.stall_s, self.say) if world.rank == 0 else None
         self.heartbeat = Heartbeat(
-            self.axes, self.ranks, self.place, signals, self.path, self.judge
+            self.axes, self.ranks, self.place, signals, self.path, self.judge, config.run.stall_s
         )
         if not self.heartbeat.start():
             self.say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
@@ -223,7 +223,9 @@ class Loop:
             return
         if self.directory:
             self.requests.obeyed("STOP")
-        self.say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
+        anew = self.config.checkpoint.resume == "never"
+        then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.say(f"{asked.stop}: stopped on request after step {step}; {then}")
         self.place.enter("ending")
         self.heartbeat.finish()
         raise SystemExit(STOPPED_EXIT_CODE)

@@ -12,7 +12,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -116,12 +116,14 @@ class ModelConfig(Section):
         if not isinstance(values, Mapping):
             return values
         kind = values.get("kind", "gpt")
-        # an unknown kind is told of as such, not by the keys that it does not bring
-        filled = {**MODEL_KINDS[kind if kind in MODEL_KINDS else "gpt"], **values}
-        if isinstance(filled.get("heads"), int):
-            filled.setdefault("kv_heads", filled["heads"])
-        if isinstance(filled.get("hidden"), int):
-            filled.setdefault("ffn_hidden", default_ffn_hidden(filled))
+        known = isinstance(kind, str) and kind in MODEL_KINDS
+        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
+        filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
+        heads, hidden = filled.get("heads"), filled.get("hidden")
+        filled.setdefault("kv_heads", heads if type(heads) is int and heads > 0 else 1)
+        if "ffn_hidden" not in filled:
+            sound = type(hidden) is int and hidden > 0
+            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
         return filled
 
     @property
@@ -219,6 +221,10 @@ class DataConfig(Section):
     train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
     valid: str | None = None
     tokenizer_sha256: str | None = None
+    document_boundaries: bool = False
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    mask_ngram: Positive = 3
+    whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
 
 

@@ -244,20 +244,27 @@ class Dataset:
             )
         return count
 
-    def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Samples (int [n]) as int64 [n, seq_length + 1].
+    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Shard and first token in it of samples (int [n]): int64 [n] each.
 
-        Raises InputError for a token id outside the vocabulary (shard, position, id), and
-        IndexError for a sample that does not exist.
+        Raises IndexError for a sample that does not exist.
         """
         first_samples = self._first_samples(seq_length)
         indices = np.asarray(sample_indices, dtype=np.int64)
         if indices.size and (indices.min() < 0 or indices.max() >= first_samples[-1]):
             raise IndexError(f"sample outside [0, {first_samples[-1]}) of dataset {self.directory}")
         shards = np.searchsorted(first_samples, indices, side="right") - 1
-        starts = (indices - first_samples[shards]) * seq_length
-        samples = np.empty((indices.size, seq_length + 1), dtype=np.int64)
-        for start in range(0, indices.size, _READ_ROWS):
+        return shards, (indices - first_samples[shards]) * seq_length
+
+    def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
+        """Samples (int [n]) as int64 [n, seq_length + 1].
+
+        Raises InputError for a token id outside the vocabulary (shard, position, id), and
+        IndexError for a sample that does not exist.
+        """
+        shards, starts = self.places(sample_indices, seq_length)
+        samples = np.empty((shards.size, seq_length + 1), dtype=np.int64)
+        for start in range(0, shards.size, _READ_ROWS):
             part = slice(start, start + _READ_ROWS)
             samples[part] = self._read_rows(shards[part], starts[part], seq_length + 1)
         return samples

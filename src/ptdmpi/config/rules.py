@@ -14,8 +14,8 @@ from ptdmpi.config.sections import (
     Section,
 )
 
-MIN_MASKED_LENGTH = 8
 MOST_TRIED = 10**6
+MIN_MASKED_LENGTH = 8
 
 
 def divisors(number: int) -> list[int]:

@@ -29,6 +29,7 @@ class RunConfig(Section):
     max_skips: NonNegative = 3
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
+    cluster: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -237,6 +238,7 @@ class CheckpointConfig(Section):
     keep_every: NonNegative = 0
     asynchronous: bool = False
     resume: str = "auto"
+    initial: str | None = None
 
 
 class LogConfig(Section):

@@ -1,7 +1,6 @@
 """Which document each token of a window of a shard is of, and samples that respect that."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -55,7 +54,7 @@ def with_documents(windows: Windows, microbatch: Microbatch) -> Microbatch:
     if microbatch.loss_mask is not None:
         counts *= microbatch.loss_mask
     inside = numbers[:, :-1]
-    return replace(microbatch, documents=inside if inside.any() else None, loss_mask=counts)
+    return microbatch._replace(documents=inside if inside.any() else None, loss_mask=counts)
 
 
 class FormedBatches:

@@ -7,7 +7,7 @@ Every choice is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,8 +79,7 @@ class MaskedSamples:
         if microbatch.loss_mask is not None:  # rows that only fill up a validation
             weights *= microbatch.loss_mask[:, :1]
             orders[microbatch.loss_mask[:, 0] == 0.0] = -1
-        return replace(
-            microbatch,
+        return microbatch._replace(
             inputs=ids,
             labels=labels,
             loss_mask=weights,

@@ -165,6 +165,15 @@ def attention(
     return out.to(q.dtype)
 
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets it see."""
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        _wide(q), _wide(k), _wide(v), attn_mask=seen, enable_gqa=grouped
+    )
+    return out.to(q.dtype)
+
+
 @cache
 def _packed_attention() -> Callable[..., Tensor] | None:
     """PyTorch's attention of sequences laid end to end; None before it had grouped queries."""

@@ -180,9 +180,14 @@ class Stage(nn.Module):
 
     def hidden(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
         """What this stage's layers make of the batch, or of the stage's input `x`."""
-        context = self._context(batch, step)
+        return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
+
+    def advance(
+        self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
+    ) -> Tensor:
+        """What this stage's layers make of the ids, or of the stage's input `x`."""
         if self.embedding is not None:
-            x = self.embedding(batch.inputs, context, batch.types)
+            x = self.embedding(ids, context, types)
         for block in self.layers.values():
             x = block(x, context)
         return x if self.final_norm is None else self.final_norm(x)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import kernels
+from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import Stream, dropout
@@ -30,12 +31,14 @@ from ptdmpi.model.tensor_parallel import (
 @dataclass(frozen=True)
 class Context:
     """What a forward pass knows besides its input: the random stream, None where nothing drops;
-    the documents, None where each sequence is one; and then the rotary angles of their positions.
+    the documents, None where each sequence is one; the rotary angles, where they are not those of
+    all positions; and the cache of what came before.
     """
 
     stream: Stream | None = None
     documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
+    cache: KeyValueCache | None = None
 
 
 class Norm(nn.Module):
@@ -108,7 +111,9 @@ class Attention(nn.Module):
             # v is a view of all of qkv, which would stay only for its sake
             q, k, v = rotate(q, *rotary), rotate(k, *rotary), v.clone()
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
-        if self.selective:
+        if context.cache is not None:
+            core = context.cache.attend(self.layer, q, k, v)
+        elif self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
             core = checkpoint(
                 self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
@@ -238,10 +243,12 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
         x = self.word(ids)
         here = self.axis.local_positions(ids.shape[0])
-        if self.position is not None and context.documents is None:
-            x = x + self.position(here)[:, None, :]
-        elif self.position is not None:
+        if self.position is not None and context.cache is not None:
+            x = x + self.position(context.cache.positions)
+        elif self.position is not None and context.documents is not None:
             x = x + self.position(context.documents.positions[here])
+        elif self.position is not None:
+            x = x + self.position(here)[:, None, :]
         if self.token_type is not None:
             x = x + self.token_type(types[here])
         if self.norm is not None:

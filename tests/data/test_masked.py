@@ -8,7 +8,7 @@ import pytest
 
 from ptdmpi.data.batches import TrainBatches, ValidationBatches
 from ptdmpi.data.documents import FormedBatches, Windows
-from ptdmpi.data.masked import LONGEST_WORD, MaskedSamples, predictions, text_length
+from ptdmpi.data.masked import LONGEST_WORD, MaskedSamples, predictions
 from ptdmpi.data.order import Part, SampleOrder
 from tests._configs import small
 from tests._texts import END, byte_shards, text
@@ -184,6 +184,6 @@ def test_one_segment_where_no_order_is_asked_for(dataset):
     changes = {"model.sentence_order": False, "model.token_types": 0}
     made = form(dataset, **changes)
     model = small({"model.kind": "bert", "model.seq_length": S} | changes).model
-    assert text_length(model) == S - 2
+    assert model.text_length == S - 2
     for _, _, sample in samples_of(dataset, made, range(50)):
         assert sample.order == -1 and (sample.ids == SEPARATOR).sum() == 1

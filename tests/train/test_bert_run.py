@@ -12,7 +12,7 @@ BERT = {
     "model.kind": "bert",
     "model.seq_length": 32,
     "model.heads": 4,
-    "run.steps": 24,
+    "run.steps": 16,
     "batch.micro_size": 2,
     "optimizer.learning_rate": 1e-2,
     "log.validate_samples": 14,
@@ -22,7 +22,7 @@ PACKED = {
     "model.kind": "llama",
     "model.ffn_hidden": 48,
     "data.document_boundaries": True,
-    "run.steps": 8,
+    "run.steps": 4,
 }
 LAYOUT = {
     "parallel.tensor": 2,
@@ -60,4 +60,4 @@ def test_loss_falls_and_is_that_of_one_rank(comm, changes, tmp_path):
         mine, theirs = ([record[key] for record in of if key in record] for of in (four, one))
         assert mine and mine == pytest.approx(theirs, rel=1e-4), key
     losses = [record["loss"] for record in one if "loss" in record]
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - (0.5 if changes["model.kind"] == "bert" else 0.1)

@@ -21,11 +21,6 @@ LONGEST_WORD = 16  # tokens; what is longer counts as several words
 MASKED, DRAWN = 0.8, 0.9  # below: the mask token; below: a random token; else left as it is
 
 
-def text_length(model: ModelConfig) -> int:
-    """Tokens of text of one sample: without the special ones in front, between and behind."""
-    return model.seq_length - (3 if model.sentence_order else 2)
-
-
 def predictions(fraction: float, tokens: int) -> int:
     """Masked tokens of a text of so many: at least one, and rounded."""
     return max(1, round(fraction * tokens)) if tokens else 0
@@ -53,7 +48,7 @@ class MaskedSamples:
         self.eod_id, self.seed = dataset.eod_id, seed
         self.seq_length, self.sentence_order = model.seq_length, model.sentence_order
         self.fraction = data.mask_fraction
-        self.most = predictions(data.mask_fraction, text_length(model))
+        self.most = model.predictions(data.mask_fraction)
         # n with probability in proportion to 1 / n (Lan et al. 2020, section 4.1)
         shares = 1.0 / np.arange(1, data.mask_ngram + 1)
         self.ngram_limits = np.cumsum(shares / shares.sum())

@@ -11,7 +11,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
 from ptdmpi.data.documents import FormedBatches, Locate, Windows, with_documents
-from ptdmpi.data.masked import MaskedSamples, text_length
+from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shards import Dataset
 from ptdmpi.model.documents import Documents
@@ -33,7 +33,7 @@ class Feed:
             self.masked = masked_samples(config, self.train[0])
             self.vocab_size = self.masked.vocabulary.size
         self.order = sample_order(config, self.train)
-        self.length = window_length(config)
+        self.length = config.model.text_length
 
     def steps(self, first: int) -> Prefetcher:
         """Microbatches of step `first` and the following ones, read ahead by a thread."""
@@ -139,16 +139,10 @@ def open_datasets(config: Config) -> tuple[list[Dataset], Dataset | None]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        dataset.samples(window_length(config))  # refuses a corpus shorter than one sequence
+        dataset.samples(config.model.text_length)  # refuses a corpus shorter than one sequence
     if config.model.masked:
         masked_samples(config, train[0])  # refuses a tokenizer that does not tell words apart
     return train, valid
-
-
-def window_length(config: Config) -> int:
-    """Tokens of the shards in one sample."""
-    model = config.model
-    return text_length(model) if model.masked else model.seq_length
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
@@ -163,7 +157,7 @@ def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def sample_order(config: Config, train: list[Dataset]) -> SampleOrder:
     """The order of all training samples. Raises InputError if the run would exceed an `epochs`."""
     parts = [
-        Part(dataset.samples(window_length(config)), part.weight, part.epochs)
+        Part(dataset.samples(config.model.text_length), part.weight, part.epochs)
         for dataset, part in zip(train, config.data.train, strict=True)
     ]
     order = SampleOrder(parts, config.run.seed)

@@ -66,7 +66,7 @@ def read(path: Path) -> Run:
             f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
     records = [json.loads(line) for line in lines if line.endswith("\n")]
-    timelines = sorted((path / "timeline").glob("step-????????.json"))
+    timelines = sorted((path / "timeline").glob("step-*.json"))
     return Run(
         path,
         config,

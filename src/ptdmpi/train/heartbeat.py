@@ -5,6 +5,7 @@ failed, it prints who is where and who holds up whom, has every rank write its s
 """
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -171,8 +172,12 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
+        """Best effort: a full disk must not keep the table from being told."""
+        with contextlib.suppress(OSError):
+            self._write_stack_file(self.directory / "stacks")
+
+    def _write_stack_file(self, folder: Path) -> None:
         world = self.axes.world
-        folder = self.directory / "stacks"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"rank-{world.rank:05d}.txt", "w", encoding="utf-8") as file:
             name, doing = self.ranks.name(world.rank), describe(self._report())
@@ -240,9 +245,12 @@ class Judge:
             who = f"held up by {self.ranks.name(first[0])}" if first else "they wait in a circle"
             headings.append(f"{idle}; {who}")
         lines = rows(self.table, self.ranks, now_s, first)
-        (directory / "stacks").mkdir(parents=True, exist_ok=True)
         path = directory / "stacks" / "table.txt"
-        path.write_text("\n".join([*headings, *lines]) + "\n", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join([*headings, *lines]) + "\n", encoding="utf-8")
+        except OSError as error:  # the terminal has it
+            headings.append(f"{path}: {error.strerror}")
         if len(lines) > TERMINAL_ROWS + 1:
             lines = [*lines[: TERMINAL_ROWS + 1], f"... all {len(self.table)} ranks: {path}"]
         shown = sum(seen.report.shown for seen in self.table.values())

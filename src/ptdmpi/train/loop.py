@@ -28,6 +28,7 @@ from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
+from ptdmpi.train.lock import RunLock
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
@@ -60,6 +61,7 @@ class Loop:
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
+        self.lock: RunLock | None = None
         self.place = Place()
         hosts = [place.host for place in world.places]
         self.ranks = Ranks(self.axes.grid, hosts)
@@ -74,11 +76,13 @@ class Loop:
         try:
             self._set_up(handover)
         except Exception:
-            self.heartbeat.close()  # nobody else knows of it
+            self.heartbeat.close()  # nobody else knows of these two
+            self._let_go()
             raise
 
     def _set_up(self, handover: Handover | None) -> None:
         config, world = self.config, self.world
+        world.on_root(self._take_lock)
         self.feed = Feed(config, self.axes, self.device)
         self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
@@ -144,13 +148,22 @@ class Loop:
         self._keep_timeline()
         self.place.enter("ending")
         self.heartbeat.finish()
-        if self.directory:
-            self.directory.finish(steps)
+        self.world.on_root(lambda: self.directory.finish(steps))
+
+    def _take_lock(self) -> None:
+        """Rank 0 alone. Before anything is read: what another run is writing now may be gone."""
+        self.lock = RunLock(self.path, lambda line: print(line, flush=True))
 
     def close(self) -> None:
         """End all threads without the other ranks, of which some may be lost."""
         self.heartbeat.close()
         self.checkpoints.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.place.step = step + 1
@@ -298,8 +311,13 @@ class Loop:
             step = self.config.run.steps - len(self.recent) + place + 1
             spans = tuple(span for part in parts for span in part)
             path = self.path / "timeline" / f"step-{step:08d}.json"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(Timeline(spans, f"measured, step {step}").to_json(), encoding="utf-8")
+            try:
+                path.parent.mkdir(exist_ok=True)
+                text = Timeline(spans, f"measured, step {step}").to_json()
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:  # a picture less
+                self.say(f"the timeline of step {step} is not kept: {error}")
+                path.unlink(missing_ok=True)
 
     def _peak(self) -> float:
         precision = self.config.precision.compute
@@ -316,8 +334,12 @@ class Loop:
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
-        if self.first:
-            self.say(f"resumed after step {self.first}")
+        if self.first > config.run.steps:
+            self.say(f"step {self.first} was trained before; run.steps = {config.run.steps}")
+        elif self.first:
+            followed = self.checkpoints.followed
+            again = f", for checkpoint.resume = {followed} was followed before" if followed else ""
+            self.say(f"resumed after step {self.first}{again}")
         elif self.begun_from:
             self.say(f"begins from the weights of {self.begun_from}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):

@@ -16,7 +16,7 @@ from ptdmpi.config import (
     PrecisionConfig,
     RecomputeConfig,
 )
-from ptdmpi.plan import memory
+from ptdmpi.plan import costs, memory
 from ptdmpi.plan.cluster import Model, Software
 from ptdmpi.plan.layout import Layout
 
@@ -77,11 +77,12 @@ class Footprints:
         table = -(-self.model.vocab_size // t) * config.hidden
         count = sum(map(len, layers[rank :: layout.pipeline])) * layer_elements(self.model, t)
         if rank == 0:
-            count += table
-            if config.positions == "learned":
-                count += config.seq_length * config.hidden
-        if rank == layout.pipeline - 1 and not (rank == 0 and config.tie_embeddings):
-            count += table
+            count += table + costs.embedding_parameters(config)
+        if rank == layout.pipeline - 1:
+            count += costs.head_parameters(config)
+            count += -(-costs.output_biases(config, self.model.vocab_size) // t)
+            if not (rank == 0 and config.tie_embeddings):
+                count += table
         return count
 
     def _of_microbatch(

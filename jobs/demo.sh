@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From text to a trained model on this machine: corpus, tokenizer, shards, training on 4 MPI ranks,
-# validation, report. Called by `make demo`; CORPUS=path takes a text file or directory of your own.
+# validation, report, a sample. Called by `make demo`; CORPUS=path takes a text file or directory of your own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . jobs/mpi-env.sh
@@ -28,3 +28,6 @@ mpirun -n 4 $bin/ptdmpi train jobs/demo.toml
 
 say "report: ptdmpi report runs/demo"
 $bin/ptdmpi report runs/demo
+
+say "what it writes now: mpirun -n 4 ptdmpi generate runs/demo --prompt 'def '"
+mpirun -n 4 $bin/ptdmpi generate runs/demo --prompt "def " --seed 1 --temperature 0.8 --top-p 0.95

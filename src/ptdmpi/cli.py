@@ -7,7 +7,17 @@ import click
 
 from ptdmpi.config import InputError
 
-COMMANDS = ("train", "plan", "schedule", "report", "doctor", "checkpoint")
+COMMANDS = (
+    "train",
+    "plan",
+    "probe",
+    "schedule",
+    "report",
+    "doctor",
+    "checkpoint",
+    "convert",
+    "generate",
+)
 
 
 class LazyGroup(click.Group):

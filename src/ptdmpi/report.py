@@ -81,9 +81,7 @@ def planned(run: Run) -> Timeline:
     messages: what is left of the bubble is the schedule's."""
     parallel, batch = run.config["parallel"], run.config["batch"]
     microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
-    schedule = build(
-        parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches
-    )
+    schedule = build(parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches)
     timeline = simulate(schedule, MeasuredCosts.of(run.measured))
     return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
 
@@ -183,9 +181,7 @@ def loss_curve(run: Run, path: Path) -> None:
     losses = [record["loss"] for record in run.steps]
     axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
     window = max(1, len(losses) // 50)
-    means = [
-        statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))
-    ]
+    means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     if window > 1:
         axes.plot(tokens, means, color="#1f4e8c", label=f"mean of {window} steps")
     at = {record["step"]: record["tokens"] for record in run.steps}

@@ -7,12 +7,14 @@ with the exchange skipped. Tensors must be contiguous: a silently copied one wou
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
+
+if TYPE_CHECKING:  # the import initialises MPI, which work on one rank does without
+    from mpi4py import MPI
 
 
 class Handle(Protocol):
@@ -33,7 +35,7 @@ class Communicator(ABC):
     it. `waited_s` adds up the seconds in collectives: mostly waiting, where one rank is slow.
     """
 
-    def __init__(self, control: MPI.Comm) -> None:
+    def __init__(self, control: "MPI.Comm") -> None:
         self.control = control
         self.rank: int = control.Get_rank()
         self.size: int = control.Get_size()
@@ -115,6 +117,8 @@ class Communicator(ABC):
         """
         if self.size == 1:
             return list(values)
+        from mpi4py import MPI
+
         numbers = np.array(values, dtype=np.int64)
         self._timed("vote", self.control.Allreduce, MPI.IN_PLACE, numbers, MPI.MAX)
         return numbers.tolist()
@@ -147,6 +151,19 @@ class Communicator(ABC):
 
     @abstractmethod
     def _irecv(self, flat: Tensor, peer: int) -> Handle: ...
+
+
+class OneRank(Communicator):
+    """An axis of size 1 outside of any MPI program: nothing is ever exchanged."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.busy, self.waited_s = "", 0.0
+
+    def _never(self, *arguments: Any) -> NoReturn:
+        raise AssertionError("one rank has nobody to exchange with")
+
+    _all_reduce = _all_gather = _reduce_scatter = _broadcast = _isend = _irecv = _never
 
 
 def _require(tensor: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Every rule that ties two keys together, such as sizes that must divide each other."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ptdmpi.config.sections import (
@@ -12,9 +13,14 @@ from ptdmpi.config.sections import (
     Section,
 )
 
+MOST_TRIED = 10**6
+
 
 def divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
+    """In ascending order; above MOST_TRIED**2, where a size is a slip of the pen, only those that
+    are found by trying MOST_TRIED numbers."""
+    small = [k for k in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
 
 
 def _nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
@@ -35,7 +41,7 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     if spare >= ranks:
         yield (
             f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
-            f"legal: 0 to {ranks - 1}"
+            f"legal: {f'0 to {ranks - 1}' if ranks > 1 else 'only 0'}"
         )
         return
     ranks -= spare

@@ -12,7 +12,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -29,6 +29,7 @@ class RunConfig(Section):
     max_skips: NonNegative = 3
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
+    cluster: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,11 +84,15 @@ class ModelConfig(Section):
     def _fill_in(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        filled = {**MODEL_KINDS.get(values.get("kind", "gpt"), {}), **values}
-        if isinstance(filled.get("heads"), int):
-            filled.setdefault("kv_heads", filled["heads"])
-        if isinstance(filled.get("hidden"), int):
-            filled.setdefault("ffn_hidden", default_ffn_hidden(filled))
+        kind = values.get("kind", "gpt")
+        known = isinstance(kind, str) and kind in MODEL_KINDS
+        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
+        filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
+        heads, hidden = filled.get("heads"), filled.get("hidden")
+        filled.setdefault("kv_heads", heads if type(heads) is int and heads > 0 else 1)
+        if "ffn_hidden" not in filled:
+            sound = type(hidden) is int and hidden > 0
+            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
         return filled
 
     @property
@@ -191,6 +196,7 @@ class CheckpointConfig(Section):
     keep_every: NonNegative = 0
     asynchronous: bool = False
     resume: str = "auto"
+    initial: str | None = None
 
 
 class LogConfig(Section):

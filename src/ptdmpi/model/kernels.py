@@ -135,6 +135,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.to(q.dtype)
 
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets it see."""
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        _wide(q), _wide(k), _wide(v), attn_mask=seen, enable_gqa=grouped
+    )
+    return out.to(q.dtype)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b, batched."""
     return (_wide(a) @ _wide(b)).to(a.dtype)

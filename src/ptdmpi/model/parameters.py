@@ -139,6 +139,7 @@ class ParameterBuffer:
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
     weight: both occurrences share their storage, and the second keeps its gradient apart, in
     `second_gradient`, so that the two contributions can be reduced apart and then added.
+    `trains` false: there are no gradients.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class ParameterBuffer:
         device: torch.device,
         tensor_rank: int,
         tensor_size: int,
+        trains: bool = True,
     ) -> None:
         self.tensor_rank, self.tensor_size = tensor_rank, tensor_size
         first: dict[str, Parameter] = {}
@@ -175,7 +177,10 @@ class ParameterBuffer:
         self.master = torch.zeros(size, dtype=precision.master, device=device)
         same = precision.compute == precision.master
         self.weights = self.master if same else self.master.to(precision.compute)
-        self.gradients = torch.zeros(gradient_size, dtype=precision.master, device=device)
+        self.trains = trains
+        self.gradients = torch.zeros(
+            gradient_size if trains else 0, dtype=precision.master, device=device
+        )
         for name, parameter in first.items():
             self._attach(parameter, self.entries[name], self.entries[name])
         for name, parameter in again.items():
@@ -187,6 +192,9 @@ class ParameterBuffer:
         attached = Parameter(weight.view(self.weights))
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
+        if not self.trains:
+            parameter.requires_grad_(False)
+            return
         parameter.main_grad = gradient.view(self.gradients)
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)

@@ -85,6 +85,7 @@ class Stage(nn.Module):
         self.head = (
             VocabularyHead(axis, vocab_size, model.hidden, model.init_std) if self.last else None
         )
+        self.rotary: tuple[Tensor, Tensor] | None = None
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
@@ -101,9 +102,9 @@ class Stage(nn.Module):
         if model.positions == "rope" and self.layers:
             # in the compute type: a conversion in each layer would be a copy to keep
             compute = next(self.parameters()).dtype
-            table = tuple(angles.to(compute) for angles in rotary_table(model, device))
+            self.rotary = tuple(angles.to(compute) for angles in rotary_table(model, device))
             for block in self.layers.values():
-                block.attention.rotary = table
+                block.attention.rotary = self.rotary
 
     def begin_step(self, step: int | None, batches: list[Batch], loss_scale: float) -> None:
         """Take the microbatches of a step. `step` None means evaluation: nothing drops.
@@ -126,12 +127,16 @@ class Stage(nn.Module):
         stream = None
         if self.drops and step is not None:
             stream = Stream.of(self.seed, step, batch.samples)
-        context = Context(stream)
+        x = self.advance(batch.inputs, x, Context(stream))
+        return x if self.head is None else self.head(x)
+
+    def advance(self, ids: Tensor, x: Tensor | None, context: Context) -> Tensor:
+        """What this stage's layers make of the ids, or of the stage's input `x`."""
         if self.embedding is not None:
-            x = self.embedding(batch.inputs, context)
+            x = self.embedding(ids, context)
         for block in self.layers.values():
             x = block(x, context)
-        return x if self.head is None else self.head(self.final_norm(x))
+        return x if self.final_norm is None else self.final_norm(x)
 
     def forward_microbatch(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """F: the output to pass on, or None on the last stage, which keeps the loss instead.

@@ -138,9 +138,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis = axis
         self.weight = declare(axis.size, (outputs, inputs), init_std, split=Split(1, (inputs,)))
-        self.bias = (
-            declare(axis.size, (outputs,), "zeros", shared_gradient=True) if bias else None
-        )
+        self.bias = declare(axis.size, (outputs,), "zeros", shared_gradient=True) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return _RowLinear.apply(x, self.weight, self.bias, self.axis)
@@ -203,6 +201,23 @@ class VocabularyHead(nn.Module):
             logits = logits.clone()
             logits[..., self.valid_columns :] = -torch.inf
         return logits
+
+
+def token_log_probabilities(
+    logits: Tensor, labels: Tensor, axis: TensorAxis
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits)[label] of each token [s, b], in float32 at least, and whether no other
+    label is more probable. Logits as in `cross_entropy`, and not overwritten."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    columns = wide.shape[-1]
+    local = labels - axis.rank * columns
+    here = (local >= 0) & (local < columns)
+    top = axis.comm.all_reduce(wide.amax(-1), "max")
+    target = wide.gather(-1, local.clamp(0, columns - 1)[..., None]).squeeze(-1)
+    target = target.masked_fill(~here, 0.0)
+    exponentials = (wide - top[..., None]).exp_().sum(-1)
+    totals = axis.comm.all_reduce(torch.stack((exponentials, target)))
+    return totals[1] - top - totals[0].log(), totals[1] >= top
 
 
 class _CrossEntropy(Function):

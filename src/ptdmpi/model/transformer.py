@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import kernels
+from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import Stream, dropout
 from ptdmpi.model.tensor_parallel import (
@@ -26,9 +27,13 @@ from ptdmpi.model.tensor_parallel import (
 
 @dataclass(frozen=True)
 class Context:
-    """What a forward pass knows besides its input: the random stream, None where nothing drops."""
+    """What a forward pass knows besides its input: the random stream, None where nothing drops;
+    the rotary angles, where they are not those of all positions; and the cache of what came before.
+    """
 
     stream: Stream | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    cache: KeyValueCache | None = None
 
 
 class Norm(nn.Module):
@@ -93,11 +98,14 @@ class Attention(nn.Module):
             part.unflatten(-1, (-1, self.head_size))
             for part in qkv.split([size * self.head_size for size in sizes], dim=-1)
         )
-        if self.rotary is not None:
+        rotary = context.rotary or self.rotary
+        if rotary is not None:
             # v is a view of all of qkv, which would stay only for its sake
-            q, k, v = rotate(q, *self.rotary), rotate(k, *self.rotary), v.clone()
+            q, k, v = rotate(q, *rotary), rotate(k, *rotary), v.clone()
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
-        if self.selective:
+        if context.cache is not None:
+            core = context.cache.attend(self.layer, q, k, v)
+        elif self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
             core = checkpoint(
                 self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
@@ -199,14 +207,16 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, context: Context) -> Tensor:
         x = self.word(ids)
-        if self.position is not None:
+        if self.position is not None and context.cache is not None:
+            x = x + self.position(context.cache.positions)
+        elif self.position is not None:
             x = x + self.position(self.axis.local_positions(ids.shape[0]))[:, None, :]
         # the embedding counts as the layer before the first
         return drop_hidden(x, context, self.rate, (-1, 0), self.axis)
 
 
 class Positions(nn.Module):
-    """Learned positions; a slice of them -> [s, h]."""
+    """Learned positions; a slice of them -> [s, h], or any of them [s, b] -> [s, b, h]."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -214,5 +224,5 @@ class Positions(nn.Module):
             1, (model.seq_length, model.hidden), model.init_std, shared_gradient=True
         )
 
-    def forward(self, positions: slice) -> Tensor:
+    def forward(self, positions: slice | Tensor) -> Tensor:
         return self.weight[positions]

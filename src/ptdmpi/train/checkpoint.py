@@ -26,9 +26,10 @@ from torch import Tensor
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import CheckpointConfig, InputError
 from ptdmpi.train import checkpoint_files as files
+from ptdmpi.train.checkpoint_check import newest
 from ptdmpi.train.checkpoint_data import Block, write
 from ptdmpi.train.checkpoint_files import Progress
-from ptdmpi.train.checkpoint_load import load, on_root
+from ptdmpi.train.checkpoint_load import load, load_tensors, on_root
 from ptdmpi.train.checkpoint_share import share, tensor_of
 from ptdmpi.train.engine import Engine
 
@@ -249,6 +250,15 @@ class Checkpoints:
                 'checkpoint.resume = "never" begins anew'
             )
         return None, []
+
+    def begin_from(self, path: Path) -> str:
+        """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
+        it; returns which that is. Raises InputError on every rank."""
+        directory = on_root(self.world, lambda: newest(path))
+        loaded = load_tensors(self.engine, directory)
+        if isinstance(loaded, str):
+            raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
+        return str(directory)
 
     def _candidates(self, wanted: str) -> list[Path]:
         if wanted != "auto":

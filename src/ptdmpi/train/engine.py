@@ -77,9 +77,7 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(
-            self.stages, axes.pipeline, precision.compute, self.device, self.place
-        )
+        self.runner = Runner(self.stages, axes.pipeline, precision.compute, self.device, self.place)
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)

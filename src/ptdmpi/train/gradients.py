@@ -32,9 +32,7 @@ class TreeSum:
     log2(m) + 1 partial sums; every data rank's part of the tree is sent to all others.
     """
 
-    def __init__(
-        self, data: Communicator, stages: Mapping[int, Stage], microbatches: int
-    ) -> None:
+    def __init__(self, data: Communicator, stages: Mapping[int, Stage], microbatches: int) -> None:
         self.data = data
         self.microbatches = microbatches
         self.leaves = microbatches * data.size

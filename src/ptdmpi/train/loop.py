@@ -18,6 +18,7 @@ from ptdmpi.config import Config, InputError, resolve, to_toml
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
+from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.simulate import Span, Timeline
@@ -25,6 +26,7 @@ from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
+from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
@@ -54,7 +56,7 @@ class Loop:
         self.world, self.config = world, config
         parallel = config.parallel
         torch.set_num_threads(config.run.threads)
-        self.device = _device(world)
+        self.device = device_of(world)
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
@@ -107,10 +109,14 @@ class Loop:
     def _restore(self, start: Handover) -> tuple[int, list[str]]:
         """Load the state; returns how many steps are done, and what was stepped over."""
         skipped: list[str] = []
+        self.begun_from: str | None = None
         self.engine.steps_done = None
         if start.load is None:
             progress, skipped = self.checkpoints.resume(start.resume)
             step = progress.step if progress else 0
+            initial = self.config.checkpoint.initial
+            if progress is None and initial is not None:
+                self.begun_from = self.checkpoints.begin_from(Path(initial))
         else:
             step = start.load(self.engine)
         self.engine.steps_done = step
@@ -312,6 +318,8 @@ class Loop:
         )
         if self.first:
             self.say(f"resumed after step {self.first}")
+        elif self.begun_from:
+            self.say(f"begins from the weights of {self.begun_from}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):
             self.say(
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
@@ -332,22 +340,22 @@ class Loop:
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
+    checked_data(config)
+    return config
+
+
+def checked_data(config: Config) -> int:
+    """The size of the vocabulary, of data, cluster file and run directory that can be used."""
     train, _ = open_datasets(config)
     sample_order(config, train)
+    if config.run.cluster:
+        load_cluster(config.run.cluster)
     path = Path(config.run.dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return config
-
-
-def _device(world: World) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return train[0].vocab_size
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -125,9 +125,7 @@ def describe(report: Report) -> str:
     return what
 
 
-def rows(
-    table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[int]
-) -> list[str]:
+def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[int]) -> list[str]:
     """One line for each rank, `first` first, below a line of headings."""
     order = [*first, *sorted(set(table) - set(first))]
     cells = [("rank", "host", "step", "doing", "for", "needs", "")]
@@ -147,8 +145,9 @@ def rows(
         cells.append((str(rank), ranks.hosts[rank], step, doing, age, text, note.strip()))
     widths = [max(len(row[column]) for row in cells) for column in range(6)]
     return [
-        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[6]])
-        .rstrip()
+        "  ".join(
+            [*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[6]]
+        ).rstrip()
         for row in cells
     ]
 

@@ -1,0 +1,1 @@
+"""Models of Hugging Face, both ways; without MPI, a GPU, or `transformers`."""

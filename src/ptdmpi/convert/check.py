@@ -1,0 +1,116 @@
+"""The self-check of a conversion: both sides give the same logits on fixed prompts.
+
+One side are the written files, read by `reference.py`; the other is the model that is trained, from
+the checkpoint, layer by layer. Both compute in float64 on a CPU, so what remains is far below the
+bar, and any mistake far above it. In memory is one layer, or the embedding, at a time.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.communicator import OneRank
+from ptdmpi.config import Config
+from ptdmpi.convert.families import ConfigJson, Family, Place
+from ptdmpi.convert.plan import Plan
+from ptdmpi.convert.reference import FORWARD
+from ptdmpi.convert.tensors import TYPES, WeightFiles
+from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.train.checkpoint_data import Reader
+from ptdmpi.train.stored import StoredModel
+
+# Greatest difference of two logits over the greatest magnitude of all.
+BAR = 1e-5
+PROMPTS, PROMPT_TOKENS = 3, 32
+
+
+class CheckFailed(Exception):
+    """The two sides differ: what was written is not the model that was read."""
+
+
+def prompts(vocab_size: int, seq_length: int) -> Tensor:
+    """Fixed ids [b, s] that come from all of the vocabulary."""
+    length = min(PROMPT_TOKENS, seq_length)
+    numbers = torch.arange(PROMPTS * length).view(PROMPTS, length)
+    return (numbers * 7919 + numbers**2 * 31) % vocab_size
+
+
+def compare(
+    stored: StoredModel,
+    family: Family,
+    config: ConfigJson,
+    files: WeightFiles,
+    plan: Plan,
+) -> float:
+    """The greatest relative difference of the logits. Raises CheckFailed above BAR.
+
+    Our weights are first rounded to the types that the files have.
+    """
+    ids = prompts(stored.vocab_size, stored.config().model.seq_length)
+    names = {place.theirs: name for name, place in plan.by_name.items()}
+    names |= {name.removeprefix(family.prefix): name for name in plan.by_name}
+
+    def get(name: str) -> Tensor:
+        return files.read(names[name]).double()
+
+    with torch.no_grad():
+        theirs = FORWARD[family.model_type](config.values, get, ids)
+        types = [(place, files.tensors[name].dtype) for name, place in plan.by_name.items()]
+        ours = _logits(stored, ids, types)
+    scale = theirs.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+    difference = float((ours - theirs).abs().max() / scale)
+    if not difference <= BAR:
+        raise CheckFailed(
+            f"the self-check failed: logits differ by {difference:.1e} of their magnitude, at most "
+            f"{BAR:.0e} is allowed; nothing was written"
+        )
+    return difference
+
+
+def _logits(stored: StoredModel, ids: Tensor, types: Iterable[tuple[Place, str]]) -> Tensor:
+    config = stored.config(precision="fp64")
+    if config.model.positions == "rope":  # whose table is as long as the prompts
+        config = config.replace("model", seq_length=ids.shape[1])
+    by_parameter: dict[str, list[tuple[Place, str]]] = {}
+    for place, dtype in types:
+        by_parameter.setdefault(place.ours, []).append((place, dtype))
+    nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
+    batch = Batch(ids.t(), ids.t(), None, nothing)
+    x = None
+    with stored.reader() as reader:
+        for layer in range(config.model.layers):
+            x = _stage(config, stored.vocab_size, layer, reader, by_parameter).logits(
+                batch, x, None
+            )
+    return x.transpose(0, 1)
+
+
+def _stage(
+    config: Config,
+    vocab_size: int,
+    layer: int,
+    reader: Reader,
+    types: dict[str, list[tuple[Place, str]]],
+) -> Stage:
+    """One layer of our model with its weights, and what stands before the first or after the
+    last."""
+    stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
+    buffer = ParameterBuffer(
+        stage.named_logical_parameters(),
+        PRECISIONS["fp64"],
+        torch.device("cpu"),
+        0,
+        1,
+        trains=False,
+    )
+    for name, entry in buffer.entries.items():
+        whole = entry.view(buffer.master)
+        everything = tuple(slice(0, size) for size in whole.shape)
+        reader.read(f"weights/{name}", everything, whole.numpy())
+        for place, dtype in types.get(name, []):
+            whole[place.box] = whole[place.box].to(TYPES[dtype]).double()
+    stage.place_tables(config.model, torch.device("cpu"))
+    return stage

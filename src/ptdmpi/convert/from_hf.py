@@ -1,0 +1,121 @@
+"""From a Hugging Face model directory to a checkpoint of ours."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from ptdmpi.config import InputError
+from ptdmpi.convert import tensors
+from ptdmpi.convert.check import compare
+from ptdmpi.convert.families import ConfigJson, family_of
+from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.plan import Plan, make_plan
+from ptdmpi.convert.tensors import WeightFiles, slabs
+from ptdmpi.train import checkpoint_files as files
+from ptdmpi.train.checkpoint_data import Block, Slices, write
+from ptdmpi.train.checkpoint_files import Progress
+from ptdmpi.train.stored import CONFIG, KEPT, config_of, declarations, open_model
+
+# These hold weights, in whatever form; everything else of a model directory is kept.
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
+
+
+def from_hf(source: Path, target: Path) -> Converted:
+    """Convert the model directory `source`. Raises InputError, and CheckFailed; then there is no
+    `target`."""
+    config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
+    family = family_of(config)
+    vocab_size = config.need("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
+    try:
+        ours = config_of(family.keys(config))
+    except InputError as error:
+        raise InputError(f"{config.name}: {error}") from None
+    model, needed = ours.model, declarations(ours, vocab_size)
+    with WeightFiles(source) as theirs, new_directory(target) as folder:
+        plan = make_plan(family, model, needed, theirs.tensors, str(source))
+        for head, word in plan.again.items():
+            _require_equal(theirs, head, word)
+        blocks = list(_blocks(theirs, plan))
+        files.require_space(folder, sum(block.nbytes for block in blocks))
+        size = _write_checkpoint(folder / "checkpoints", blocks)
+        _write_config(folder / CONFIG, model.model_dump(), target, source)
+        _keep(folder / KEPT, theirs, plan)
+        difference = compare(open_model(folder), family, config, theirs, plan)
+    count = sum(math.prod(one.shape) for one in needed.values())
+    return Converted(target, family.model_type, count, vocab_size, 1, size, difference)
+
+
+def _require_equal(theirs: WeightFiles, head: str, word: str) -> None:
+    for slab in slabs(theirs.tensors[head].shape, 8):
+        if not torch.equal(theirs.read(head, slab), theirs.read(word, slab)):
+            raise InputError(
+                f"{theirs.directory}: {head} and {word} differ, though config.json ties them "
+                "(tie_word_embeddings)"
+            )
+
+
+def _blocks(theirs: WeightFiles, plan: Plan) -> Iterator[Block]:
+    """Every parameter as pieces of whole rows, read when they are written."""
+    chosen = {name: place for name, place in plan.by_name.items() if name not in plan.again}
+    wide = {place.ours for n, place in chosen.items() if theirs.tensors[n].dtype == "F64"}
+    for name, place in chosen.items():
+        dtype = torch.float64 if place.ours in wide else torch.float32
+        size = place.shape[::-1] if place.transposed else place.shape
+        for slab in slabs(size, dtype.itemsize):
+            yield Block(
+                f"weights/{place.ours}",
+                place.whole,
+                place.inside(slab),
+                str(dtype).removeprefix("torch."),
+                partial(_ours, theirs, name, slab, place.transposed, dtype),
+            )
+
+
+def _ours(
+    theirs: WeightFiles, name: str, slab: Slices, transposed: bool, dtype: torch.dtype
+) -> np.ndarray:
+    values = theirs.read(name, slab[::-1] if transposed else slab)
+    return (values.t() if transposed else values).to(dtype).contiguous().numpy()
+
+
+def _write_checkpoint(directory: Path, blocks: list[Block]) -> int:
+    temporary = directory / (files.name_of(0) + ".tmp")
+    temporary.mkdir(parents=True)
+    written = write(temporary / "rank-00000.safetensors", blocks)
+    progress = Progress(step=0, samples=0, updates=0, loss_scale=1.0, good_steps=0, seed=0)
+    files.write_manifest(temporary, asdict(progress), [written])
+    files.publish(temporary, ())
+    return written["bytes"]
+
+
+def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> None:
+    import tomlkit
+
+    document = tomlkit.document()
+    document.add(tomlkit.comment(f"Converted from {source}."))
+    document.add(tomlkit.comment("To train it further, copy this file and add [run], [batch] and"))
+    document.add(tomlkit.comment("[[data.train]]: the run begins from these weights."))
+    document.add("model", {key: value for key, value in model.items() if value is not None})
+    document.add("checkpoint", {"initial": str(target)})
+    files.write_synced(path, tomlkit.dumps(document))
+
+
+def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
+    """What the way back needs besides the weights."""
+    folder.mkdir()
+    for path in sorted(theirs.directory.iterdir()):
+        if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and path.name != HEADERS:
+            shutil.copyfile(path, folder / path.name)
+    files.write_synced(folder / HEADERS, json.dumps(theirs.headers, indent=1))
+    if plan.buffers:
+        save_file({name: theirs.read(name) for name in plan.buffers}, folder / BUFFERS)

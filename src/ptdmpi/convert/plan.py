@@ -1,0 +1,69 @@
+"""Which of their tensors is which box of ours: checked before a byte is converted."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.convert.families import Family, Place, places, tied_to
+from ptdmpi.convert.tensors import TYPES, Stored
+from ptdmpi.model.parameters import Declaration
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`by_name`: their tensor, by the name in the file -> its place in ours; `again`: those of them
+    that repeat another one (a tied head); `buffers`: tensors that are no parameters."""
+
+    by_name: dict[str, Place]
+    again: dict[str, str]
+    buffers: list[str]
+
+
+def make_plan(
+    family: Family,
+    model: ModelConfig,
+    needed: Mapping[str, Declaration],
+    tensors: Mapping[str, Stored],
+    where: str,
+) -> Plan:
+    """Raises InputError where a tensor is missing, unexpected, or of another shape or type."""
+    full = {name.removeprefix(family.prefix): name for name in tensors}
+    if len(full) < len(tensors):
+        twice = next(name for name in tensors if full[name.removeprefix(family.prefix)] != name)
+        raise InputError(f"{where} holds {twice} with and without {family.prefix}")
+    aliases = tied_to(family, model)
+    alone = {word: head for head, word in aliases.items()}
+    by_name: dict[str, Place] = {}
+    for place in places(family, needed):
+        held = place.theirs if place.theirs in full else alone.get(place.theirs)
+        if held not in full:
+            raise InputError(f"{where}: tensor {family.prefix}{place.theirs} is missing")
+        _require(where, full[held], tensors[full[held]], place)
+        by_name[full[held]] = place
+    again = {}
+    for head, word in aliases.items():
+        if head in full and word in full:
+            by_name[full[head]] = by_name[full[word]]
+            again[full[head]] = full[word]
+            _require(where, full[head], tensors[full[head]], by_name[full[word]])
+    rest = {base: name for base, name in full.items() if name not in by_name}
+    buffers = [name for base, name in rest.items() if family.buffers.fullmatch(base)]
+    unexpected = sorted(set(rest.values()) - set(buffers))
+    if unexpected:
+        raise InputError(
+            f"{where}: unexpected tensor {unexpected[0]}: a {family.model_type} of this config.json"
+            f" has none of that name ({len(unexpected)} such in all)"
+        )
+    return Plan(by_name, again, buffers)
+
+
+def _require(where: str, name: str, stored: Stored, place: Place) -> None:
+    if stored.shape != place.shape:
+        raise InputError(
+            f"{where}: tensor {name} has shape {list(stored.shape)}, config.json makes it "
+            f"{list(place.shape)}"
+        )
+    if stored.dtype not in TYPES:
+        raise InputError(
+            f"{where}: tensor {name} has type {stored.dtype}; legal: {', '.join(TYPES)}"
+        )

@@ -1,0 +1,95 @@
+"""Forward passes written a second time, for the self-check of a conversion.
+
+They follow Hugging Face's definition of each family: its names, its layouts, the keys of its
+config.json. Nothing here is shared with the model that is trained or with the tables of
+`families.py`, so a mistake there cannot hide here. One tensor is read at a time. The tests hold
+these passes against `transformers`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Get = Callable[[str], Tensor]  # their name, without the base model's prefix -> tensor
+Json = Mapping[str, Any]
+
+
+def gpt2(config: Json, get: Get, ids: Tensor) -> Tensor:
+    """ids [b, s] -> logits [b, s, V]. Radford et al. 2019."""
+    eps = config.get("layer_norm_epsilon", 1e-5)
+    heads, width = config["n_head"], config["n_embd"]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+        return centred / deviation * get(f"{name}.weight") + get(f"{name}.bias")
+
+    def conv(name: str, x: Tensor) -> Tensor:
+        return x @ get(f"{name}.weight") + get(f"{name}.bias")
+
+    x = get("wte.weight")[ids] + get("wpe.weight")[: ids.shape[1]]
+    for i in range(config["n_layer"]):
+        q, k, v = conv(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)).split(width, dim=-1)
+        x = x + conv(f"h.{i}.attn.c_proj", _attention(q, k, v, heads, heads))
+        y = conv(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))
+        y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + conv(f"h.{i}.mlp.c_proj", y)
+    tied = config.get("tie_word_embeddings", True)
+    return norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t()
+
+
+def llama(config: Json, get: Get, ids: Tensor) -> Tensor:
+    """ids [b, s] -> logits [b, s, V]. Touvron et al. 2023."""
+    eps, heads = config.get("rms_norm_eps", 1e-6), config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * get(f"{name}.weight")
+
+    def linear(name: str, x: Tensor, bias: str) -> Tensor:
+        y = x @ get(f"{name}.weight").t()
+        return y + get(f"{name}.bias") if config.get(bias) else y
+
+    x = get("embed_tokens.weight")[ids]
+    for i in range(config["num_hidden_layers"]):
+        name = f"layers.{i}.self_attn"
+        y = norm(f"layers.{i}.input_layernorm", x)
+        q, k, v = (linear(f"{name}.{part}_proj", y, "attention_bias") for part in "qkv")
+        q, k = _rotated(config, q, heads), _rotated(config, k, kv_heads)
+        x = x + linear(f"{name}.o_proj", _attention(q, k, v, heads, kv_heads), "attention_bias")
+        y = norm(f"layers.{i}.post_attention_layernorm", x)
+        name = f"layers.{i}.mlp"
+        gate = linear(f"{name}.gate_proj", y, "mlp_bias")
+        y = gate * torch.sigmoid(gate) * linear(f"{name}.up_proj", y, "mlp_bias")
+        x = x + linear(f"{name}.down_proj", y, "mlp_bias")
+    tied = config.get("tie_word_embeddings", False)
+    return norm("norm", x) @ get("embed_tokens.weight" if tied else "lm_head.weight").t()
+
+
+def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
+    """RoPE as complex numbers whose real parts are the first half of a head."""
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
+    half = real.shape[-1]
+    # float32 as in `transformers` and here: neither table is better
+    turns = torch.arange(x.shape[1])[:, None] * (1.0 / theta ** (torch.arange(half) / half))
+    turned = torch.complex(real, imaginary) * torch.exp(1j * turns.to(x.dtype))[:, None, :]
+    return torch.cat((turned.real, turned.imag), dim=-1).flatten(2)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Causal, [b, s, heads * head size]; each key head serves heads / kv_heads query heads."""
+    q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
+    k, v = (x.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for x in (k, v))
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    return (weights @ v).transpose(1, 2).flatten(2)
+
+
+FORWARD = {"gpt2": gpt2, "llama": llama}

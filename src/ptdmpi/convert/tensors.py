@@ -1,0 +1,217 @@
+"""The weight files of a Hugging Face model: read and written piece by piece, never as a whole.
+
+`model.safetensors`, or several files and `model.safetensors.index.json`. Pickles are not read.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ptdmpi.config import InputError
+from ptdmpi.train.checkpoint_data import Slices
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# So much of a tensor is in memory at a time.
+SLAB_BYTES = 1 << 26
+# What one of several files holds at most, where we decide: as `transformers` does.
+FILE_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its type by safetensors' name, its shape and its size."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class WeightFiles:
+    """All tensors of a model directory. Use it as a context: it holds files open.
+
+    `headers`: file name -> the text of its header, from which the same file can be written again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.headers: dict[str, str] = {}
+        self.tensors: dict[str, Stored] = {}
+        self._files: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+        index = self._index()
+        for file in dict.fromkeys(index.values()) if index else (SINGLE,):
+            self.headers[file] = header_text(directory / file)
+            for name, stored in entries(self.headers[file]):
+                if index and index.get(name) != file:
+                    raise InputError(f"{directory / file} holds {name}, which {INDEX} does not say")
+                self.tensors[name], self._files[name] = stored, file
+        missing = sorted(index.keys() - self.tensors.keys())
+        if missing:
+            raise InputError(
+                f"{directory / index[missing[0]]} does not hold {missing[0]}, though {INDEX} "
+                "says so"
+            )
+
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file; empty where there is one file."""
+        path = self.directory / INDEX
+        if (self.directory / SINGLE).is_file():
+            return {}
+        if not path.is_file():
+            pickle = next((f for kind in PICKLES for f in self.directory.glob(kind)), None)
+            reason = f"; {pickle.name} is a pickle, which can run code" if pickle else ""
+            raise InputError(
+                f"{self.directory} has neither {SINGLE} nor {INDEX}{reason}; save the model by "
+                "save_pretrained with safe serialization"
+            )
+        table = read_json(path).get("weight_map")
+        texts = isinstance(table, dict) and all(isinstance(f, str) for f in table.values())
+        if not texts or not table or any(Path(file).name != file for file in table.values()):
+            raise InputError(f"{path}: weight_map must name a file of this directory per tensor")
+        return table
+
+    def __enter__(self) -> "WeightFiles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _file(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._open:
+            path = self.directory / file
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{path}: {error}") from None
+        return self._open[file]
+
+    def read(self, name: str, box: Slices | None = None) -> Tensor:
+        """A tensor, or a box of it, in its own type."""
+        if box is None or not box:
+            return self._file(name).get_tensor(name)
+        return self._file(name).get_slice(name)[box]
+
+
+def header_text(path: Path) -> str:
+    """The header of a safetensors file as it stands there. Raises InputError unless the file is
+    whole."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            if not 2 <= length <= size - 8:
+                raise InputError(f"{path} is no safetensors file, or is truncated")
+            text = file.read(length).decode()
+        with safe_open(path, framework="pt"):
+            return text  # the library checks offsets, types and the size of the file
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, SafetensorError) as error:
+        raise InputError(f"{path} is damaged or truncated: {error}") from None
+
+
+def entries(header: str) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a header in the order of their bytes."""
+    table = json.loads(header)
+    table.pop("__metadata__", None)
+    for name, one in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = one["data_offsets"]
+        yield name, Stored(one["dtype"], tuple(one["shape"]), end - start)
+
+
+def make_header(tensors: Iterable[tuple[str, Stored]]) -> str:
+    """The header of a new file with these tensors in this order."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, stored in tensors:
+        start, end = end, end + stored.nbytes
+        table[name] = {
+            "dtype": stored.dtype,
+            "shape": list(stored.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(table, separators=(",", ":"))
+    return text + " " * (-len(text.encode()) % 8)
+
+
+def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
+    """Headers of as many files as FILE_BYTES asks for, by file name."""
+    groups: list[list[tuple[str, Stored]]] = [[]]
+    filled = 0
+    for name, stored in tensors.items():
+        if groups[-1] and filled + stored.nbytes > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, stored))
+        filled += stored.nbytes
+    if len(groups) == 1:
+        return {SINGLE: make_header(groups[0])}
+    return {
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors": make_header(group)
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
+    """What model.safetensors.index.json says of several files."""
+    found = {file: list(entries(header)) for file, header in headers.items()}
+    total = sum(stored.nbytes for group in found.values() for _, stored in group)
+    where = {name: file for file, group in found.items() for name, _ in group}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+
+
+def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
+    """Write and sync one file: `values` gives a tensor's elements in order, in any pieces."""
+    text = header.encode()
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, stored in entries(header):
+            left = stored.nbytes
+            for piece in values(name, stored):
+                data = piece.contiguous().reshape(-1).view(torch.uint8).numpy()
+                file.write(memoryview(data))
+                left -= data.size
+            if left:
+                raise AssertionError(f"{name}: {left} bytes are missing")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Slices]:
+    """A tensor in pieces of whole rows, of SLAB_BYTES or one row."""
+    rows = max(1, SLAB_BYTES // (element_bytes * max(1, math.prod(shape[1:]))))
+    for start in range(0, shape[0], rows):
+        first = slice(start, min(shape[0], start + rows))
+        yield (first, *(slice(0, size) for size in shape[1:]))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises InputError."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} is no JSON object")
+    return values

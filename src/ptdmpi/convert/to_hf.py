@@ -1,0 +1,173 @@
+"""From a checkpoint of ours to a Hugging Face model directory."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ptdmpi.config import InputError
+from ptdmpi.convert import tensors
+from ptdmpi.convert.check import compare
+from ptdmpi.convert.families import ConfigJson, Family, family_for, family_of, places
+from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.plan import Plan, make_plan
+from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
+from ptdmpi.model.parameters import Declaration
+from ptdmpi.train import checkpoint_check
+from ptdmpi.train import checkpoint_files as files
+from ptdmpi.train.checkpoint_data import Damaged, Reader
+from ptdmpi.train.stored import KEPT, StoredModel, declarations, open_model, require_weights
+
+# The names that config.json has for types, and those of safetensors.
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the directory shall hold: config.json, the header of each weight file, and the other
+    files of the directory `kept`."""
+
+    family: Family
+    config: dict[str, Any]
+    headers: dict[str, str]
+    kept: Path | None
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        return {name: one for text in self.headers.values() for name, one in tensors.entries(text)}
+
+
+def to_hf(
+    source: Path, target: Path, like: Path | None = None, dtype: str | None = None
+) -> Converted:
+    """Convert the newest checkpoint that `source` names.
+
+    `like`: a directory that `from_hf` wrote, whose files, names and types are taken; by default
+    that of `source`, or of what its run began from. Without one they are made from [model], in
+    float32. `dtype` (of DTYPES) is another type for all parameters. Raises InputError, and
+    CheckFailed; then there is no `target`.
+    """
+    stored = open_model(source)
+    needed = declarations(stored.config(), stored.vocab_size)
+    kept = _kept(stored, like)
+    form = _form_of(kept) if kept else _new_form(stored, needed)
+    form = form if dtype is None else _in_type(form, dtype)
+    where = str(kept or stored.checkpoint)
+    plan = make_plan(form.family, stored.config().model, needed, form.tensors, where)
+    damaged = checkpoint_check.problems(stored.checkpoint)
+    if damaged:
+        raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
+    size = sum(one.nbytes for one in form.tensors.values())
+    with new_directory(target) as folder, stored.reader() as reader:
+        require_weights(reader, needed)
+        files.require_space(folder, size)
+        _write_others(form, folder)
+        for file, text in form.headers.items():
+            tensors.write_file(folder / file, text, partial(_values, reader, plan, form.kept))
+        config = ConfigJson(form.config, "config.json")
+        with WeightFiles(folder) as written:
+            difference = compare(stored, form.family, config, written, plan)
+    count = sum(math.prod(one.shape) for one in needed.values())
+    name, vocab_size = form.family.model_type, stored.vocab_size
+    return Converted(target, name, count, vocab_size, len(form.headers), size, difference)
+
+
+def _kept(stored: StoredModel, like: Path | None) -> Path | None:
+    """The directory with what `from_hf` has kept."""
+    if like is not None:
+        if not (like / KEPT / HEADERS).is_file():
+            raise InputError(f"{like} has no {KEPT}/{HEADERS}: convert from-hf writes one")
+        return like / KEPT
+    began = stored.tree.get("checkpoint", {}).get("initial")
+    for path in (stored.path, *([Path(began)] if began else [])):
+        if (path / KEPT / HEADERS).is_file():
+            return path / KEPT
+    return None
+
+
+def _form_of(kept: Path) -> Form:
+    config = tensors.read_json(kept / "config.json")
+    family = family_of(ConfigJson(config, str(kept / "config.json")))
+    headers = tensors.read_json(kept / HEADERS)
+    return Form(family, config, headers, kept)
+
+
+def _new_form(stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
+    model = stored.config().model
+    family = family_for(model)
+    config = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.config(model, stored.vocab_size),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+    found = {}
+    for place in places(family, needed):
+        prefix = "" if place.theirs == family.head else family.prefix
+        size = 4 * math.prod(place.shape)
+        found[prefix + place.theirs] = Stored("F32", place.shape, size)
+    return Form(family, config, tensors.new_headers(found), None)
+
+
+def _in_type(form: Form, dtype: str) -> Form:
+    """With all parameters in another type; buffers stay."""
+    kind, found = DTYPES[dtype], form.tensors
+    for name, one in found.items():
+        if not form.family.buffers.fullmatch(name.removeprefix(form.family.prefix)):
+            size = math.prod(one.shape) * TYPES[kind].itemsize
+            found[name] = Stored(kind, one.shape, size)
+    headers = {
+        file: tensors.make_header((name, found[name]) for name, _ in tensors.entries(text))
+        for file, text in form.headers.items()
+    }
+    key = "torch_dtype" if "torch_dtype" in form.config else "dtype"
+    return replace(form, config={**form.config, key: dtype}, headers=headers)
+
+
+def _write_others(form: Form, folder: Path) -> None:
+    """All files but the weights."""
+    if form.kept is not None:
+        for path in sorted(form.kept.iterdir()):
+            if path.name not in (HEADERS, BUFFERS):
+                shutil.copyfile(path, folder / path.name)
+        if form.config == tensors.read_json(form.kept / "config.json"):
+            return
+    _write_json(folder / "config.json", form.config)
+    if len(form.headers) > 1:
+        _write_json(folder / tensors.INDEX, tensors.index_json(form.headers))
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    files.write_synced(path, json.dumps(values, indent=2) + "\n")
+
+
+def _values(
+    reader: Reader, plan: Plan, kept: Path | None, name: str, stored: Stored
+) -> Iterator[Tensor]:
+    """The elements of one of their tensors, in pieces."""
+    place = plan.by_name.get(name)
+    if place is None:
+        with safe_open(kept / BUFFERS, framework="pt") as buffers:
+            yield buffers.get_tensor(name)
+        return
+    dtype = reader.tensors[f"weights/{place.ours}"]["dtype"]
+    for slab in slabs(stored.shape, np.dtype(dtype).itemsize):
+        box = place.inside(slab[::-1] if place.transposed else slab)
+        values = np.empty([part.stop - part.start for part in box], dtype)
+        try:
+            reader.read(f"weights/{place.ours}", box, values)
+        except Damaged as error:
+            raise InputError(str(error)) from None
+        ours = torch.from_numpy(values)
+        yield (ours.t() if place.transposed else ours).to(TYPES[stored.dtype])

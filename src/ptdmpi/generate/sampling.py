@@ -1,0 +1,63 @@
+"""Which token comes next: temperature, top-k, top-p, decided from float32 logits.
+
+The draw is a pure function of (seed, number of the sample, position), so it depends neither on the
+layout nor on what else is in the batch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptdmpi.config import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`temperature` 0 takes the most probable token. `top_k` None: of all tokens; `top_p`: of the
+    fewest that hold so much probability (Holtzman et al. 2020, arXiv 1904.09751)."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature = {self.temperature}; legal: 0 (greedy) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k = {self.top_k}; legal: 1 or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"top_p = {self.top_p}; legal: above 0, up to 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise InputError(f"seed = {self.seed}; legal: 0 to 2^63 - 1")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log weights) of the tokens that may be drawn, most probable first; of equal ones the
+    lowest id first. First temperature, then top-k, then top-p."""
+    order = np.argsort(-logits, kind="stable")
+    if sampling.temperature == 0.0:
+        return order[:1], np.zeros(1)
+    order = order[: sampling.top_k]
+    # subtracted before it is divided: the quotient cannot overflow
+    values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
+    if sampling.top_p < 1.0:
+        weights = np.exp(values)
+        before = np.cumsum(weights) - weights
+        count = int(np.count_nonzero(before < sampling.top_p * weights.sum()))
+        order, values = order[:count], values[:count]
+    return order, values
+
+
+def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
+    """The token at `position` of sample number `sample`, from logits float32 [V]."""
+    ids, values = candidates(logits, sampling)
+    if len(ids) == 1:
+        return int(ids[0])
+    bits = np.random.Philox(key=[sampling.seed, sample], counter=[0, 0, 0, position])
+    # the greatest of value + Gumbel noise is a draw by softmax(value) (Gumbel 1954)
+    noise = np.random.Generator(bits).gumbel(size=len(ids))
+    return int(ids[np.argmax(values + noise)])

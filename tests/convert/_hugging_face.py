@@ -1,0 +1,39 @@
+"""Small random models of `transformers`, saved as model directories."""
+
+from pathlib import Path
+
+import pytest
+
+COMMON = {"bos_token_id": 0, "eos_token_id": 0}
+V = 50
+GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": V}
+LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "vocab_size": V,
+}
+
+
+def model(family: str, dtype: str = "float32", **changes):
+    """A random model with weights large enough that each of them matters."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    torch.manual_seed(0)
+    if family == "gpt2":
+        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**COMMON, **GPT2 | changes))
+    else:
+        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **LLAMA | changes))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return made.to(getattr(torch, dtype)).eval()
+
+
+def saved(path: Path, family: str, shard: str = "1GB", **changes) -> Path:
+    model(family, **changes).save_pretrained(path, max_shard_size=shard)
+    return path

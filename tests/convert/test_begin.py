@@ -1,0 +1,74 @@
+"""A converted model is trained further on several ranks, and goes back under its old names."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.to_hf import to_hf
+from tests._configs import layout
+from tests._engines import logical
+from tests._runs import VOCAB_SIZE, log, loop, records
+from tests.convert._hugging_face import saved
+from tests.parallel import parallel
+
+
+@parallel(ranks=[2])
+def test_train_from_a_converted_model(comm, tmp_path):
+    pytest.importorskip("transformers")
+    ours = tmp_path / "ours"
+    if comm.rank == 0:
+        from_hf(saved(tmp_path / "hf", "llama", vocab_size=VOCAB_SIZE), ours)
+    comm.Barrier()
+    changes = {
+        "model.kind": "llama",
+        "model.layers": 3,
+        "model.kv_heads": 2,
+        "model.ffn_hidden": 48,
+        "model.norm_eps": 1e-6,
+        "checkpoint.initial": str(ours),
+        "run.steps": 2,
+        **layout(t=2),
+    }
+    theirs = load_file(tmp_path / "hf/model.safetensors")
+    with loop(comm, tmp_path, changes) as made:
+        begun = logical(made.engine, made.engine.buffer.master)
+        assert (begun["head.weight"] == theirs["lm_head.weight"]).all()
+        assert not made.engine.optimizer.moment("exp_avg", entry_of(made)).any()
+        made.run()
+        trained = logical(made.engine, made.engine.buffer.master)
+    # the same command again, for more steps, goes on from the run's own checkpoint
+    with loop(comm, tmp_path, {**changes, "run.steps": 3}) as made:
+        assert made.first == 2
+        assert (
+            logical(made.engine, made.engine.buffer.master)["head.weight"] == trained["head.weight"]
+        ).all()
+    if comm.rank == 0:
+        assert f"begins from the weights of {ours}" in log(tmp_path / "run")
+        assert [one["step"] for one in records(tmp_path / "run") if "loss" in one] == [1, 2]
+        to_hf(tmp_path / "run", tmp_path / "back")
+        back = load_file(tmp_path / "back/model.safetensors")
+        assert back.keys() == theirs.keys()
+        assert (back["lm_head.weight"] == trained["head.weight"]).all()
+        assert (back["lm_head.weight"] != theirs["lm_head.weight"]).any()
+        before, after = (
+            json.loads((tmp_path / one / "config.json").read_text()) for one in ("hf", "back")
+        )
+        assert before == after
+        shutil.rmtree(tmp_path / "run")
+    comm.Barrier()
+    for wrong, message in (
+        ({"checkpoint.resume": str(ours / "checkpoints/latest")}, r"has no optimizer state: a run"),
+        ({"model.hidden": 64}, r"embedding.word.weight has shape \[53, 32\], this"),
+        ({"checkpoint.initial": "nowhere"}, r"nowhere is no checkpoint"),
+    ):
+        refused = pytest.raises(SharedInputError, match=message)
+        with refused, loop(comm, tmp_path, {**changes, **wrong}):
+            pass
+
+
+def entry_of(made):
+    return next(iter(made.engine.buffer.entries.values()))

@@ -1,0 +1,255 @@
+"""Hugging Face models, both ways: the same bytes, the same logits, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ptdmpi.commands.convert import command
+from ptdmpi.config import InputError
+from ptdmpi.convert import check, tensors
+from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.reference import FORWARD
+from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.train import checkpoint_check
+from ptdmpi.train.stored import open_model
+from tests.convert._hugging_face import model, saved
+from tests.parallel import ROOT
+
+CASES = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied-wide": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80}),
+    "gpt2-bf16-sharded": ("gpt2", {"dtype": "bfloat16", "shard": "20KB"}),
+    "llama-gqa": ("llama", {}),
+    "llama-mha-fp16-eps": (
+        "llama",
+        {"dtype": "float16", "num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    ),
+    "llama-tied-biases-theta": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "llama-sharded-v51": ("llama", {"shard": "15KB", "vocab_size": 51}),
+}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_gives_the_same_bytes(tmp_path, case):
+    family, changes = CASES[case]
+    source = saved(tmp_path / "hf", family, **changes)
+    (source / "tokenizer.json").write_text("{}")
+    done = from_hf(source, tmp_path / "ours")
+    assert done.family == family and done.difference < 1e-5
+    assert (
+        done.parameters
+        == model(family, **{k: v for k, v in changes.items() if k != "shard"}).num_parameters()
+    )
+    assert checkpoint_check.problems(open_model(tmp_path / "ours").checkpoint) == []
+    back = to_hf(tmp_path / "ours", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    assert back.files == len(list(source.glob("*.safetensors"))) > ("shard" in changes)
+    assert sorted(os.listdir(tmp_path)) == ["back", "hf", "ours"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_transformers(tmp_path, case):
+    """What the self-check compares with is what their own code computes."""
+    family, changes = CASES[case]
+    theirs = model(family, **{k: v for k, v in changes.items() if k not in ("shard", "dtype")})
+    theirs.double()
+    ids = check.prompts(theirs.config.vocab_size, 16)
+    prefix = {"gpt2": "transformer.", "llama": "model."}[family]
+    named = {k.removeprefix(prefix): v for k, v in theirs.state_dict().items()}
+    with torch.no_grad():
+        found = FORWARD[family](theirs.config.to_dict(), named.__getitem__, ids)
+        expected = theirs(ids).logits
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-6
+
+
+def test_old_files(tmp_path):
+    """Names without prefix, a head beside the table that it is tied to, buffers of attention."""
+    source = saved(tmp_path / "hf", "gpt2")
+    file = source / "model.safetensors"
+    old = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    for i in range(3):
+        old[f"h.{i}.attn.bias"] = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+        old[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, file, metadata={"format": "pt", "who": "me"})
+    from_hf(source, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    to_hf(tmp_path / "ours", tmp_path / "half", dtype="float16")
+    with safe_open(tmp_path / "half/model.safetensors", framework="pt") as half:
+        assert half.get_tensor("h.0.attn.masked_bias").dtype == torch.float32
+        assert half.get_tensor("wpe.weight").dtype == torch.float16
+    del old["wte.weight"]  # only the head is left of the two
+    save_file(old, file)
+    from_hf(source, tmp_path / "ours2")
+    to_hf(tmp_path / "ours2", tmp_path / "back2")
+    assert contents(tmp_path / "back2") == contents(source)
+    save_file(old | {"wte.weight": old["lm_head.weight"] + 1}, file)
+    with pytest.raises(InputError, match=r"lm_head.weight and wte.weight differ"):
+        from_hf(source, tmp_path / "ours3")
+
+
+def test_pieces_of_tensors(tmp_path, monkeypatch):
+    """Slabs of a few rows give the same files: what is in memory does not grow with a tensor."""
+    monkeypatch.setattr(tensors, "SLAB_BYTES", 1000)
+    for family in ("gpt2", "llama"):
+        source = saved(tmp_path / family, family)
+        from_hf(source, tmp_path / f"{family}-ours")
+        to_hf(tmp_path / f"{family}-ours", tmp_path / f"{family}-back")
+        assert contents(tmp_path / f"{family}-back") == contents(source)
+
+
+def changed(path, **keys):
+    values = json.loads(path.read_text())
+    values.update(keys)
+    path.write_text(json.dumps({k: v for k, v in values.items() if v != "gone"}))
+
+
+CONFIG_MISTAKES = {
+    "model_type": ("mamba", r"model_type = 'mamba' is not supported; legal: gpt2, llama"),
+    "hidden_act": ("gelu", r"hidden_act = 'gelu' is not supported; legal: 'silu'"),
+    "rope_parameters": ({"rope_type": "llama3", "rope_theta": 1e4}, r"rope_parameters = .*llama3"),
+    "rope_scaling": ({"type": "linear", "factor": 2.0}, r"rope_scaling = .*linear.* legal"),
+    "head_dim": (16, r"head_dim = 16 is not supported with hidden_size = 32 and 4 heads"),
+    "attention_bias": (True, r"attention_bias = True with mlp_bias = False"),
+    "num_key_value_heads": (3, r"kv_heads = 3 does not divide"),
+    "vocab_size": (49, r"embed_tokens.weight has shape \[50, 32\], config.json makes it \[49, 32"),
+    "num_hidden_layers": (4, r"tensor model.layers.3.*is missing"),
+    "hidden_size": ("gone", r"config.json: hidden_size is missing"),
+    "intermediate_size": ("wide", r"config.json: model.ffn_hidden = 'wide'"),
+    "tie_word_embeddings": (True, r"lm_head.weight and model.embed_tokens.weight differ"),
+}
+
+
+@pytest.mark.parametrize("key", CONFIG_MISTAKES)
+def test_what_config_json_may_not_say(tmp_path, key):
+    value, message = CONFIG_MISTAKES[key]
+    source = saved(tmp_path / "hf", "llama")
+    changed(source / "config.json", **{key: value})
+    with pytest.raises(InputError, match=message):
+        from_hf(source, tmp_path / "ours")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_damaged_files(tmp_path):
+    source, target = saved(tmp_path / "hf", "llama", shard="15KB"), tmp_path / "ours"
+    first = sorted(source.glob("*.safetensors"))[0]
+    whole, index = first.read_bytes(), json.loads((source / tensors.INDEX).read_text())
+
+    def refused(message):
+        with pytest.raises(InputError, match=message):
+            from_hf(source, target)
+        assert os.listdir(tmp_path) == ["hf"]
+
+    first.write_bytes(whole[:-1])
+    refused(rf"{first.name} is damaged or truncated")
+    first.write_bytes(whole[:6])
+    refused(rf"{first.name} is no safetensors file")
+    first.unlink()
+    refused(rf"{first.name}: No such file")
+    first.write_bytes(whole)
+    values = load_file(first)
+    name = sorted(values)[0]
+    save_file({k: v for k, v in values.items() if k != name}, first)
+    refused(rf"does not hold {name}")
+    save_file(values | {"model.layers.0.adapter.weight": torch.ones(2)}, first)
+    refused(r"holds model.layers.0.adapter.weight, which")
+    index["weight_map"]["model.layers.0.adapter.weight"] = first.name
+    changed(source / tensors.INDEX, **index)
+    refused(r"unexpected tensor model.layers.0.adapter.weight")
+    index["weight_map"] = {name: "../elsewhere.safetensors"}
+    changed(source / tensors.INDEX, **index)
+    refused(r"weight_map must name a file of this directory")
+    (source / tensors.INDEX).rename(source / "pytorch_model.bin")
+    refused(r"pytorch_model.bin is a pickle, which can run code")
+    save_file({k: v.to(torch.int8) for k, v in values.items()}, source / "model.safetensors")
+    refused(r"type I8; legal: F64, F32|is missing")
+    (source / "config.json").write_text("[")
+    refused(r"config.json is not JSON")
+    with pytest.raises(InputError, match=r"nowhere/config.json: No such file"):
+        from_hf(tmp_path / "nowhere", target)
+
+
+def test_the_target(tmp_path):
+    source = saved(tmp_path / "hf", "gpt2")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("precious")
+    with pytest.raises(InputError, match=r"full exists already"):
+        from_hf(source, tmp_path / "full")
+    assert (tmp_path / "full/mine.txt").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    from_hf(source, tmp_path / "empty")
+    from_hf(source, tmp_path / "new/deep/er")
+    with pytest.raises(InputError, match=r"Not a directory|exists"):
+        from_hf(source, tmp_path / "full/mine.txt/x")
+    part = next((tmp_path / "empty/checkpoints").rglob("rank-*"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(InputError, match=r"is damaged: .*rank-00000"):
+        to_hf(tmp_path / "empty", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_the_self_check_fails_where_a_tensor_is_misplaced(tmp_path, monkeypatch):
+    source = saved(tmp_path / "hf", "llama")
+    from ptdmpi.convert import from_hf as module
+
+    real = module.make_plan
+
+    def swapped(*arguments):
+        plan = real(*arguments)
+        names = [f"model.layers.1.mlp.{one}_proj.weight" for one in ("gate", "up")]
+        a, b = (plan.by_name[name] for name in names)
+        plan.by_name.update({names[0]: b, names[1]: a})
+        return plan
+
+    monkeypatch.setattr(module, "make_plan", swapped)
+    result = CliRunner().invoke(command, ["from-hf", str(source), str(tmp_path / "ours")])
+    assert result.exit_code == 1 and "the self-check failed: logits differ by" in result.output
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_needs_neither_mpi_nor_transformers(tmp_path):
+    source = saved(tmp_path / "hf", "llama")
+    script = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("h5py", "mpi4py", "transformers"):
+            raise ImportError(f"{name} is not for conversions")
+sys.meta_path.insert(0, Blocker())
+from ptdmpi.cli import main
+main()
+"""
+    for words in (["from-hf", "hf", "ours", "--json"], ["to-hf", "ours", "back"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "convert", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert words[0] == "to-hf" or json.loads(done.stdout)["vocab_size"] == 50
+    assert contents(tmp_path / "back") == contents(source)

@@ -1,0 +1,86 @@
+"""A model of our own leaves for Hugging Face, and `transformers` loads it; others cannot."""
+
+import pytest
+import torch
+
+from ptdmpi.config import InputError
+from ptdmpi.convert.to_hf import to_hf
+from tests import _stored
+
+V = 51
+
+
+def stored(folder, **model):
+    return _stored.stored(folder, V, **model)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tie_embeddings": False, "ffn_hidden": 40},
+        {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48, "rope_theta": 5e4},
+        {"kind": "llama", "ffn_hidden": 48, "bias": True, "tie_embeddings": True},
+    ],
+    ids=lambda model: "-".join(map(str, model.values())) or "gpt",
+)
+def test_transformers_loads_it(tmp_path, model):
+    transformers = pytest.importorskip("transformers")
+    done = to_hf(stored(tmp_path / "run", **model), tmp_path / "hf")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert theirs.num_parameters() == done.parameters and theirs.dtype == torch.float32
+    assert theirs.config.eos_token_id is None
+    # and comes back with the same logits
+    from ptdmpi.convert.from_hf import from_hf
+
+    assert from_hf(tmp_path / "hf", tmp_path / "again").difference < 1e-6
+    to_hf(tmp_path / "run/checkpoints/step-00000007", tmp_path / "half", dtype="bfloat16")
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+
+
+def test_several_files(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("ptdmpi.convert.tensors.FILE_BYTES", 10_000)
+    done = to_hf(stored(tmp_path / "run"), tmp_path / "hf")
+    assert done.files == len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(info.values()), info
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ({"norm": "rmsnorm"}, r"model.activation = 'gelu': a llama of Hugging Face has 'swiglu'"),
+        ({"positions": "rope"}, r"model.positions = 'rope': a gpt2 of Hugging Face has 'learned'"),
+        ({"kv_heads": 2}, r"model.kv_heads = 2: a gpt2 of Hugging Face has 4"),
+    ],
+)
+def test_shapes_that_no_family_has(tmp_path, model, message):
+    with pytest.raises(InputError, match=message):
+        to_hf(stored(tmp_path / "run", **model), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_no_model(tmp_path):
+    run = stored(tmp_path / "run")
+    with pytest.raises(InputError, match=r"no-such is no checkpoint, and no run directory"):
+        to_hf(tmp_path / "no-such", tmp_path / "hf")
+    with pytest.raises(InputError, match=r"run has no hugging_face/headers.json"):
+        to_hf(run, tmp_path / "hf", like=run)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("layers = 2", "layers = 1"))
+    with pytest.raises(InputError, match=r"weights/layers.1.* is not of the model"):
+        to_hf(run, tmp_path / "hf")
+    (run / "config.toml").write_text(text.replace("hidden = 32", "hidden = 64"))
+    with pytest.raises(InputError, match=r"has shape"):
+        to_hf(run, tmp_path / "hf")
+    (run / "config.toml").unlink()
+    with pytest.raises(InputError, match=r"no config.toml in"):
+        to_hf(run, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()

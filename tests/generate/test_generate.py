@@ -1,0 +1,167 @@
+"""The same text in every layout, from logits that do not depend on the cache."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ptdmpi.comm.world import World
+from ptdmpi.commands.generate import command
+from ptdmpi.config import InputError
+from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.generate.generator import Prompt, generate
+from ptdmpi.generate.sampling import GREEDY, Sampling
+from ptdmpi.train.inference import InferenceModel, open_inference
+from tests import _stored
+from tests._layers import difference
+from tests.convert._hugging_face import model as hugging_face
+from tests.parallel import mpirun, parallel
+
+V = 51
+MODELS = {"gpt": {}, "llama": _stored.LLAMA}
+LAYOUTS = ["t=2,p=2", "d=2,p=2", "d=2,t=2", "t=4"]
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3]]
+
+
+def run_directory(comm, tmp_path, kind):
+    if comm.rank == 0:
+        _stored.stored(tmp_path / "run", V, **MODELS[kind])
+    comm.Barrier()
+    return tmp_path / "run"
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_layout_writes_the_same(comm, tmp_path, kind):
+    run = run_directory(comm, tmp_path, kind)
+    world = World(comm)
+    samplings = [GREEDY, Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=5)]
+    prompts = [Prompt(ids, 9 if i else 1, number=i) for i, ids in enumerate(PROMPTS)]
+    ends = {0, 7}
+    expected = None
+    one = world.first(1)
+    if one is not None:
+        serial, _ = open_inference(run, one, None, None)
+        expected = [generate(serial, prompts, sampling, ends) for sampling in samplings]
+        # what is in the batch beside a text does not matter
+        assert expected == [generate(serial, prompts, s, ends, rows=1) for s in samplings]
+        reasons = {text.reason for texts in expected for text in texts}
+        assert reasons == {"eod", "length"}
+    expected = comm.bcast(expected)
+    for layout in LAYOUTS:
+        if kind == "llama" and layout == "t=4":
+            continue  # two heads for keys
+        model, _ = open_inference(run, world, layout, None)
+        assert [generate(model, prompts, s, ends, rows=3) for s in samplings] == expected
+        comm.Barrier()
+
+
+def full_logits(model: InferenceModel, ids: list[int]) -> torch.Tensor | None:
+    """[V] behind the last id, without a cache."""
+    x = model.hidden(torch.tensor(ids)[:, None])
+    if x is not None:
+        x = model.axes.tensor.all_gather(model.stage.head(x)[-1, 0].contiguous())[:V]
+    model.finish()
+    return x
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_cached_logits_are_those_of_the_whole_text(comm, tmp_path, kind):
+    run = run_directory(comm, tmp_path, kind)
+    model, _ = open_inference(run, World(comm), "t=2,p=2", None)
+    texts = [list(ids) for ids in PROMPTS]
+    lengths = torch.tensor([len(ids) for ids in texts])
+    cache = model.new_cache(len(texts), 16)
+    ids = torch.zeros(7, len(texts), dtype=torch.int64)
+    for column, text in enumerate(texts):
+        ids[: len(text), column] = torch.tensor(text)
+    positions, last = torch.arange(7)[:, None].expand(7, 4), lengths - 1
+    for step in range(4):
+        cache.at(positions)
+        found = model.next_logits(ids, cache, last)
+        for column, text in enumerate(texts):
+            whole = full_logits(model, text)
+            if found is not None:
+                assert difference(found[column], whole) < 1e-5
+            text.append((column * 7 + step * 3) % V)
+        ids, positions = torch.tensor([[text[-1] for text in texts]]), (lengths + step)[None]
+        last = torch.zeros(4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_equals_transformers(tmp_path, family):
+    theirs = hugging_face(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    model, _ = open_inference(tmp_path / "ours", World(), None, None)
+    found = generate(model, [Prompt(ids, 9) for ids in PROMPTS], GREEDY, {0})
+    for ids, text in zip(PROMPTS, found, strict=True):
+        whole = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=0
+        )[0].tolist()
+        assert [*ids, *text.ids] == whole[: len(ids) + len(text.ids)]
+        assert (text.reason == "eod") == (0 in whole[len(ids) :])
+
+
+def test_ends_by_what_a_caller_looks_for(tmp_path):
+    _stored.stored(tmp_path / "run", V)
+    model, _ = open_inference(tmp_path / "run", World(), None, None)
+    (free,) = generate(model, [Prompt([1], 8)], GREEDY, ())
+    (found,) = generate(model, [Prompt([1], 8, finished=lambda ids: len(ids) == 3)], GREEDY, ())
+    assert found.ids == free.ids[:3] and (found.reason, free.reason) == ("finished", "length")
+    for prompt, message in (
+        (Prompt([], 1), "empty prompt"),
+        (Prompt([1] * 10, 7), "16; legal: at most 6 new"),
+        (Prompt([1] * 16, 1), "at most 0"),
+        (Prompt([V], 1), "a prompt has id 51: the model has a vocabulary of 51"),
+        (Prompt([1], 0), "max_new_tokens = 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            generate(model, [prompt], GREEDY, ())
+
+
+@pytest.fixture
+def run_of_bytes(tmp_path):
+    """A model of bytes whose config.toml names its shards."""
+    run = _stored.stored(tmp_path / "run", 257, seq_length=64)
+    (tmp_path / "shards").mkdir()
+    with ShardWriter(tmp_path / "shards/a.h5", "bytes", "0" * 64, 257, 256) as writer:
+        writer.write(np.arange(100), np.array([100]))
+    with open(run / "config.toml", "a") as file:
+        file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n[parallel]\ntensor = 2\n')
+    return run
+
+
+def test_the_command(run_of_bytes):
+    words = [str(run_of_bytes), "--prompt", "héllo", "--prompt", "", "--samples", "2"]
+    result = CliRunner().invoke(command, [*words, "--json", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    samples = json.loads(result.output)["samples"]
+    assert [one["prompt_tokens"] for one in samples] == [6, 6, 1, 1]
+    assert samples[0]["ids"] != samples[1]["ids"]
+    assert all(len(one["ids"]) <= 63 for one in samples)
+    done = mpirun(2, ["-m", "ptdmpi", "generate", *words, "--seed", "3"], timeout_s=120)
+    for number, one in enumerate(samples):
+        assert f"-- {number + 1} of 4\n{one['prompt']}{one['text']}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--max-new-tokens", "64"], "legal: at most 63 new tokens"),
+        (["--temperature", "-1"], "temperature = -1.0; legal"),
+        (["--layout", "t=2"], r"parallel.tensor \* pipeline"),
+        (["--layout", "t=1,v=2"], "here only t, p and d count"),
+        (["--tokenizer", "nowhere.json"], "nowhere.json: .*No such file"),
+    ],
+)
+def test_bad_input_is_one_line(run_of_bytes, words, message, capfd):
+    result = CliRunner().invoke(command, [str(run_of_bytes), *words])
+    assert result.exit_code == 2
+    (line,) = (result.stderr or capfd.readouterr().err).strip().splitlines()
+    assert re.search(message, line)

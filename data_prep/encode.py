@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from data_prep.sources import JSONL, Chunk, Task, document_share, split_document
+from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_document
 from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
@@ -112,12 +112,21 @@ def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
         start += len(data) + 1
 
 
+def _rows(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
+    start = 0
+    for row, length in enumerate(chunk.lengths, chunk.line):
+        data = chunk.data[start : start + length]
+        yield _decode(data, f"{chunk.path}: row {row}", 0, options.errors).encode()
+        start += length
+
+
 def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
     """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
     line that is no JSON object with the text field, naming file and byte or line."""
     for chunk in task.chunks:
-        if chunk.kind == JSONL:
-            for document in _documents(chunk, options):
+        if chunk.kind != TEXT:
+            read = _documents if chunk.kind == JSONL else _rows
+            for document in read(chunk, options):
                 first = True
                 for data, last in split_document([document]):
                     held_out = first and document_share(data) < options.valid_fraction

@@ -19,7 +19,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.shards import UNFINISHED
 
 SUMMARY = "tokenize.json"
-TOKENIZER_COPY = "tokenizer.json"
+TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
 SHARDS = "shard-*.h5"
 
 
@@ -188,7 +188,8 @@ class RunState:
             raise InputError(reason)
         for output in self.outputs:
             if tokenizer is not None:
-                write_file(output / TOKENIZER_COPY, tokenizer.read_bytes())
+                suffix = ".model" if tokenizer.suffix == ".model" else ".json"
+                write_file(output / (TOKENIZER_COPY + suffix), tokenizer.read_bytes())
         write_json(self.outputs[0] / SUMMARY, {**self.identity, "counters": asdict(sums)})
         for output in reversed(self.outputs):
             shutil.rmtree(output / UNFINISHED)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data_prep.corpus import OutputOptions, Work
@@ -16,7 +15,7 @@ from data_prep.sources import (
     split_sources,
 )
 from data_prep.state import files_identity
-from data_prep.vocabulary import BYTES, load_tokenizer
+from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
 _TEXT_BYTES_PER_TOKEN = 4  # a usual rate of large vocabularies: makes a group about one shard
 _BYTES_PER_WORKER = 1 << 21  # starting a process for less costs more than it saves
@@ -41,7 +40,7 @@ class TextCorpus:
         self._options = options
         name = options.encode.tokenizer
         self.vocabulary = load_tokenizer(name)
-        self.tokenizer_file = None if name == BYTES else Path(name)
+        self.tokenizer_file = tokenizer_file(name)
         sources = find_sources(options.inputs, options.suffixes)
         self._files = files_identity(
             (source.name, source.size_bytes, source.modified_ns) for source in sources
@@ -62,7 +61,8 @@ class TextCorpus:
     def _tasks(self, work: Work) -> Iterator[Task]:
         for group in work.groups:
             first = work.first_block(group)
-            for task in read_tasks(group, self._groups[group], work.advance):
+            sources, field = self._groups[group], self._options.encode.text_field
+            for task in read_tasks(group, sources, work.advance, field):
                 if task.index >= first:
                     yield task
 

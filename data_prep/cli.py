@@ -106,6 +106,11 @@ def commands() -> None:
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes [default: one per core; 1 under MPI]."
 )
+@click.option(
+    "--deduplicate",
+    type=click.Choice(["exact", "near"]),
+    help="Keep the first of documents that are equal, or nearly (MinHash).",
+)
 @_TEXT_FIELD
 @_SUFFIX
 @_ERRORS
@@ -114,6 +119,7 @@ def tokenize(
     inputs: tuple[str, ...],
     suffixes: tuple[str, ...],
     workers: int | None,
+    deduplicate: str | None,
     tokenizer: str,
     text_field: str,
     errors: str,
@@ -124,7 +130,7 @@ def tokenize(
     from data_prep.text_corpus import TextCorpus, TextOptions
 
     encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"])
-    options = TextOptions(inputs, encode, suffixes, workers)
+    options = TextOptions(inputs, encode, suffixes, workers, deduplicate)
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
 

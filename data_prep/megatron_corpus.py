@@ -1,6 +1,6 @@
 """Megatron-LM's indexed datasets as a corpus: tokens that are ready become shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,9 @@ class MegatronCorpus:
             "format": "megatron",
             **files_identity((name, at.st_size, at.st_mtime_ns) for name, at in states),
         }
+
+    def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
         for group in work.groups:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import zstandard
 
 from data_prep.parquet import read_rows
@@ -73,6 +74,8 @@ class Task:
     group: int
     index: int
     chunks: tuple[Chunk, ...]
+    # bool: is the document left out that goes on from the task before, and each that begins here
+    dropped: np.ndarray | None = None
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:

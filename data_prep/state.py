@@ -30,6 +30,7 @@ class Counters:
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
+    duplicates: int = 0  # documents left out
     train_tokens: int = 0
     valid_tokens: int = 0
     eods_added: int = 0  # to documents of ready tokens that had no end
@@ -97,8 +98,8 @@ class RunState:
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
         self.identity = identity
-        self._folder = outputs[0] / UNFINISHED
-        self._failed = self._folder / "failed"
+        self.folder = outputs[0] / UNFINISHED
+        self._failed = self.folder / "failed"
 
     def begin(self, force: bool) -> Counters | None:
         """Make or check the output directories; the sums if everything is done already.
@@ -109,12 +110,12 @@ class RunState:
         if force:
             self._remove_all()
         summary = read_json(self.outputs[0] / SUMMARY)
-        known = read_json(self._folder / "identity.json") or summary
+        known = read_json(self.folder / "identity.json") or summary
         if known is None:
             self._refuse_shards()
         else:
             self._compare(known)
-        if summary is not None and not self._folder.exists():
+        if summary is not None and not self.folder.exists():
             return Counters(**summary["counters"])
         try:
             for output in self.outputs:
@@ -124,7 +125,7 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
-        write_json(self._folder / "identity.json", self.identity)
+        write_json(self.folder / "identity.json", self.identity)
         return None
 
     def _compare(self, known: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ class RunState:
                 )
 
     def _remove_all(self) -> None:
-        if read_json(self.outputs[0] / SUMMARY) is None and not self._folder.exists():
+        if read_json(self.outputs[0] / SUMMARY) is None and not self.folder.exists():
             return  # nothing of ours: what is there is refused, not removed
         for output in self.outputs:
             for path in [*output.glob(SHARDS), *output.glob(f"{SHARDS}.tmp"), output / SUMMARY]:
@@ -154,7 +155,7 @@ class RunState:
             shutil.rmtree(output / UNFINISHED, ignore_errors=True)
 
     def _group_path(self, group: int) -> Path:
-        return self._folder / f"group-{group:05d}.json"
+        return self.folder / f"group-{group:05d}.json"
 
     def load(self, group: int) -> Progress:
         """How far a group has come."""
@@ -168,7 +169,7 @@ class RunState:
 
     def mark_failed(self) -> None:
         """Tell the other ranks to stop."""
-        if self._folder.is_dir():
+        if self.folder.is_dir():
             self._failed.touch()
 
     def someone_failed(self) -> bool:

@@ -29,6 +29,8 @@ def run(tmp_path):
                 "step": step,
                 "loss": loss,
                 "tokens": 32 * step,
+                "samples_drawn": [4 * step],
+                "epochs": [0.5 * step],
                 "step_time_s": 0.1 * step,
                 "tokens_per_s": 320 / step,
                 "model_tflops_per_rank": 1.0,

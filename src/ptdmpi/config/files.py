@@ -124,4 +124,6 @@ def to_toml(config: Config) -> str:
     for dataset in tree["data"]["train"]:
         dataset.update({k: str(v) for k, v in dataset.items() if isinstance(v, Decimal)})
     tree["data"]["train"] = list(tree["data"]["train"])
+    if config.data.valid is not None and not isinstance(config.data.valid, str):
+        tree["data"]["valid"] = list(config.data.valid)
     return tomlkit.dumps(tree)

@@ -29,7 +29,14 @@ from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.lock import RunLock
-from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
+from ptdmpi.train.meter import (
+    Rates,
+    RunDirectory,
+    duration,
+    peak_flops,
+    peak_memory_bytes,
+    validation_record,
+)
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.stopwatch import Place, Stopwatch
@@ -103,7 +110,7 @@ class Loop:
         for problem in skipped:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
-        self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
+        self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
         self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
@@ -245,6 +252,7 @@ class Loop:
             loss_scale=result.loss_scale,
             skipped=result.skipped,
             tokens=step * self.rates.tokens,
+            **self.feed.drawn(step),
             **rates,
             peak_memory_bytes=memory,
             rank_count=self.world.size,
@@ -278,19 +286,16 @@ class Loop:
         return slow
 
     def _validate(self, step: int) -> Asked:
-        loss = tokens = 0.0
+        sums = [(0.0, 0.0) for _ in self.feed.valid]  # loss and tokens
         self.place.enter("validation")
-        for group in self.feed.validation():
+        for number, group in self.feed.validation():
             more = self.engine.evaluate(self.feed.place(group))
-            loss, tokens = loss + more[0], tokens + more[1]
+            sums[number] = (sums[number][0] + more[0], sums[number][1] + more[1])
             asked = self._vote()
             if asked.stop:
                 self.say(f"{asked.stop}: validation after step {step} broken off")
                 return asked
-        mean = loss / tokens
-        perplexity = math.exp(mean) if mean < 700 else math.inf
-        values = {"validation_loss": mean, "validation_perplexity": perplexity}
-        text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
+        values, text = validation_record(self.config.data.valid_paths, sums)
         if self.bigram_pending:
             values["bigram_validation_loss"] = self.feed.bigram_loss()
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"

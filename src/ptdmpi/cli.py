@@ -7,7 +7,17 @@ import click
 
 from ptdmpi.config import InputError
 
-COMMANDS = ("train", "plan", "schedule", "report", "doctor", "checkpoint", "convert", "generate")
+COMMANDS = (
+    "train",
+    "plan",
+    "schedule",
+    "report",
+    "doctor",
+    "checkpoint",
+    "convert",
+    "generate",
+    "evaluate",
+)
 
 
 class LazyGroup(click.Group):

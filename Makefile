@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan figures clean
+.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ calibrate: setup ## what software reaches of data sheets, from published files
 
 validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
 	$(BIN)/python -m benchmarks.validate_plan
+
+validate-plan-here: setup ## predictions for this machine beside measured steps
+	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.validate_here
 
 figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
 	$(BIN)/python -m benchmarks.plan_figures

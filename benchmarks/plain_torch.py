@@ -113,9 +113,6 @@ class AccumulatingTrainer:
     def _loss_parallel(self) -> contextlib.AbstractContextManager:
         return loss_parallel() if self.variant.loss_parallel else contextlib.nullcontext()
 
-    def gemm_time_s(self) -> float:
-        raise NotImplementedError("the bare GEMMs are measured on the other side")
-
 
 class PipelineTrainer:
     """torch.distributed.pipelining, its stages cut at the same layers as this project's."""
@@ -153,9 +150,6 @@ class PipelineTrainer:
             self.schedule.step(*given, **wanted)
         self.optimizer.step()
         return float(torch.stack(losses).double().mean()) if self.last else None
-
-    def gemm_time_s(self) -> float:
-        raise NotImplementedError("the bare GEMMs are measured on the other side")
 
 
 def _stage_model(row: Row, variant: Variant, layers: range) -> Gpt:

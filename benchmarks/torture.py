@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.torture_rank import PLACES
 from benchmarks.torture_run import (
     EVERY_STEPS,
+    ROOT,
     STEPS,
     Case,
     Training,
@@ -41,6 +42,8 @@ LAYOUTS = (
     ("d=2", 2, ("parallel.data=2",)),
     ("t=2,d=2", 4, ("parallel.tensor=2", "parallel.data=2")),
 )
+ULFM = ("mpirun", "--with-ft", "ulfm")
+SHRINKING = (("d=2", 2, ()), ("d=4", 4, ()), ("p=2,d=2", 4, ("parallel.pipeline=2",)))
 
 
 class Lost(Exception):
@@ -139,6 +142,21 @@ class Torture:
 
     def kill_all(self, run: Path) -> None:
         self.kill(run, lambda ranks: ranks)
+
+    def shrink(self, run: Path) -> None:
+        """SIGKILL to one rank while it trains: the others finish the run without a new start."""
+        name, ranks, settings = self.random.choice(SHRINKING)
+        settings = (*settings, "run.on_failure=shrink", "run.reproducible=true")
+        settings = (*settings, f"checkpoint.asynchronous={self.coin()}")
+        case = Case(f"shrink-{name}", ranks, settings, ULFM)
+        self.reference(case)
+        training = self.start(case, run, NOWHERE)
+        training.wait_for_step(self.random.randrange(1, STEPS - 5))
+        time.sleep(self.random.uniform(0.0, 0.03))
+        training.kill([self.random.choice(training.ranks())])
+        if training.wait() != 0:
+            raise Lost(f"the survivors did not finish: {training.text()[-2000:]}")
+        self.finish(case, run, training.saved())
 
     def kill_in_save(self, run: Path, place: str) -> None:
         """A rank kills itself at a place of one of the saves."""
@@ -254,6 +272,7 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
     for place in PLACES:
         found[f"kill-{place}"] = (6, lambda run, place=place: torture.kill_in_save(run, place))
     return found | {
+        "kill-shrink": (10, torture.shrink),
         "truncate": (20, torture.truncate),
         "flip": (20, torture.flip),
         "full": (20, torture.full),
@@ -281,6 +300,12 @@ def can_mount() -> bool:
         if mounted.returncode == 0:
             subprocess.run(("umount", place), check=True)
     return mounted.returncode == 0
+
+
+def can_shrink() -> bool:
+    """Whether the MPI at hand starts ranks that may survive one another (ULFM)."""
+    words = ("bash", "-c", f'. "{ROOT}/jobs/mpi-env.sh"; exec {" ".join(ULFM)} -n 1 true')
+    return subprocess.run(words, capture_output=True).returncode == 0
 
 
 def table(counts: dict[str, Count]) -> str:
@@ -316,6 +341,9 @@ def main() -> None:
                 "full, read-only: left out; a small tmpfs wants to be mounted, and that needs root"
             )
             names = [name for name in names if name not in ("full", "read-only")]
+        if "kill-shrink" in names and not can_shrink():
+            print("kill-shrink: left out; this MPI has no ULFM")
+            names.remove("kill-shrink")
         counts: dict[str, Count] = {}
         for name in names:
             number, work = chosen[name]

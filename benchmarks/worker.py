@@ -12,7 +12,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from benchmarks.case import Row, Variant
@@ -33,9 +33,6 @@ class Trainer(Protocol):
     def step(self, step: int, batch: Any) -> float | None:
         """Train one step; its mean loss in nats, None on a rank that does not know it."""
 
-    def gemm_time_s(self) -> float:
-        """Time of the bare linear GEMMs of this rank in one step."""
-
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
     """Token ids [B, s + 1], the same for both sides, log-uniform: some frequent, most rare.
@@ -51,8 +48,11 @@ def synthetic_ids(row: Row, step: int) -> "Tensor":
     return (case.vocab_size**uniform).long() - 1
 
 
-def serve(stream: TextIO, trainer: Trainer) -> None:
-    """Do what the commands say until there are no more."""
+def serve(
+    stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None
+) -> None:
+    """Do what the commands say until there are no more. `gemm_time_s` measures the bare linear
+    GEMMs of this rank in one step; one side's are enough."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -60,9 +60,9 @@ def serve(stream: TextIO, trainer: Trainer) -> None:
                 _say(stream, _train(trainer, range(first, first + count)))
             case {"profile": step}:
                 _say(stream, {"table": _profile(trainer, step)})
-            case {"gemms": _}:
+            case {"gemms": _} if gemm_time_s is not None:
                 cpu_s = time.process_time()
-                seconds = trainer.gemm_time_s()
+                seconds = gemm_time_s()
                 _say(stream, {"gemm_time_s": seconds, "cpu_s": time.process_time() - cpu_s})
 
 
@@ -116,7 +116,7 @@ def main() -> None:
         if side == "ours":
             from benchmarks import ours
 
-            ours.run(row, lambda trainer: serve(stream, trainer))
+            ours.run(row, lambda trainer: serve(stream, trainer, trainer.gemm_time_s))
         else:
             from benchmarks import plain_torch
 

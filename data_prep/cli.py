@@ -1,14 +1,19 @@
 """`ptdmpi-data`: text files to token shards, tokenizers, and what is in a dataset."""
 
+from __future__ import annotations
+
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ptdmpi.config import InputError
+
+if TYPE_CHECKING:
+    from data_prep.corpus import Corpus, OutputOptions
 
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _TEXT_FIELD = click.option(
@@ -27,6 +32,58 @@ _ERRORS = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
+def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every command that makes shards: the fields of OutputOptions, and --json."""
+    options = (
+        click.option(
+            "--output", required=True, type=click.Path(path_type=Path), help="For the shards."
+        ),
+        click.option(
+            "--valid-output", type=click.Path(path_type=Path), help="Directory for held-out shards."
+        ),
+        click.option(
+            "--valid-fraction",
+            type=float,
+            default=0.0,
+            help="Share of documents to hold out, by hash.",
+        ),
+        click.option(
+            "--shard-tokens",
+            type=click.IntRange(1),
+            default=1 << 28,
+            show_default=True,
+            help="A shard ends at the first document end from here.",
+        ),
+        click.option(
+            "--force", is_flag=True, help="Remove what an earlier run made there, and begin anew."
+        ),
+        click.option("--quiet", is_flag=True, help="No progress bar."),
+        _JSON,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _make_shards(
+    open_corpus: Callable[[OutputOptions], Corpus], as_json: bool, **given: Any
+) -> None:
+    """The rest of every command that makes shards; `given` are the fields of OutputOptions."""
+    from data_prep.corpus import OutputOptions, make_shards
+    from data_prep.launch import launcher_ranks
+
+    output = OutputOptions(**given)
+    ranks = launcher_ranks()
+    try:
+        table = make_shards(lambda: open_corpus(output), output, ranks)
+    except InputError:
+        if ranks.rank:
+            sys.exit(2)  # rank 0 says it for all
+        raise
+    if ranks.rank == 0:
+        click.echo(json.dumps(table) if as_json else _format_table(table))
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
     """Prepare training data: files of text become HDF5 token shards.
@@ -38,60 +95,78 @@ def commands() -> None:
 
 @commands.command()
 @_INPUTS
-@click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Directory for the shards."
-)
 @click.option("--tokenizer", required=True, help="'bytes', or a Hugging Face tokenizer.json.")
-@click.option(
-    "--valid-output", type=click.Path(path_type=Path), help="Directory for held-out shards."
-)
-@click.option(
-    "--valid-fraction", type=float, default=0.0, help="Share of documents to hold out, by hash."
-)
-@click.option(
-    "--shard-tokens",
-    type=click.IntRange(1),
-    default=1 << 28,
-    show_default=True,
-    help="A shard ends at the first document end from here.",
-)
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes [default: one per core; 1 under MPI]."
 )
-@click.option(
-    "--force", is_flag=True, help="Remove what an earlier run made there, and begin anew."
-)
-@click.option("--quiet", is_flag=True, help="No progress bar.")
 @_TEXT_FIELD
 @_SUFFIX
 @_ERRORS
-@_JSON
-def tokenize(as_json: bool, **given: Any) -> None:
+@_shard_options
+def tokenize(
+    inputs: tuple[str, ...],
+    suffixes: tuple[str, ...],
+    workers: int | None,
+    tokenizer: str,
+    text_field: str,
+    errors: str,
+    **given: Any,
+) -> None:
     """Make token shards of text files. The same command again goes on where it was stopped."""
-    from data_prep.corpus import TokenizeOptions, tokenize
     from data_prep.encode import EncodeOptions
-    from data_prep.launch import launcher_ranks
+    from data_prep.text_corpus import TextCorpus, TextOptions
 
-    names = ("tokenizer", "text_field", "errors", "valid_fraction")
-    encode = EncodeOptions(**{name: given.pop(name) for name in names})
-    ranks = launcher_ranks()
-    try:
-        table = tokenize(TokenizeOptions(encode=encode, **given), ranks)
-    except InputError:
-        if ranks.rank:
-            sys.exit(2)  # rank 0 says it for all
-        raise
-    if ranks.rank == 0:
-        click.echo(json.dumps(table) if as_json else _format_table(table))
+    encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"])
+    options = TextOptions(inputs, encode, suffixes, workers)
+    _make_shards(lambda output: TextCorpus(options, output), **given)
+
+
+@commands.command("import-megatron")
+@click.argument("prefixes", nargs=-1, required=True)
+@click.option("--tokenizer", help="What made the tokens: 'bytes', or its file.")
+@click.option("--vocab-size", type=int, help="With --eod-id, where no tokenizer file is at hand.")
+@click.option("--eod-id", type=int, help="Token that ends a document.")
+@_shard_options
+def import_megatron(
+    prefixes: tuple[str, ...],
+    tokenizer: str | None,
+    vocab_size: int | None,
+    eod_id: int | None,
+    **given: Any,
+) -> None:
+    """Make token shards of Megatron's PREFIX.bin and PREFIX.idx."""
+    from data_prep.megatron_corpus import MegatronCorpus, given_vocabulary
+
+    if (vocab_size is None) != (eod_id is None):
+        raise InputError("--vocab-size and --eod-id belong together")
+    numbers = None if vocab_size is None else given_vocabulary(vocab_size, eod_id)
+    _make_shards(
+        lambda output: MegatronCorpus(prefixes, tokenizer, numbers, output.valid_fraction), **given
+    )
+
+
+@commands.command("export-megatron")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The PREFIX.")
+@_JSON
+def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
+    """Write a directory of shards as Megatron's PREFIX.bin and PREFIX.idx."""
+    from data_prep.megatron import export
+
+    table = export(directory, output)
+    click.echo(json.dumps(table) if as_json else _format_table(table))
 
 
 def _format_table(table: dict[str, Any]) -> str:
     return "\n".join(
-        f"{name.replace('_', ' '):<18}{value:>18,.2f}"
-        if isinstance(value, float)
-        else f"{name.replace('_', ' '):<18}{value:>18,}"
-        for name, value in table.items()
+        f"{name.replace('_', ' '):<18}{_cell(value):>18}" for name, value in table.items()
     )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @commands.command("train-tokenizer")

@@ -1,10 +1,8 @@
-"""Text files to token shards: the orders are deterministic, the work is shared, a restart goes on.
+"""A corpus to token shards: the orders are deterministic, the work is shared, a restart goes on.
 
-Files form groups, groups are dealt to ranks, tasks of a group to worker processes; tokens are
-written in the order of the input by one writer per shard. A shard (with its held-out twin) ends at
-the first document end at which both together have `shard_tokens` tokens, or inside a document that
-would double that. So the bytes of every shard are a pure function of files and options, whoever did
-the work.
+A corpus consists of groups, which are dealt to ranks; the encoded blocks of a group are written in
+their order by one writer. So the bytes of every shard are a pure function of files and options,
+whoever did the work.
 """
 
 import os
@@ -14,36 +12,28 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
-from data_prep.encode import Encoded, EncodeOptions, encode_in_order
+from data_prep.encode import Encoded
+from data_prep.group_writer import GroupWriter
 from data_prep.launch import Ranks
-from data_prep.sources import Task, find_sources, group_sources, read_tasks
-from data_prep.state import Counters, Progress, RunState, corpus_identity
-from data_prep.vocabulary import BYTES, Tokenizer, load_tokenizer
+from data_prep.state import Counters, RunState
+from data_prep.vocabulary import Vocabulary
 from ptdmpi.config import InputError
-from ptdmpi.data.shard_writer import ShardWriter
-
-_TEXT_BYTES_PER_TOKEN = 4  # a usual rate of large vocabularies: makes a group about one shard
-_BYTES_PER_WORKER = 1 << 21  # starting a process for less costs more than it saves
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class TokenizeOptions:
-    """The command line of `ptdmpi-data tokenize`."""
+class OutputOptions:
+    """Where the shards go, and how documents are dealt to them."""
 
-    inputs: tuple[str, ...]
     output: Path
-    encode: EncodeOptions
-    suffixes: tuple[str, ...] = ()
     valid_output: Path | None = None
+    valid_fraction: float = 0.0
     shard_tokens: int = 1 << 28
-    workers: int | None = None  # None: one per core this process may use; one under MPI
     force: bool = False
     quiet: bool = False
 
@@ -51,115 +41,43 @@ class TokenizeOptions:
     def outputs(self) -> tuple[Path, ...]:
         return (self.output,) if self.valid_output is None else (self.output, self.valid_output)
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What the bytes of the shards depend on, besides the files."""
-        return {
-            "tokenizer": tokenizer.name,
-            "tokenizer_sha256": tokenizer.sha256,
-            "text_field": self.encode.text_field,
-            "errors": self.encode.errors,
-            "valid_fraction": self.encode.valid_fraction,
-            "shard_tokens": self.shard_tokens,
-        }
+    def identity(self) -> dict[str, Any]:
+        """What the bytes of the shards depend on."""
+        return {"valid_fraction": self.valid_fraction, "shard_tokens": self.shard_tokens}
 
     def check(self) -> None:
         """Raises InputError for options that do not go together."""
-        if (self.valid_output is None) != (self.encode.valid_fraction == 0):
+        if (self.valid_output is None) != (self.valid_fraction == 0):
             raise InputError("--valid-fraction above 0 and --valid-output belong together")
-        if not 0 <= self.encode.valid_fraction < 1:
-            raise InputError(f"--valid-fraction {self.encode.valid_fraction}: must be in [0, 1)")
+        if not 0 <= self.valid_fraction < 1:
+            raise InputError(f"--valid-fraction {self.valid_fraction}: must be in [0, 1)")
         if self.valid_output is not None and self.valid_output.resolve() == self.output.resolve():
             raise InputError("--output and --valid-output must be two directories")
 
 
-class GroupWriter:
-    """Writes the encoded tasks of one group to shards, in order, and keeps its progress on disk."""
+@dataclass(frozen=True)
+class Work:
+    """What a rank has to read: groups, and in each the index of the first block that is needed."""
 
-    def __init__(self, state: RunState, group: int, tokenizer: Tokenizer, shard_tokens: int):
-        self._state = state
-        self._group = group
-        self._tokenizer = tokenizer
-        self._shard_tokens = shard_tokens
-        self._progress = state.load(group)
-        self._held_out = self._progress.held_out  # of the document that goes on in the next task
-        self._counters = self._progress.counters  # of all tasks before the present one
-        self._writers: list[ShardWriter | None] = [None for _ in state.outputs]
-        self._tokens = 0  # in the shards being written
+    groups: Sequence[int]
+    first_block: Callable[[int], int]
+    cores: int  # that this rank may use
+    advance: Callable[[int], object]  # is told the bytes read
 
-    def add(self, encoded: Encoded) -> None:
-        """Write a task's tokens, but those that finished shards have."""
-        # A document's later segments are on the side of its first one, perhaps of a task before.
-        first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
-        sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        held_out = np.repeat(sides, encoded.lengths)  # bool [tokens]
-        ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
-        position = self._progress.token if encoded.index == self._progress.task else 0
-        while position < encoded.tokens.size:
-            soft = position + max(1, self._shard_tokens - self._tokens)
-            after = np.searchsorted(ends, soft)
-            cut = position + 2 * self._shard_tokens - self._tokens
-            if after < ends.size:
-                cut = min(cut, int(ends[after]))
-            full = cut <= encoded.tokens.size
-            stop = min(cut, encoded.tokens.size)
-            inside = ends[(ends > position) & (ends <= stop)]
-            if full and not (inside.size and inside[-1] == stop):
-                inside = np.append(inside, stop)  # the shard ends inside a document
-            self._write(encoded.tokens[position:stop], held_out[position:stop], inside - position)
-            position = stop
-            if full:
-                self._close(encoded.index, position)
-        if sides.size:
-            self._held_out = bool(sides[-1])
-        self._counters += Counters(encoded.documents, encoded.empty, encoded.text_bytes)
 
-    def _write(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """`ends` counts from the first of `tokens`; a document lies wholly on one side."""
-        self._tokens += tokens.size
-        for side in range(len(self._writers)):
-            chosen = held_out if side else ~held_out
-            if not chosen.any():
-                continue
-            counts = np.cumsum(chosen)
-            writer = self._writers[side] = self._writers[side] or self._open(side)
-            writer.write(tokens[chosen], counts[ends[chosen[ends - 1]] - 1])
+class Corpus(Protocol):
+    """What shards are made of: groups of documents, each a sequence of encoded blocks."""
 
-    def _open(self, side: int) -> ShardWriter:
-        tokenizer = self._tokenizer
-        name = f"shard-{self._group:05d}-{self._progress.shards:05d}.h5"
-        return ShardWriter(
-            self._state.outputs[side] / name,
-            tokenizer=tokenizer.name,
-            tokenizer_sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-        )
+    vocabulary: Vocabulary
+    tokenizer_file: Path | None  # is copied beside the shards, for those who decode
+    counted: tuple[str, ...]  # which of the Counters its final table has
+    group_bytes: Sequence[int]  # on disk
 
-    def _close(self, task: int, token: int, complete: bool = False) -> None:
-        """Finish the shards being written, then say so on disk: a kill in between repeats them."""
-        tokens = [0, 0]
-        for side, writer in enumerate(self._writers):
-            if writer is not None:
-                writer.close()
-                tokens[side] = writer.tokens
-                self._writers[side] = None
-        self._counters += Counters(train_tokens=tokens[0], valid_tokens=tokens[1])
-        self._tokens = 0
-        shards = self._progress.shards + 1
-        self._progress = Progress(shards, task, token, self._held_out, self._counters, complete)
-        self._state.save(self._group, self._progress)
+    def identity(self) -> dict[str, Any]:
+        """What the tokens depend on: files and options."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The group has no more tasks: finish it; after an exception, remove what is
-        half-written."""
-        if kind is None:
-            self._close(0, 0, complete=True)
-        for writer in self._writers:
-            if writer is not None:
-                writer.discard()
+    def encoded(self, work: Work) -> Iterator[Encoded]:
+        """The blocks of some groups, in order: those before the first that is needed may come."""
 
 
 class _Stopped(InputError):
@@ -167,74 +85,63 @@ class _Stopped(InputError):
 
 
 class _Run:
-    """One rank's part of a tokenization."""
+    """One rank's part of making shards."""
 
-    def __init__(self, options: TokenizeOptions, ranks: Ranks):
-        options.check()
+    def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Ranks):
+        self._corpus = corpus
         self._options = options
         self._ranks = ranks
-        self._tokenizer = load_tokenizer(options.encode.tokenizer)
-        sources = find_sources(options.inputs, options.suffixes)
-        self._groups = group_sources(sources, options.shard_tokens * _TEXT_BYTES_PER_TOKEN)
-        self.state = RunState(
-            options.outputs, corpus_identity(sources, options.identity(self._tokenizer))
-        )
+        self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> Counters | None:
         """Rank 0 prepares the outputs. Returns the sums if everything is done already."""
         return self.state.begin(self._options.force) if self._ranks.rank == 0 else None
 
-    def _workers(self, size_bytes: int) -> int:
-        if self._options.workers is not None:
-            return self._options.workers
-        cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
-        return max(1, min(cores, size_bytes // _BYTES_PER_WORKER))
-
-    def _tasks(self, groups: Sequence[int], bar: tqdm) -> Iterator[Task]:
-        for group in groups:
-            first = self.state.load(group).task
-            for task in read_tasks(group, self._groups[group], bar.update):
-                if self._ranks.size > 1 and self.state.someone_failed():
-                    raise _Stopped("another rank failed")
-                if task.index >= first:
-                    yield task
-
     def _writer(self, group: int) -> GroupWriter:
-        return GroupWriter(self.state, group, self._tokenizer, self._options.shard_tokens)
+        vocabulary, shard_tokens = self._corpus.vocabulary, self._options.shard_tokens
+        return GroupWriter(self.state, group, vocabulary, shard_tokens)
 
-    def _write_groups(self, groups: Sequence[int], bar: tqdm, workers: int) -> None:
-        encoded = encode_in_order(self._tasks(groups, bar), self._options.encode, workers)
+    def _first_block(self, group: int) -> int:
+        return self.state.load(group).task
+
+    def _write_groups(self, work: Work) -> None:
+        encoded = self._corpus.encoded(work)
         with closing(encoded):
-            for group, tasks in groupby(encoded, key=lambda task: task.group):
+            for group, blocks in groupby(encoded, key=lambda block: block.group):
+                first = self._first_block(group)
                 with self._writer(group) as writer:
-                    for task in tasks:
-                        writer.add(task)
-        for group in groups:
+                    for block in blocks:
+                        if self._ranks.size > 1 and self.state.someone_failed():
+                            raise _Stopped("another rank failed")
+                        if block.index >= first:
+                            writer.add(block)
+        for group in work.groups:
             if not self.state.load(group).complete:  # its files are all empty
                 with self._writer(group):
                     pass
 
     def work(self) -> None:
-        """Tokenize the groups of this rank that are not complete."""
-        mine = range(self._ranks.rank, len(self._groups), self._ranks.size)
+        """Write the groups of this rank that are not complete."""
+        sizes = self._corpus.group_bytes
+        mine = range(self._ranks.rank, len(sizes), self._ranks.size)
         groups = [group for group in mine if not self.state.load(group).complete]
-        size_bytes = sum(source.size_bytes for group in groups for source in self._groups[group])
         hidden = (
             True if self._options.quiet or self._ranks.rank else None
         )  # None: shown on a terminal
+        cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
+        total = sum(sizes[group] for group in groups)
         try:
-            with tqdm(total=size_bytes, unit="B", unit_scale=True, disable=hidden) as bar:
-                self._write_groups(groups, bar, self._workers(size_bytes))
+            with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
+                self._write_groups(Work(groups, self._first_block, cores, bar.update))
         except Exception:
             self.state.mark_failed()
             raise
 
     def finish(self) -> Counters | None:
-        """Rank 0 completes the outputs, with a copy of the tokenizer for those who decode."""
+        """Rank 0 completes the outputs."""
         if self._ranks.rank:
             return None
-        name = self._options.encode.tokenizer
-        return self.state.finish(len(self._groups), None if name == BYTES else Path(name))
+        return self.state.finish(len(self._corpus.group_bytes), self._corpus.tokenizer_file)
 
 
 def _together(ranks: Ranks, action: Callable[[], Result]) -> Result:
@@ -252,15 +159,23 @@ def _together(ranks: Ranks, action: Callable[[], Result]) -> Result:
     return result
 
 
-def tokenize(options: TokenizeOptions, ranks: Ranks) -> dict[str, int | float]:
-    """Make token shards of text files; the final table: sums over documents, seconds, tokens_per_s.
+def make_shards(
+    open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Ranks
+) -> dict[str, int | float]:
+    """Make token shards of a corpus; the final table: sums over documents, seconds, tokens_per_s.
 
     All ranks call it. Raises InputError for bad options or input, an output directory that holds
     something else, a full disk; then no half-written shard is left, and no directory without a
     finished one.
     """
     started = time.perf_counter()
-    run = _together(ranks, lambda: _Run(options, ranks))
+
+    def prepare() -> tuple[Corpus, _Run]:
+        options.check()
+        corpus = open_corpus()
+        return corpus, _Run(corpus, options, ranks)
+
+    corpus, run = _together(ranks, prepare)
     done = ranks.allgather(_together(ranks, run.begin))[0]
     if done is None:
         try:
@@ -271,10 +186,9 @@ def tokenize(options: TokenizeOptions, ranks: Ranks) -> dict[str, int | float]:
                 run.state.clean()
             raise
     seconds = time.perf_counter() - started
+    sums = asdict(done)
+    table: dict[str, int | float] = {name: sums[name] for name in corpus.counted}
     tokens = done.train_tokens + done.valid_tokens
-    return {
-        **asdict(done),
-        "bytes_per_token": done.text_bytes / tokens,
-        "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
-    }
+    if "text_bytes" in table:
+        table["bytes_per_token"] = done.text_bytes / tokens
+    return {**table, "seconds": seconds, "tokens_per_s": tokens / seconds}

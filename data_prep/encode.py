@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from data_prep.sources import JSONL, Chunk, Task, document_share, split_document
+from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import token_dtype
@@ -44,9 +45,7 @@ class Encoded:
     ended: np.ndarray  # bool [segments]: the document ends here, with its eod
     held_out: np.ndarray  # bool [segments]; of a document's first segment
     begins: np.ndarray  # bool [segments]: the document begins here
-    documents: int  # that end in this task, without the empty ones
-    empty: int  # documents without text, skipped
-    text_bytes: int
+    counters: Counters  # documents are counted where they end
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,34 @@ def _decode(data: bytes, path: str, start: int, errors: str) -> str:
         ) from error
 
 
-def _field(line: str, place: str, options: EncodeOptions) -> bytes:
+class _BadLine(ValueError):
+    """What is wrong with a line."""
+
+
+def _field(line: str, options: EncodeOptions) -> bytes:
     """The UTF-8 text of one JSON line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not a JSON line: {error}") from error
+        raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
-        raise InputError(f"{place}: no JSON object with a text in the field {options.text_field!r}")
+        raise _BadLine(f"no JSON object with a text in the field {options.text_field!r}")
     # a lone surrogate, legal in JSON's \u escapes, is no character: UTF-8 has no bytes for it
     errors = "strict" if options.errors == "strict" else "replace"
     try:
         return record[options.text_field].encode("utf-8", errors)
     except UnicodeEncodeError as error:
-        raise InputError(f"{place}: the text has a lone surrogate; use --errors replace") from error
+        raise _BadLine("the text has a lone surrogate; use --errors replace") from error
+
+
+def _lines_before(chunk: Chunk) -> int:
+    """Lines of the file before the slice that a chunk is of: counted only for an error."""
+    count, left = 0, chunk.source_start
+    with open(chunk.path, "rb") as stream:
+        while left and (block := stream.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
 
 
 def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
@@ -91,7 +104,11 @@ def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
     for number, data in enumerate(chunk.data.split(b"\n"), chunk.line):
         if data.strip():
             line = _decode(data, chunk.path, start, options.errors)
-            yield _field(line, f"{chunk.path}:{number}", options)
+            try:
+                yield _field(line, options)
+            except _BadLine as error:
+                place = f"{chunk.path}:{_lines_before(chunk) + number}"
+                raise InputError(f"{place}: {error}") from error
         start += len(data) + 1
 
 
@@ -138,9 +155,11 @@ class Encoder:
             begins=np.array([piece.first for piece in full], bool),
             ended=np.array([piece.last for piece in full], bool),
             held_out=np.array([piece.held_out for piece in full], bool),
-            documents=sum(piece.last for piece in full),
-            empty=len(pieces) - len(full),
-            text_bytes=sum(piece.size_bytes for piece in pieces),
+            counters=Counters(
+                documents=sum(piece.last for piece in full),
+                empty_documents=len(pieces) - len(full),
+                text_bytes=sum(piece.size_bytes for piece in pieces),
+            ),
         )
 
 

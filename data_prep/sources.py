@@ -5,11 +5,14 @@ A corpus is read as a sequence of tasks of about a megabyte, each made of chunks
 .jsonl file, or a piece of a text file. Tasks never depend on who works on them or how fast.
 """
 
+import bz2
 import hashlib
+import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import zstandard
@@ -19,12 +22,15 @@ from ptdmpi.config import InputError
 TEXT, JSONL = ".txt", ".jsonl"
 _COMPRESSED = {
     ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: a gzip header and trailer are expected
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
 PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
 TASK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30  # a line of a .jsonl file must fit into memory
-_BLOCK_BYTES = 1 << 16  # of compressed bytes: also bounds what one block can inflate to
+_BLOCK_BYTES = 1 << 16  # of compressed bytes
+_INFLATED_BYTES = 1 << 20  # that a block is inflated to at a time, where the library can be told
 _SPACE = b" \t\n\r\v\f"
 
 
@@ -37,6 +43,8 @@ class Source:
     kind: str  # TEXT (one document) or JSONL (one document a line)
     size_bytes: int  # on disk
     modified_ns: int
+    start: int = 0  # the lines that begin in bytes [start, stop) of the file
+    stop: int | None = None  # None: to its end
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,10 @@ class Chunk:
     kind: str
     data: bytes
     start: int  # byte offset of `data` in the decompressed file
-    line: int  # number of its first line, from 1 (JSONL)
+    line: int  # number of its first line, from 1 where its source starts (JSONL)
     first: bool  # a document begins at its start
     last: bool  # a document ends at its end
+    source_start: int = 0  # byte at which its source's first line begins (JSONL)
 
 
 @dataclass(frozen=True)
@@ -84,10 +93,10 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     """The corpus files: `inputs` in the order given, directories walked in sorted order.
 
     Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), and each of them
-    followed by .gz or .zst. Raises InputError for a missing input, a file of another kind, a
-    directory with no usable file, a file that is named twice.
+    followed by .gz, .bz2, .xz or .zst. Raises InputError for a missing input, a file of another
+    kind, a directory with no usable file, a file that is named twice.
     """
-    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz or .zst)"
+    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst)"
     sources: list[Source] = []
     for given in map(Path, inputs):
         if given.is_dir():
@@ -118,10 +127,31 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     return sources
 
 
+def split_sources(sources: Sequence[Source], slice_bytes: int) -> list[Source]:
+    """Files of lines that are not compressed, in slices of `slice_bytes`; other files whole.
+
+    A line belongs to the slice in which it begins.
+    """
+    slices: list[Source] = []
+    for source in sources:
+        if source.kind == TEXT or source.path.suffix in _COMPRESSED:
+            slices.append(source)
+            continue
+        starts = range(0, max(1, source.size_bytes), slice_bytes)
+        slices += [replace(source, start=at, stop=at + slice_bytes) for at in starts]
+    return slices
+
+
+def size_on_disk(source: Source) -> int:
+    """Bytes of a file, or of its slice."""
+    stop = source.size_bytes if source.stop is None else min(source.stop, source.size_bytes)
+    return stop - source.start
+
+
 def group_sources(sources: Sequence[Source], group_bytes: int) -> list[list[Source]]:
-    """Consecutive files in groups of at least `group_bytes` on disk (but the last). Shards never
-    hold tokens of two groups, so that groups can be dealt to ranks without knowing their token
-    counts."""
+    """Consecutive files (or slices) in groups of at least `group_bytes` on disk (but the last).
+    Shards never hold tokens of two groups, so that groups can be dealt to ranks without knowing
+    their token counts."""
     groups: list[list[Source]] = []
     size_bytes = group_bytes
     for source in sources:
@@ -129,7 +159,7 @@ def group_sources(sources: Sequence[Source], group_bytes: int) -> list[list[Sour
             groups.append([])
             size_bytes = 0
         groups[-1].append(source)
-        size_bytes += source.size_bytes
+        size_bytes += size_on_disk(source)
     return groups
 
 
@@ -139,7 +169,12 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
     for block in blocks:
         while block:
             decompressor = decompressor or _COMPRESSED[suffix]()
-            yield decompressor.decompress(block)
+            if hasattr(decompressor, "needs_input"):  # bz2 and xz inflate up to 20,000 times
+                yield decompressor.decompress(block, _INFLATED_BYTES)
+                while not (decompressor.eof or decompressor.needs_input):
+                    yield decompressor.decompress(b"", _INFLATED_BYTES)
+            else:
+                yield decompressor.decompress(block)
             block = decompressor.unused_data if decompressor.eof else b""
             if decompressor.eof:
                 decompressor = None
@@ -148,13 +183,15 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: Source, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """The decompressed bytes of a file, in blocks. `advance` is told the bytes read from the disk.
+    """The decompressed bytes of a file (from one byte before a slice), in blocks. `advance` is told
+    the bytes read from the disk.
 
     Raises InputError for a file that cannot be read or decompressed.
     """
 
     def raw() -> Iterator[bytes]:
         with open(source.path, "rb") as stream:
+            stream.seek(max(0, source.start - 1))
             while block := stream.read(_BLOCK_BYTES):
                 advance(len(block))
                 yield block
@@ -162,7 +199,7 @@ def read_blocks(source: Source, advance: Callable[[int], object]) -> Iterator[by
     suffix = source.path.suffix
     try:
         yield from _inflate(raw(), suffix) if suffix in _COMPRESSED else raw()
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
         raise InputError(f"{source.path}: cannot be read: {error}") from error
 
 
@@ -208,21 +245,60 @@ def _text_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
         start += len(data)
 
 
-def _line_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
-    """Whole lines: each chunk ends at the first line end at or after TASK_BYTES."""
-    buffer, start, line, searched = bytearray(), 0, 1, TASK_BYTES - 1
+def _first_line(source: Source, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
+    """Where the first line begins that begins in the slice or behind, and the bytes from there."""
+    position = source.start
+    if not position:
+        return 0, blocks
+    position -= 1  # a line begins after each line end, the one before the slice included
     for block in blocks:
+        at = block.find(b"\n") + 1
+        if at:
+            return position + at, chain([block[at:]], blocks)
+        position += len(block)
+    return position, iter(())
+
+
+def _lines_of_slice(source: Source, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks from `start` to the end of the last line that begins in the slice."""
+    if source.stop is None:
+        yield from blocks
+        return
+    position = start
+    if position >= source.stop:
+        return
+    for block in blocks:
+        end = block.find(b"\n", max(0, source.stop - 1 - position)) + 1
+        if position + len(block) >= source.stop and end:
+            yield block[:end]
+            return
+        yield block
+        position += len(block)
+
+
+def _line_chunks(source: Source, blocks: Iterator[bytes]) -> Iterator[Chunk]:
+    """Whole lines: each chunk ends at the first line end at or after TASK_BYTES."""
+    start, blocks = _first_line(source, blocks)
+    source_start = start
+    buffer, line, searched = bytearray(), 1, TASK_BYTES - 1
+
+    def chunk(data: bytes) -> Chunk:
+        return Chunk(str(source.path), JSONL, data, start, line, True, True, source_start)
+
+    for block in _lines_of_slice(source, start, blocks):
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             data = bytes(buffer[:end])
-            yield Chunk(str(source.path), JSONL, data, start, line, True, True)
+            yield chunk(data)
             del buffer[:end]
             start, line, searched = start + end, line + data.count(b"\n"), TASK_BYTES - 1
         searched = max(searched, len(buffer))
         if len(buffer) > MAX_LINE_BYTES:
-            raise InputError(f"{source.path}:{line}: a line is longer than {MAX_LINE_BYTES} bytes")
+            raise InputError(
+                f"{source.path}: byte {start}: a line is longer than {MAX_LINE_BYTES} bytes"
+            )
     if buffer:
-        yield Chunk(str(source.path), JSONL, bytes(buffer), start, line, True, True)
+        yield chunk(bytes(buffer))
 
 
 def read_tasks(

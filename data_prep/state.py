@@ -9,13 +9,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources import Source
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import UNFINISHED
 
@@ -33,6 +32,7 @@ class Counters:
     text_bytes: int = 0
     train_tokens: int = 0
     valid_tokens: int = 0
+    eods_added: int = 0  # to documents of ready tokens that had no end
 
     def __add__(self, other: "Counters") -> "Counters":
         mine, others = asdict(self), asdict(other)
@@ -82,13 +82,13 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: cannot be read: {error}; use --force to begin anew") from error
 
 
-def corpus_identity(sources: Sequence[Source], options: dict[str, Any]) -> dict[str, Any]:
-    """What a restart must have in common with its beginning: options, and files by name, size and
-    time."""
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(json.dumps([source.name, source.size_bytes, source.modified_ns]).encode())
-    return {**options, "input_files": len(sources), "inputs_sha256": digest.hexdigest()}
+def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
+    """What a restart must have in common with its beginning: files by name, size and time (ns)."""
+    digest, count = hashlib.sha256(), 0
+    for file in files:
+        digest.update(json.dumps(file).encode())
+        count += 1
+    return {"input_files": count, "inputs_sha256": digest.hexdigest()}
 
 
 class RunState:

@@ -17,13 +17,17 @@ BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
 
 
-class Tokenizer(Protocol):
-    """Text to token ids."""
+class Vocabulary(Protocol):
+    """What a shard says of the tokens in it."""
 
     name: str
     sha256: str
     vocab_size: int
     eod_id: int
+
+
+class Tokenizer(Vocabulary, Protocol):
+    """Text to token ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, in `token_dtype(vocab_size)`, without any added token."""

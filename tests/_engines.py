@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -103,7 +104,37 @@ def train(
     return from_root(comm, run)
 
 
-def from_root(comm: MPI.Comm, value: Run | None) -> Run:
+def load(engine: Engine, whole: dict[str, Tensor]) -> None:
+    """Put this rank's slices of the logical tensors in place."""
+    axis = engine.axes.tensor
+    for name, entry in engine.buffer.entries.items():
+        assert whole[name].shape == entry.declaration.shape, name
+        local = entry.view(engine.buffer.master)
+        for box in entry.declaration.boxes(axis.rank, axis.size):
+            local[box.local] = whole[name][box.logical]
+    engine.buffer.refresh_weights()
+
+
+def logits_of(engine: Engine, batch) -> Tensor | None:
+    """[s, b, V] on the last pipeline rank, passing activations from stage to stage."""
+    axes, model = engine.axes, engine.config.model
+    (stage,) = engine.stages.values()
+    here = axes.pipeline.rank
+    with torch.no_grad():
+        x = None
+        if here > 0:
+            shape = (model.seq_length, batch.inputs.shape[1], model.hidden)
+            x = axes.pipeline.recv(torch.empty(shape), here - 1)
+        x = stage.logits(batch, x, None)
+        if here < axes.pipeline.size - 1:
+            axes.pipeline.send(x, here + 1)
+            return None
+        columns = axes.tensor.all_gather(x.movedim(-1, 0).contiguous())
+    assert (columns[engine.vocab_size :] == -torch.inf).all()
+    return columns[: engine.vocab_size].movedim(0, -1)
+
+
+def from_root(comm: MPI.Comm, value: Any) -> Any:
     """Rank 0's `value` on every rank. Who waits sleeps: MPI's own waiting takes half the cores
     from the ranks that compute, where there are more ranks than cores."""
     here = comm.Ibarrier()

@@ -1,5 +1,6 @@
 """The configuration: every mistake is found, all together, each with what is legal."""
 
+import math
 import re
 from decimal import Decimal
 
@@ -141,7 +142,7 @@ WRONG_VALUES = [
     ("run.steps", True, r"run\.steps = True: .*integer"),
     ("run.steps", None, r"run\.steps is missing"),
     ("model.hidden", None, r"model\.hidden is missing"),
-    ("model.kind", "bert", r"model\.kind = 'bert': .*'gpt' or 'llama'"),
+    ("model.kind", "bart", r"model\.kind = 'bart': .*'llama' or 'bert'"),
     ("model.dropout", 1.0, r"model\.dropout = 1\.0: .*less than 1"),
     ("parallel.data", 0, r"parallel\.data = 0: "),
     ("parallel.data", "all", r"parallel\.data = 'all': .*'auto'"),
@@ -149,7 +150,13 @@ WRONG_VALUES = [
     ("recompute.layers", 0, r"recompute\.layers = 0: "),
     ("optimizer.learning_rate", -1.0, r"optimizer\.learning_rate = -1\.0: .*greater than 0"),
     ("precision.compute", "int8", r"precision\.compute = 'int8': .*'bf16'"),
-    ("data.train", [], r"data\.train = \(?\[?.*at least 1 item"),
+    ("data.train", [], r"data\.train: write a table \[\[data\.train\]\] with path"),
+    ("data.train", 5, r"data\.train: write a table \[\[data\.train\]\] with path"),
+    ("model.kind", [], r"model\.kind = \[\]: .*'gpt'"),
+    ("model.hidden", "abc", r"model\.hidden = 'abc': .*integer"),
+    ("model.heads", 0, r"model\.heads = 0: .*equal to 1"),
+    ("parallel.data", "outo", r"parallel\.data = 'outo': .*integer or 'auto'"),
+    ("optimizer.learning_rate", math.inf, r"optimizer\.learning_rate = inf: .*finite"),
     ("data.train", [{"path": "x", "weight": 0}], r"data\.train\.0\.weight = 0: .*greater than 0"),
     ("data.train", [{"path": "x", "weight": "a"}], r"data\.train\.0\.weight = 'a': .*decimal"),
     ("data.train", [{"weight": 1}], r"data\.train\.0\.path is missing"),
@@ -159,7 +166,12 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(("key", "value", "line"), WRONG_VALUES)
 def test_each_wrong_value_is_named(key, value, line):
     found = mistakes({key: value})
-    assert any(re.match(line, one) for one in found), found
+    assert len(found) == 1 and re.match(line, found[0]), found
+
+
+def test_a_slip_of_the_pen_in_a_size_is_told_at_once():
+    (found,) = mistakes({"model.hidden": 10**24 + 7})
+    assert re.match(r"model\.heads = 4 does not divide model\.hidden = 10+7; legal", found)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +370,7 @@ def test_spare_ranks_do_not_count():
     assert resolve(tree(spare), 5).data_size == 4
     with pytest.raises(InputError, match=r"3 ranks beside 1 spare ones cannot.*start 3,"):
         resolve(tree(spare | {"parallel.tensor": 2}), 4)
-    with pytest.raises(InputError, match=r"leaves no rank to train.*legal: 0 to 0"):
+    with pytest.raises(InputError, match=r"leaves no rank to train.*legal: only 0"):
         resolve(tree(spare), 1)
     with pytest.raises(InputError, match=r'spare_ranks = 1 needs run.on_failure = "shrink"'):
         resolve(tree({"run.spare_ranks": 1}), 2)

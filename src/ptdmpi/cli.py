@@ -10,6 +10,7 @@ from ptdmpi.config import InputError
 COMMANDS = (
     "train",
     "plan",
+    "probe",
     "schedule",
     "report",
     "doctor",

@@ -24,7 +24,10 @@ from tests.parallel import ROOT
 
 CASES = {
     "gpt2": ("gpt2", {}),
-    "gpt2-untied-wide": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80}),
+    "gpt2-untied-wide-exact": (
+        "gpt2",
+        {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"},
+    ),
     "gpt2-bf16-sharded": ("gpt2", {"dtype": "bfloat16", "shard": "20KB"}),
     "llama-gqa": ("llama", {}),
     "llama-mha-fp16-eps": (

@@ -1,6 +1,9 @@
 """Reading corpora: tasks and pieces are a pure function of the bytes."""
 
+import bz2
+import gzip
 import json
+import lzma
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +11,13 @@ from hypothesis import strategies as st
 
 from data_prep import sources
 from data_prep.encode import EncodeOptions, read_pieces
-from data_prep.sources import find_sources, group_sources, read_tasks, split_document
+from data_prep.sources import (
+    find_sources,
+    group_sources,
+    read_tasks,
+    split_document,
+    split_sources,
+)
 from ptdmpi.config import InputError
 
 OPTIONS = EncodeOptions("bytes", "text", "strict", 0.0)
@@ -70,7 +79,10 @@ def test_lines_are_read_whole_whatever_the_block(tmp_path_factory, texts, block,
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=300), st.sampled_from(["a.jsonl", "a.txt", "a.txt.gz", "a.jsonl.zst"]))
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["a.jsonl", "a.txt", "a.txt.gz", "a.jsonl.zst", "b.txt.bz2", "b.jsonl.xz"]),
+)
 def test_any_bytes_give_text_or_the_documented_error(tmp_path_factory, data, name):
     path = tmp_path_factory.mktemp("fuzz") / name
     path.write_bytes(data)
@@ -80,9 +92,49 @@ def test_any_bytes_give_text_or_the_documented_error(tmp_path_factory, data, nam
         assert str(path) in str(error)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=20), st.integers(1, 90), st.integers(1, 60))
+def test_slices_of_a_file_have_each_line_once(tmp_path_factory, texts, slice_bytes, block):
+    path = tmp_path_factory.mktemp("slices") / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    slices = split_sources(find_sources([path]), slice_bytes)
+    assert len(slices) == -(-path.stat().st_size // slice_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "TASK_BYTES", 70)
+        patch.setattr(sources, "_BLOCK_BYTES", block)
+        pieces = [piece.text for part in slices for piece in pieces_of(part)[1]]
+    assert pieces == texts
+
+
+def test_an_error_in_a_slice_names_the_line_of_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 50 + "broken\n" + '{"text": "x"}\n' * 9)
+    slices = split_sources(find_sources([tmp_path / "a.jsonl"]), 100)
+    bad = 700 // 100
+    for number, part in enumerate(slices):
+        if number != bad:
+            pieces_of(part)
+    with pytest.raises(InputError, match=r"a\.jsonl:51: not a JSON line"):
+        pieces_of(slices[bad])
+
+
+@pytest.mark.parametrize(("suffix", "library"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+def test_compressed_streams(tmp_path, suffix, library):
+    text = "some words\n" * 300_000
+    half = len(text) // 2
+    path = tmp_path / f"a.txt.{suffix}"
+    content = library.compress(text[:half].encode()) + library.compress(text[half:].encode())
+    path.write_bytes(content)
+    largest = max(map(len, sources.read_blocks(find_sources([path])[0], lambda size: None)))
+    assert largest <= sources._INFLATED_BYTES or suffix == "gz"
+    assert "".join(piece.text for piece in pieces_of(find_sources([path])[0])[1]) == text
+    path.write_bytes(content[:-5])
+    with pytest.raises(InputError, match="cannot be read"):
+        pieces_of(find_sources([path])[0])
+
+
 def test_files_are_found_in_sorted_order(tmp_path):
     (tmp_path / "b").mkdir()
-    for name in ("z.txt", "a.jsonl.gz", "b/c.txt.zst", "b/a.py", "m.md", "x.txt.bz2"):
+    for name in ("z.txt", "a.jsonl.gz", "b/c.txt.zst", "b/a.py", "m.md", "x.txt.lz4"):
         (tmp_path / name).touch()
     names = [source.name for source in find_sources([tmp_path], [".py"])]
     assert names == ["a.jsonl.gz", "z.txt", "b/a.py", "b/c.txt.zst"]

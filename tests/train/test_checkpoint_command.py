@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,7 +147,10 @@ def test_prune(run):
     code, text = _run("prune", run, "--keep", 1, "--keep-every", 2, "--dry-run")
     assert code == 0 and "would remove" in text and text.count("\n") == 1
     assert len(list((run / "checkpoints").glob("step-*"))) == 3
-    assert "removed" in _run("prune", run, "--keep", 1, "--keep-every", 2)[1]
+    code, text = _run("prune", run / "checkpoints/latest", "--keep", 1)
+    assert code == 2 and "is one checkpoint" in text
+    _, answer = _json("prune", run, "--keep", 1, "--keep-every", 2)
+    assert [Path(one).name for one in answer["removed"]] == ["step-00000001"]
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert left == ["latest", "step-00000002", "step-00000003"]
     assert _run("prune", run, "--keep", 2)[1] == "nothing to remove\n"
@@ -161,6 +165,7 @@ def test_bad_input_is_exit_code_2(tmp_path, verb):
 
 NO_TORCH = """
 import sys
+from pathlib import Path
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):

@@ -125,19 +125,26 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest ones to keep.")
 @click.option("--keep-every", type=click.IntRange(min=0), default=0, help="And all multiples.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
-def prune(path: Path, keep: int, keep_every: int, dry_run: bool) -> None:
+@AS_JSON
+def prune(path: Path, keep: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
     """Remove complete checkpoints of the run directory PATH that retention would not keep.
 
     Damaged ones are neither counted nor removed.
     """
     directory = check.checkpoints(path)[0].parent
-    gone = list(files.superfluous(directory, keep, keep_every))
-    for one in gone:
+    if directory not in (path, path / "checkpoints"):
+        raise InputError(f"{path} is one checkpoint: prune wants the run directory")
+    gone = []
+    for one in list(files.superfluous(directory, keep, keep_every)):
         if not dry_run:
             try:
                 files.discard(one)
             except OSError as error:
                 raise InputError(f"{one}: {error.strerror}") from None
-        print(f"{'would remove' if dry_run else 'removed'} {one}")
-    if not gone:
+        gone.append(str(one))
+        if not as_json:
+            print(f"{'would remove' if dry_run else 'removed'} {one}")
+    if as_json:
+        print(json.dumps({"removed": gone, "dry_run": dry_run}, indent=1))
+    elif not gone:
         print("nothing to remove")

@@ -1,6 +1,7 @@
 """`ptdmpi train`: started by mpirun or srun, once for each rank."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -8,14 +9,23 @@ from ptdmpi.comm import launch
 from ptdmpi.config import load
 from ptdmpi.train.watch import StopRequest
 
+if TYPE_CHECKING:
+    from ptdmpi.comm.world import World
+    from ptdmpi.config import Config
+
 
 @click.command(short_help="Train a model; start it by mpirun or srun.")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key.")
-def command(config: Path, overrides: tuple[str, ...]) -> None:
+@click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
+def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> None:
     """Train the model that the TOML file CONFIG describes, for example
 
     mpirun -n 4 ptdmpi train CONFIG --set parallel.tensor=2
+
+    With --layout auto the sizes of the axes, the schedule, the microbatch and recomputation are
+    those that ptdmpi plan finds best on run.cluster, or on this machine, which is then measured
+    first.
     """
     launch.prepare()
     # from here on, so that a signal during the start-up is not lost
@@ -28,4 +38,53 @@ def command(config: Path, overrides: tuple[str, ...]) -> None:
             from ptdmpi.train import recover
 
             tree = world.on_root(lambda: load(config, overrides))
+            if layout == "auto":
+                tree = _laid_out(tree, world)
             recover.train(tree, world, signals)
+
+
+def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
+    """The configuration with the layout that the run has, or the best one."""
+    from ptdmpi.plan import choose
+    from ptdmpi.train.loop import checked_data
+
+    ranks = world.on_root(lambda: choose.working_ranks(tree, world.size))
+    config = world.on_root(lambda: choose.bare(tree))
+    chosen = world.on_root(lambda: choose.begun(config, world.size))
+    if chosen is not None:
+        if world.rank == 0:
+            print(f"layout auto: as {config.run.dir} has it", flush=True)
+        return choose.applied(tree, chosen)
+    vocab_size = world.on_root(lambda: checked_data(config))
+    if not config.run.cluster:
+        tree = choose.applied(tree, {"run": {"cluster": _probed(config, world)}})
+
+    def best() -> tuple[dict[str, Any], str]:
+        from ptdmpi.plan.cluster import load_cluster
+
+        cluster = load_cluster(tree["run"]["cluster"])
+        prices, pricer = choose.choose(config, vocab_size, cluster, ranks)
+        return choose.settings(prices[0].layout), choose.words(prices, pricer)
+
+    chosen, words = world.on_root(best)
+    if world.rank == 0:
+        print(words, flush=True)
+    return choose.applied(tree, chosen)
+
+
+def _probed(config: "Config", world: "World") -> str:
+    """Measure this machine into the run directory; returns the file's path."""
+    import torch
+
+    from ptdmpi.commands.probe import save
+    from ptdmpi.probe.machine import probe
+    from ptdmpi.train.inference import device_of
+
+    path = Path(config.run.dir) / "cluster.toml"
+    if world.rank == 0:
+        print("layout auto: no run.cluster, so this machine is measured first", flush=True)
+    torch.set_num_threads(config.run.threads)
+    tree, _ = probe(world, config.precision.compute, device_of(world))
+    head = f"# Measured by `ptdmpi train --layout auto` on {world.size} ranks.\n"
+    world.on_root(lambda: save(path, tree, head))
+    return str(path)

@@ -86,6 +86,7 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
 
 def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:
     mistakes = error.errors()
+    values: dict[str, tuple[Any, list[str]]] = {}
     for mistake in mistakes:
         if mistake["type"] == "too_short" and len(mistakes) > 1:
             continue  # the list seems short only because of a mistake in one of its items
@@ -99,8 +100,14 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             yield f"{key} is no key{_did_you_mean(path[-1], owner.model_fields)}"
         elif mistake["type"] == "missing":
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
-        else:
-            yield f"{key} = {mistake['input']!r}: {mistake['msg']}"
+        elif key == "data.train":
+            yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each'
+        else:  # of a union every branch complains about the same value
+            values.setdefault(key, (mistake["input"], []))[1].append(mistake["msg"])
+    for key, (value, messages) in values.items():
+        first, *others = dict.fromkeys(messages)
+        text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+        yield f"{key} = {value!r}: {text}"
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

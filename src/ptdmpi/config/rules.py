@@ -1,5 +1,6 @@
 """Every rule that ties two keys together, such as sizes that must divide each other."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from ptdmpi.config.sections import (
@@ -12,9 +13,15 @@ from ptdmpi.config.sections import (
     Section,
 )
 
+MOST_TRIED = 10**6
+MIN_MASKED_LENGTH = 8
+
 
 def divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
+    """In ascending order; above MOST_TRIED**2, where a size is a slip of the pen, only those that
+    are found by trying MOST_TRIED numbers."""
+    small = [k for k in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
 
 
 def _nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
@@ -35,7 +42,7 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     if spare >= ranks:
         yield (
             f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
-            f"legal: 0 to {ranks - 1}"
+            f"legal: {f'0 to {ranks - 1}' if ranks > 1 else 'only 0'}"
         )
         return
     ranks -= spare
@@ -72,6 +79,27 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    yield from _objective_rules(model)
+
+
+def _objective_rules(model: ModelConfig) -> Iterator[str]:
+    """What belongs to masked language models, and what these need."""
+    if not model.masked:
+        for key, value in (
+            ('output_head = "mlm"', model.output_head == "mlm"),
+            (f"token_types = {model.token_types}", model.token_types),
+            ("sentence_order = true", model.sentence_order),
+        ):
+            if value:
+                yield f'model.{key} belongs to model.attention = "bidirectional"'
+        return
+    if model.sentence_order and model.token_types == 1:
+        yield "model.sentence_order tells two segments apart: token_types must be 0, 2 or more"
+    if model.seq_length < MIN_MASKED_LENGTH:
+        yield (
+            f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "
+            "bidirectional attention, for special tokens and two segments"
         )
 
 

@@ -12,7 +12,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -29,6 +29,7 @@ class RunConfig(Section):
     max_skips: NonNegative = 3
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
+    cluster: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -39,8 +40,18 @@ class RunConfig(Section):
 
 
 # What each kind of model means; a key given explicitly wins over its kind.
+_DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+    "sentence_order": False,
+    "norm_eps": 1e-5,
+}
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "gpt": {
+        **_DECODER,
         "norm": "layernorm",
         "activation": "gelu",
         "positions": "learned",
@@ -48,11 +59,27 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
     "llama": {
+        **_DECODER,
         "norm": "rmsnorm",
         "activation": "swiglu",
         "positions": "rope",
         "bias": False,
         "tie_embeddings": False,
+    },
+    # Devlin et al. 2019 (arXiv 1810.04805), with the sentence order of Lan et al. 2020
+    "bert": {
+        "norm": "layernorm",
+        "activation": "gelu_exact",
+        "positions": "learned",
+        "bias": True,
+        "tie_embeddings": True,
+        "attention": "bidirectional",
+        "block_norm": "post",
+        "embedding_norm": True,
+        "output_head": "mlm",
+        "token_types": 2,
+        "sentence_order": True,
+        "norm_eps": 1e-12,
     },
 }
 
@@ -60,7 +87,7 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
-    kind: Literal["gpt", "llama"] = "gpt"
+    kind: Literal["gpt", "llama", "bert"] = "gpt"
     layers: Positive
     hidden: Positive
     heads: Positive
@@ -68,11 +95,17 @@ class ModelConfig(Section):
     ffn_hidden: Positive
     seq_length: Positive
     norm: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu", "swiglu"]
+    activation: Literal["gelu", "gelu_exact", "swiglu"]
     positions: Literal["learned", "rope"]
     bias: bool
     tie_embeddings: bool
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    attention: Literal["causal", "bidirectional"]
+    block_norm: Literal["pre", "post"]
+    embedding_norm: bool
+    output_head: Literal["linear", "mlm"]
+    token_types: NonNegative
+    sentence_order: bool
+    norm_eps: Annotated[float, Field(gt=0)]
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
@@ -83,16 +116,26 @@ class ModelConfig(Section):
     def _fill_in(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        filled = {**MODEL_KINDS.get(values.get("kind", "gpt"), {}), **values}
-        if isinstance(filled.get("heads"), int):
-            filled.setdefault("kv_heads", filled["heads"])
-        if isinstance(filled.get("hidden"), int):
-            filled.setdefault("ffn_hidden", default_ffn_hidden(filled))
+        kind = values.get("kind", "gpt")
+        known = isinstance(kind, str) and kind in MODEL_KINDS
+        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
+        filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
+        heads, hidden = filled.get("heads"), filled.get("hidden")
+        filled.setdefault("kv_heads", heads if type(heads) is int and heads > 0 else 1)
+        if "ffn_hidden" not in filled:
+            sound = type(hidden) is int and hidden > 0
+            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
         return filled
 
     @property
     def head_size(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def masked(self) -> bool:
+        """Trained on masked tokens: what sees both sides of a token cannot be asked for the
+        next."""
+        return self.attention == "bidirectional"
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:

@@ -3,21 +3,22 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
+from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
-from ptdmpi.data.shards import Dataset
+from ptdmpi.data.shards import Dataset, gather
 
 _WINDOW_SAMPLES = (
     1 << 14
 )  # samples whose places are computed at once: numpy's cost per call is spread
+_BLOCK_SAMPLES = 64  # read at once where steps have fewer
 
 
-@dataclass(frozen=True)
-class Microbatch:
+class Microbatch(NamedTuple):
     """b sequences of s tokens. `inputs` and `labels` are two views of one int64 [b, s + 1] array,
     so neither is contiguous (reshape, do not view)."""
 
@@ -29,10 +30,21 @@ class Microbatch:
     loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
 
 
-def _microbatch(
-    sample_ids: np.ndarray, rows: np.ndarray, loss_mask: np.ndarray | None
-) -> Microbatch:
-    return Microbatch(sample_ids, rows[:, :-1], rows[:, 1:], loss_mask)
+class _Window(NamedTuple):
+    """Where the samples of consecutive steps are."""
+
+    number: int
+    ids: np.ndarray  # int64 [n]: global samples
+    places: list[list[int]]  # [3][n]: dataset, shard of it, first token in that
+
+
+class _Block(NamedTuple):
+    """Consecutive steps that were read together."""
+
+    steps: range
+    ids: np.ndarray  # int64 [n]
+    inputs: np.ndarray  # int64 [n, s]
+    labels: np.ndarray  # int64 [n, s]
 
 
 class TrainBatches:
@@ -66,35 +78,51 @@ class TrainBatches:
         self._rank_size = global_size // data_size
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
-        self._window: tuple[int, np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._window: _Window | None = None
+        self._block = _Block(range(0), *3 * (np.empty(0, np.int64),))
 
-    def _locate(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Global ids, datasets and samples within them of this rank's part of a step, int64 [B / d]
-        each.
-
-        Consecutive steps are located in windows; what is kept is a cache of a pure function.
-        """
-        number, place = divmod(step, self._window_steps)
-        if self._window is None or self._window[0] != number:
-            steps = np.arange(number * self._window_steps, (number + 1) * self._window_steps)
+    def _locate(self, window: int) -> _Window:
+        """Where the samples of some consecutive steps are: a cache of a pure function."""
+        if self._window is None or self._window.number != window:
+            steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = steps[:, None] * self._global_size + self._rank_start
             ids = (firsts + np.arange(self._rank_size)).reshape(-1)
-            self._window = (number, ids, *self._order.locate(ids))
-        part = slice(place * self._rank_size, (place + 1) * self._rank_size)
-        return self._window[1][part], self._window[2][part], self._window[3][part]
+            numbers, samples = self._order.locate(ids)
+            places = np.empty((2, ids.size), np.int64)
+            for number, dataset in enumerate(self._datasets):
+                chosen = np.flatnonzero(numbers == number)
+                places[:, chosen] = dataset.places(samples[chosen], self._seq_length)
+            self._window = _Window(window, ids, [numbers.tolist(), *places.tolist()])
+        return self._window
+
+    def _read(self, first: int, steps: int) -> _Block:
+        """Some consecutive steps of one window."""
+        number, place = divmod(first, self._window_steps)
+        window = self._locate(number)
+        steps = min(steps, self._window_steps - place)
+        part = slice(place * self._rank_size, (place + steps) * self._rank_size)
+        places = zip(*(column[part] for column in window.places), strict=True)
+        rows = gather(self._datasets, list(places), self._seq_length + 1)
+        return _Block(range(first, first + steps), window.ids[part], rows[:, :-1], rows[:, 1:])
 
     def step(self, k: int) -> list[Microbatch]:
         """This rank's m microbatches of step k. Raises InputError for ids outside the
-        vocabulary."""
-        ids, datasets, samples = self._locate(k)
-        rows = np.empty((ids.size, self._seq_length + 1), dtype=np.int64)
-        for number, dataset in enumerate(self._datasets):
-            chosen = np.flatnonzero(datasets == number)
-            if chosen.size:
-                rows[chosen] = dataset.read(samples[chosen], self._seq_length)
-        starts = range(0, ids.size, self._micro_size)
-        parts = [slice(start, start + self._micro_size) for start in starts]
-        return [_microbatch(ids[part], rows[part], None) for part in parts]
+        vocabulary.
+
+        Where steps are small and asked for in their order, several are read together.
+        """
+        block = self._block
+        if k not in block.steps:
+            together = max(1, _BLOCK_SAMPLES // self._rank_size) if k == block.steps.stop else 1
+            try:
+                block = self._read(k, together)
+            except InputError:  # of this step, or of a later one: then it has time until that one
+                block = self._read(k, 1)
+            self._block = block
+        first, size = (k - block.steps.start) * self._rank_size, self._micro_size
+        ids, inputs, labels = block.ids, block.inputs, block.labels
+        parts = [slice(at, at + size) for at in range(first, first + self._rank_size, size)]
+        return [Microbatch(ids[part], inputs[part], labels[part], None) for part in parts]
 
 
 class ValidationBatches:
@@ -131,7 +159,7 @@ class ValidationBatches:
             if ids[-1] >= self.samples:
                 mask = np.zeros((self._micro_size, self._seq_length), dtype=np.float32)
                 mask[ids < self.samples] = 1.0
-            yield _microbatch(ids, rows, mask)
+            yield Microbatch(ids, rows[:, :-1], rows[:, 1:], mask)
 
 
 class Prefetcher:

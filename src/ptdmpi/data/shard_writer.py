@@ -24,7 +24,8 @@ from ptdmpi.data.shards import FORMAT_VERSION, format_checksum, token_dtype
 _ALIGNMENT_BYTES = (
     4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
 )
-_BUFFER_BYTES = 1 << 20  # gathers the writes of short documents
+_BUFFER_BYTES = 1 << 20  # gathers short writes
+_PIECE_TOKENS = 1 << 16  # checked, converted, summed and written while they are in the cache
 
 
 def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
@@ -65,7 +66,8 @@ class ShardWriter:
     or a write fails, the temporary file is removed. Memory: one buffer and 8 bytes per document.
 
     Raises InputError if the file cannot be written (a full disk, say), for a token id outside the
-    vocabulary, and for a shard that would be empty or whose last document has no end.
+    vocabulary (in a later call where blocks are short: they are gathered), and for a shard that
+    would be empty or whose last document has no end.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class ShardWriter:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._ends = [np.zeros(1, dtype="<u8")]
+        self._waiting: list[np.ndarray] = []  # short blocks
+        self._waiting_ends: list[np.ndarray] = []
+        self._waiting_tokens = 0
         self._crc32 = 0
         self._offset = _tokens_offset()
         try:
@@ -110,7 +115,30 @@ class ShardWriter:
         block's first token; a document without an end in this block goes on in the next one."""
         if tokens.size == 0:
             return
-        low, high = int(tokens.min()), int(tokens.max())
+        ends = np.asarray(document_ends).astype("<u8") + np.uint64(self.tokens)
+        self.tokens += tokens.size
+        if tokens.size < _PIECE_TOKENS:
+            self._waiting.append(np.array(tokens))
+            self._waiting_ends.append(ends)
+            self._waiting_tokens += tokens.size
+            if self._waiting_tokens >= _PIECE_TOKENS:
+                self._write_waiting()
+            return
+        self._write_waiting()
+        self._ends.append(ends)
+        for start in range(0, tokens.size, _PIECE_TOKENS):
+            self._write_piece(tokens[start : start + _PIECE_TOKENS])
+
+    def _write_waiting(self) -> None:
+        if self._waiting:
+            piece = np.concatenate(self._waiting)
+            self._ends.append(np.concatenate(self._waiting_ends))
+            self._waiting, self._waiting_ends, self._waiting_tokens = [], [], 0
+            self._write_piece(piece)
+
+    def _write_piece(self, piece: np.ndarray) -> None:
+        low = 0 if piece.dtype.kind == "u" else int(piece.min())
+        high = int(piece.max())
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             self.discard()
@@ -118,18 +146,17 @@ class ShardWriter:
                 f"shard {self.path}: token id {wrong} is outside the vocabulary of "
                 f"{self._vocab_size}"
             )
-        block = np.ascontiguousarray(tokens, dtype=self._dtype)
+        block = np.ascontiguousarray(piece, dtype=self._dtype)
+        self._crc32 = zlib.crc32(block, self._crc32)
         try:
             self._stream.write(block)
         except OSError as error:
             self.discard()
             raise self._failure(error) from error
-        self._crc32 = zlib.crc32(block, self._crc32)
-        self._ends.append(np.asarray(document_ends).astype("<u8") + np.uint64(self.tokens))
-        self.tokens += block.size
 
     def close(self) -> None:
         """Complete the file, sync it and give it its name."""
+        self._write_waiting()
         documents = np.concatenate(self._ends)
         if self.tokens == 0 or documents[-1] != self.tokens:
             self.discard()

@@ -7,11 +7,14 @@ number of tokens) and attributes. h5py opens it once, for the metadata and the b
 """
 
 import os
+import resource
 import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 
 import h5py
@@ -21,10 +24,8 @@ from ptdmpi.config import InputError
 
 FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
-_OPEN_SHARDS = (
-    512  # mapped at a time in one dataset: each takes a file descriptor, often limited to 1024
-)
-_READ_ROWS = 32  # samples copied at a time
+_OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
+_OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -54,10 +55,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def _attributes(file: h5py.File) -> dict[str, int | str]:
     values: dict[str, int | str] = {}
+    attributes = file.attrs  # h5py makes a new object each time it is asked
     for name in (*_INTEGERS, *_TEXTS):
-        if name not in file.attrs:
+        if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
-        value = file.attrs[name]
+        value = attributes[name]
         if name in _TEXTS:
             if not isinstance(value, str):
                 raise ValueError(f"attribute {name!r} is {value!r}, not a text")
@@ -83,17 +85,18 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")
-    if data.dtype not in [np.dtype(dtype) for dtype in dtypes]:
-        raise ValueError(f"dataset {name!r} has type {data.dtype.str}; legal: {', '.join(dtypes)}")
-    if data.ndim != 1 or data.size < 1:
-        raise ValueError(f"dataset {name!r} has shape {data.shape}; one dim, not empty, is needed")
+    dtype, shape = data.dtype, data.shape
+    if dtype.str not in dtypes:
+        raise ValueError(f"dataset {name!r} has type {dtype.str}; legal: {', '.join(dtypes)}")
+    if shape is None or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"dataset {name!r} has shape {shape}; one dim, not empty, is needed")
     offset = data.id.get_offset()
     if data.chunks is not None or data.compression is not None or data.external or offset is None:
         raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
-    end, size = offset + data.size * data.dtype.itemsize, os.path.getsize(file.filename)
+    end, size = offset + shape[0] * dtype.itemsize, os.path.getsize(file.filename)
     if end > size:
         raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
-    return data.size, data.dtype, offset
+    return shape[0], dtype, offset
 
 
 def read_header(path: str | Path) -> ShardHeader:
@@ -111,7 +114,11 @@ def read_header(path: str | Path) -> ShardHeader:
             values = _attributes(file)
             tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
             offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
-            first, last = int(file["documents"][0]), int(file["documents"][-1])
+        with open(path, "rb") as stream:
+            ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
+            first, last = (
+                int.from_bytes(os.pread(stream.fileno(), 8, at), "little") for at in ends
+            )
     # h5py reports a damaged file by whichever of these its C library's message maps to
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -169,33 +176,43 @@ def map_documents(header: ShardHeader) -> np.ndarray:
     return np.memmap(header.path, "<u8", "r", offset, shape).view(np.ndarray)
 
 
-Reader = Callable[[int, int], np.ndarray]  # (first token, end) -> tokens
+def _open_limit(shards: int) -> int:
+    """How many shards of a dataset may be open at a time: each takes a file descriptor.
+
+    The soft limit, often 1024, is raised as far as the system lets every process raise it: opening
+    a shard anew for each sample costs ten times as much as reading the sample.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return min(_OPEN_SHARDS, max(1, soft // _OPEN_SHARE))
 
 
-def _mapped_reader(header: ShardHeader) -> Reader:
-    tokens = map_tokens(header)
-    return lambda start, stop: tokens[start:stop]
+class _PreadTokens:
+    """The tokens of a shard, read by pread as they are sliced."""
 
+    def __init__(self, header: ShardHeader):
+        self._header = header
+        self._descriptor = os.open(header.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
 
-def _pread_reader(header: ShardHeader) -> Reader:
-    descriptor = os.open(header.path, os.O_RDONLY)
-    width = header.dtype.itemsize
-
-    def read(start: int, stop: int) -> np.ndarray:
-        size_bytes = (stop - start) * width
-        piece = os.pread(descriptor, size_bytes, header.byte_offset + start * width)
+    def __getitem__(self, part: slice) -> np.ndarray:
+        header = self._header
+        width = header.dtype.itemsize
+        size_bytes = (part.stop - part.start) * width
+        piece = os.pread(self._descriptor, size_bytes, header.byte_offset + part.start * width)
         if len(piece) != size_bytes:
             raise InputError(f"shard {header.path}: was truncated while it was read")
         return np.frombuffer(piece, header.dtype)
 
-    weakref.finalize(read, os.close, descriptor)
-    return read
+
+def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
+    """The first sample of each shard, and the number of all."""
+    return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
-def _count_samples(headers: Sequence[ShardHeader], seq_length: int) -> np.ndarray:
-    """The first sample of each shard, and the number of all: int64 [shards + 1]."""
-    counts = [(header.tokens - 1) // seq_length for header in headers]
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+Place = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
 
 
 class Dataset:
@@ -223,19 +240,18 @@ class Dataset:
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
-        self._dtype = max(
-            (header.dtype for header in self.headers), key=lambda dtype: dtype.itemsize
-        )
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
-        open_reader = _mapped_reader if use_mmap else _pread_reader
+        open_tokens = map_tokens if use_mmap else _PreadTokens
         headers = self.headers
-        self._reader = lru_cache(_OPEN_SHARDS)(lambda shard: open_reader(headers[shard]))
-        self._first_samples = lru_cache(4)(partial(_count_samples, headers))
+        self.shard_tokens: Callable[[int], np.ndarray] = lru_cache(_open_limit(len(headers)))(
+            lambda shard: open_tokens(headers[shard])
+        )
+        self._first_samples = lru_cache(4)(partial(_first_samples, headers))
 
     def samples(self, seq_length: int) -> int:
         """The number of training samples. Raises InputError if no shard has seq_length + 1
         tokens."""
-        count = int(self._first_samples(seq_length)[-1])
+        count = self._first_samples(seq_length)[-1]
         if count == 0:
             longest = max(header.tokens for header in self.headers)
             raise InputError(
@@ -244,45 +260,53 @@ class Dataset:
             )
         return count
 
+    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[list[int], list[int]]:
+        """Shard, and first token in it, of samples (int [n]). Raises IndexError for one that does
+        not exist.
+
+        Plain integers: for a few samples numpy would cost more than reading them.
+        """
+        firsts, samples = self._first_samples(seq_length), sample_indices.tolist()
+        if samples and not 0 <= min(samples) <= max(samples) < firsts[-1]:
+            raise IndexError(f"sample outside [0, {firsts[-1]}) of dataset {self.directory}")
+        shards = [bisect_right(firsts, sample) - 1 for sample in samples]
+        starts = [
+            (sample - firsts[shard]) * seq_length
+            for sample, shard in zip(samples, shards, strict=True)
+        ]
+        return shards, starts
+
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Samples (int [n]) as int64 [n, seq_length + 1].
-
-        Raises InputError for a token id outside the vocabulary (shard, position, id), and
-        IndexError for a sample that does not exist.
-        """
-        first_samples = self._first_samples(seq_length)
-        indices = np.asarray(sample_indices, dtype=np.int64)
-        if indices.size and (indices.min() < 0 or indices.max() >= first_samples[-1]):
-            raise IndexError(f"sample outside [0, {first_samples[-1]}) of dataset {self.directory}")
-        shards = np.searchsorted(first_samples, indices, side="right") - 1
-        starts = (indices - first_samples[shards]) * seq_length
-        samples = np.empty((indices.size, seq_length + 1), dtype=np.int64)
-        for start in range(0, indices.size, _READ_ROWS):
-            part = slice(start, start + _READ_ROWS)
-            samples[part] = self._read_rows(shards[part], starts[part], seq_length + 1)
-        return samples
-
-    def _read_rows(self, shards: np.ndarray, starts: np.ndarray, width: int) -> np.ndarray:
-        """Tokens [start, start + width) of each shard, checked: [n, width] in the shards' type.
-
-        The check is cheap in the narrow type; few rows at a time stay in the processor's cache.
-        """
-        rows = np.empty((shards.size, width), dtype=self._dtype)
-        reader = self._reader
-        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
-            rows[row] = reader(shard)(start, start + width)
-        if rows.max() >= self.vocab_size:
-            row, column = np.argwhere(rows >= self.vocab_size)[0]
-            raise InputError(
-                f"shard {self.headers[shards[row]].path}: token {starts[row] + column} has id "
-                f"{rows[row, column]}, outside the vocabulary of {self.vocab_size}"
-            )
-        return rows
+        """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `gather` do."""
+        shards, starts = self.places(sample_indices, seq_length)
+        places = [(0, *place) for place in zip(shards, starts, strict=True)]
+        return gather([self], places, seq_length + 1)
 
     def documents(self, shard: int) -> np.ndarray:
         """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
         o[i+1])."""
         return map_documents(self.headers[shard])
+
+
+def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> np.ndarray:
+    """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
+
+    Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
+    the first dataset.
+    """
+    rows = np.empty((len(places), width), dtype=np.int64)
+    vocab_size = datasets[0].vocab_size
+    for row, (number, shard, start) in enumerate(places):
+        piece = datasets[number].shard_tokens(shard)[start : start + width]
+        # argmax in the shard's narrow type: the quickest way to look at a thousand ids
+        if piece.item(piece.argmax()) >= vocab_size:
+            at = int(np.argmax(piece >= vocab_size))
+            raise InputError(
+                f"shard {datasets[number].headers[shard].path}: token {start + at} has id "
+                f"{piece[at]}, outside the vocabulary of {vocab_size}"
+            )
+        rows[row] = piece
+    return rows
 
 
 def _offset_problems(header: ShardHeader) -> list[str]:

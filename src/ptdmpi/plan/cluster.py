@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
@@ -71,6 +71,12 @@ class Software(Section):
     balanced_stages: bool
     zero_unit: Literal["tensor", "layer"]
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether products add to the gradients of weights, and embeddings row by row: the way of
+        this trainer, as is "flash"."""
+        return self.attention == "flash"
+
 
 class Efficiency(Section):
     """What software reaches of the data sheet; each value is calibrated or probed.
@@ -87,6 +93,80 @@ class Efficiency(Section):
     collective_s: Duration
 
 
+Numbers = Annotated[tuple[PositiveNumber, ...], Field(min_length=1, strict=False)]
+Pair = Annotated[tuple[PositiveNumber, PositiveNumber], Field(strict=False)]
+Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
+
+
+class Gemm(Section):
+    """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
+    k[l]."""
+
+    m: Numbers
+    n: Numbers
+    k: Numbers
+    flops_per_s: Annotated[tuple[Rates, ...], Field(min_length=1, strict=False)]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        shape = (len(self.m), len(self.n), len(self.k))
+        found = {(len(self.flops_per_s), len(a), len(b)) for a in self.flops_per_s for b in a}
+        if found != {shape}:
+            raise ValueError(f"flops_per_s must be of {' x '.join(map(str, shape))} numbers")
+        return self
+
+
+class Stream(Section):
+    """Rate of a kernel that moves so many bytes, those read and those written."""
+
+    moved_bytes: Numbers
+    bytes_per_s: Numbers
+
+
+class Attention(Section):
+    """Seconds per score that is computed, at two sizes of a head."""
+
+    head_sizes: Pair
+    forward_s_per_score: Pair
+    backward_s_per_score: Pair
+
+
+class Messages(Section):
+    """Seconds of a collective over `ranks`, which stand on `nodes` (1, or each on its own), by the
+    bytes of the whole tensor; "send": of one message, while one comes the other way."""
+
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+    ranks: Annotated[int, Field(ge=2)]
+    nodes: Positive
+    sizes_bytes: Numbers
+    seconds: Numbers
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.sizes_bytes) != len(self.seconds):
+            raise ValueError("sizes_bytes and seconds must be of one length")
+        return self
+
+
+class Measured(Section):
+    """What `ptdmpi probe` measured, which then counts in place of the data sheets.
+
+    `asynchronous`: the host is ahead of the device, so that launches are hidden behind kernels. A
+    step takes `step_s` beside its kernels and messages, and `update_s_per_element` for each
+    parameter of a rank: its gradient's norm, clipping, AdamW.
+    `seconds_per_element`: of an activation function ("gelu", "gelu_backward"), a norm, the loss.
+    """
+
+    asynchronous: bool
+    gemm: Gemm
+    stream: Stream
+    attention: Attention
+    seconds_per_element: dict[str, PositiveNumber]
+    messages: Annotated[tuple[Messages, ...], Field(strict=False)]
+    step_s: Duration
+    update_s_per_element: Duration
+
+
 class Cluster(Section):
     """All that a prediction needs to know of a machine."""
 
@@ -95,6 +175,7 @@ class Cluster(Section):
     node: Node
     software: Software
     efficiency: Efficiency
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Fitting the few numbers that are measured, for `make calibrate`."""
+"""Fitting the few numbers that are measured, for `make calibrate` and `ptdmpi probe`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +12,19 @@ def distance(pairs: Iterable[tuple[float, float]]) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-def descend(loss: Callable[[list[float]], float], start: Sequence[float]) -> list[float]:
-    """Coordinate descent by factors that shrink; deterministic, and enough for two numbers."""
+def descend(
+    loss: Callable[[list[float]], float], start: Sequence[float], most: float = math.inf
+) -> list[float]:
+    """Coordinate descent by factors that shrink; deterministic, and enough for a few numbers. No
+    number leaves its start by more than the factor `most`: what the data does not tell stays."""
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:
         improved = False
         for i in range(len(best)):
             for change in (factor, 1 / factor):
                 tried = [x * change if j == i else x for j, x in enumerate(best)]
+                if not 1 / most <= tried[i] / start[i] <= most:
+                    continue
                 if (new := loss(tried)) < value:
                     best, value, improved = tried, new, True
         if not improved:

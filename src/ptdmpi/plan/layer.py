@@ -66,6 +66,18 @@ class LayerTimes:
         self.down = Linear(self.ffn, h)
         self.linears = (self.qkv, self.out, self.up, self.down)
 
+    def _norm(self, *element_bytes: float, backward: bool = False) -> float:
+        elements = self.local_tokens * self.model.hidden
+        kind = self.model.norm + ("_backward" if backward else "")
+        moved = (elements * size for size in element_bytes)
+        return self.machine.elementwise_s(kind, elements, *moved)
+
+    def _activation(self, *element_bytes: float, backward: bool = False) -> float:
+        elements = self.tokens * self.ffn
+        kind = self.model.activation + ("_backward" if backward else "")
+        moved = (elements * size for size in element_bytes)
+        return self.machine.elementwise_s(kind, elements, *moved)
+
     def _stream(self, *moved_bytes: float) -> float:
         return sum(self.machine.stream_s(amount) for amount in moved_bytes)
 
@@ -79,11 +91,19 @@ class LayerTimes:
         return self.tokens * self.model.hidden * self.e
 
     @cached_property
+    def _gather_s(self) -> float:
+        return self.machine.all_gather_s(self._whole_bytes, self.group)
+
+    @cached_property
+    def _scatter_s(self) -> float:
+        return self.machine.reduce_scatter_s(self._whole_bytes, self.group)
+
+    @cached_property
     def _sum_s(self) -> float:
         """Of a whole activation over the tensor axis; with sequence parallelism a reduce-scatter
         and an all-gather in its place (Korthikanti et al. 2022, section 4.2.2)."""
         if self.layout.sequence_parallel:
-            return 2 * self.machine.all_gather_s(self._whole_bytes, self.group)
+            return self._gather_s + self._scatter_s
         return self.machine.all_reduce_s(self._whole_bytes, self.group)
 
     def _attention_core(self, backward: bool) -> float:
@@ -116,9 +136,9 @@ class LayerTimes:
         local = self.local_tokens * self.model.hidden
         mask = MASK_BYTES if self.software.dropout else 0
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
-        norms = 2 * self._stream(local * 2 * e)
+        norms = 2 * self._norm(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
-        activation = self._stream(t * self.ffn * (self.gates + 1) * e)
+        activation = self._activation((self.gates + 1) * e)
         residuals = 2 * self._stream(local * (3 * e + mask))
         compute = products + norms + merged + activation + residuals + self.core_forward_s
         return Seconds(compute, 2 * self._sum_s)
@@ -129,9 +149,9 @@ class LayerTimes:
         e, t = self.e, self.tokens
         local = self.local_tokens * self.model.hidden
         mask = MASK_BYTES if self.software.dropout else 0
-        norms = 2 * self._stream(local * 3 * e, local * 2 * e, local * 3 * e)
+        norms = 2 * self._norm(3 * e, 2 * e, 3 * e, backward=True)
         merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
-        activation = self._stream(t * self.ffn * (2 * self.gates + 1) * e)
+        activation = self._activation((2 * self.gates + 1) * e, backward=True)
         residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0
         linears = sum(self._linear_backward(w) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
@@ -143,24 +163,25 @@ class LayerTimes:
         t, gemm = self.tokens, self.machine.gemm_s
         products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
         added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
+        adds_s = self._stream(added)
+        if self.software.adds_in_place and self.e == self.g:
+            adds_s = 0.0
         bias = self._stream(t * weight.outputs * self.e) if self.model.bias else 0.0
-        return products + self._stream(added) + bias
+        return products + adds_s + bias
 
     def _backward_messages_s(self) -> float:
         """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
         own. With sequence parallelism the inputs of these linears are gathered again, behind their
         input gradients (Korthikanti et al. 2022, section 4.2.2)."""
-        messages, t = 0.0, self.tokens
+        messages, t, hides = 0.0, self.tokens, self.software.overlap_tensor
         for weight in (self.qkv, self.up):
-            hidden_s = self.machine.gemm_s(weight.inputs, weight.outputs, t)
             sum_s = self._sum_s
             if self.layout.sequence_parallel:
-                gather_s = sum_s / 2
-                behind_s = self.machine.gemm_s(t, weight.inputs, weight.outputs)
-                messages += gather_s + max(0.0, gather_s - behind_s)
-                sum_s = gather_s
-            overlap_s = min(sum_s, hidden_s) if self.software.overlap_tensor else 0.0
-            messages += sum_s - overlap_s
+                behind_s = self.machine.gemm_s(t, weight.inputs, weight.outputs) if hides else 0.0
+                messages += self._gather_s + max(0.0, self._gather_s - behind_s)
+                sum_s = self._scatter_s
+            hidden_s = self.machine.gemm_s(weight.inputs, weight.outputs, t) if hides else 0.0
+            messages += max(0.0, sum_s - hidden_s)
         return messages
 
     def recomputed(self, mode: str) -> Seconds:
@@ -179,11 +200,16 @@ class LayerTimes:
         mask = MASK_BYTES if self.software.dropout else 0
         moved = self.tokens * self.model.hidden * (2 * self.e)
         dropped = self.local_tokens * self.model.hidden * (2 * self.e + mask)
-        return Seconds(self._stream(moved, dropped), self._sum_s)
+        summed_s = self._scatter_s if self.layout.sequence_parallel else self._sum_s
+        return Seconds(self._stream(moved, dropped), summed_s)
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """A dense gradient is cleared, filled and added."""
+        """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
+        if self.software.adds_in_place:
+            moved = self.tokens * self.model.hidden * (self.e + 2 * self.g)
+            gathered = self._gather_s if self.layout.sequence_parallel else 0.0
+            return Seconds(self._stream(moved), gathered)
         return Seconds(self._stream(self.table_elements * 2 * (self.e + self.g)))
 
     @cached_property
@@ -192,19 +218,23 @@ class LayerTimes:
         their sum, their quotient. Three numbers per token are summed over the tensor axis."""
         columns, e = self.table_elements // self.model.hidden, self.e
         logits = self.tokens * columns
-        norm = self._stream(self.local_tokens * self.model.hidden * 2 * e)
+        norm = self._norm(2 * e)
         product = self.machine.gemm_s(self.tokens, columns, self.model.hidden)
-        w = WIDE_BYTES
-        loss = self._stream(*(logits * size for size in (e + w, w, 2 * w, 2 * w, w, 2 * w)))
+        w = max(e, WIDE_BYTES)
+        sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
+        loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
         small = 3 * self.machine.all_reduce_s(self.tokens * w, self.group)
-        gathered = self._sum_s / 2 if self.layout.sequence_parallel else 0.0
+        gathered = self._gather_s if self.layout.sequence_parallel else 0.0
         return Seconds(norm + product + loss, small + gathered)
 
     @cached_property
     def head_backward(self) -> Seconds:
         columns, e = self.table_elements // self.model.hidden, self.e
         logits = self.tokens * columns
-        norm = self._stream(self.local_tokens * self.model.hidden * 5 * e)
-        loss = self._stream(logits * 2 * WIDE_BYTES, logits * (WIDE_BYTES + e))
+        norm = self._norm(5 * e, backward=True)
+        w = max(e, WIDE_BYTES)
+        sizes = (2 * w, *((e + w,) if e != w else ()))
+        moved = (logits * size for size in sizes)
+        loss = self.machine.elementwise_s("loss_backward", logits, *moved)
         linear = self._linear_backward(Linear(self.model.hidden, columns))
         return Seconds(norm + loss + linear, self._sum_s)

@@ -7,6 +7,7 @@ several rings of one node share its adapters.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ from ptdmpi.plan.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
+FLASH_BLOCK = 128  # of queries (Dao 2023, arXiv 2307.08691, section 3.3)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Machine:
     def stream_s(self, moved_bytes: float) -> float:
         """One kernel that reads and writes so many bytes and computes next to nothing."""
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
+
+    def update_s(self, elements: float, kernel_bytes: Sequence[float]) -> float:
+        """Kernels that each move so many bytes of every element: the optimizer."""
+        return sum(self.stream_s(elements * size) for size in kernel_bytes)
 
     def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """`batch` products of (m, k) and (k, n): the fastest tiling, or the memory if that is
@@ -88,14 +94,25 @@ class Machine:
             steps[rows, columns] = max(2 * rows * columns / self.tile_rate, shared_s)
         return steps
 
+    def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
+        """What is done to each element, by kernels that move so many bytes: "gelu", "layernorm",
+        "loss" and the like, each also with "_backward"."""
+        return sum(self.stream_s(amount) for amount in moved_bytes)
+
+    @staticmethod
+    def causal_scores(rows: int, columns: int) -> float:
+        """What is computed of rows x columns scores: blocks of queries, each on the keys up to its
+        end, so half of them and half a block more."""
+        return rows * (columns + min(FLASH_BLOCK, columns)) / 2
+
     def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
-        """`products` matrix products between scores that stay on chip, half of them masked.
+        """`products` matrix products between scores that stay on chip.
 
         Exponentials do not overlap with the products of the same tile (Shah et al. 2024, arXiv
         2407.08608, section 3.1).
         """
         device = self.cluster.device
-        scores = rows * columns / 2
+        scores = self.causal_scores(rows, columns)
         flops = 2 * scores * head_size * products
         exponentials_per_s = device.exponentials_per_clock * device.clock_hz
         exponentials_per_s *= device.multiprocessors
@@ -133,13 +150,16 @@ class Machine:
         return crossing * self.network_step_s + (1 - crossing) * self.cluster.efficiency.link_step_s
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
-        """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps. Reduce-scatter is its
-        mirror image and takes as long."""
+        """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
         moved_s = steps / group.ranks * gathered_bytes / self.ring_rate(group)
         return reached.collective_s + steps * self._ring_step_s(group) + moved_s
+
+    def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
+        """The mirror image of all-gather."""
+        return self.all_gather_s(summed_bytes, group)
 
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
         """The faster of a ring, 2 (n - 1) steps, and over several nodes a double binary tree, whose

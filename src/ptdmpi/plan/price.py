@@ -13,7 +13,8 @@ from ptdmpi.plan.cluster import Cluster, Model
 from ptdmpi.plan.footprint import Footprint, Footprints
 from ptdmpi.plan.layer import LayerTimes, Seconds
 from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.machine import Group, Machine
+from ptdmpi.plan.machine import Group
+from ptdmpi.plan.measured import machine_of
 from ptdmpi.plan.memory import COMPUTE_BYTES
 from ptdmpi.plan.pipeline import StageTimes
 from ptdmpi.plan.stages import head_in_layers, split_layers
@@ -78,7 +79,7 @@ class Pricer:
             raise InputError(f"{cluster.device.name} has no {precision}; legal are {known}")
         self.cluster, self.model, self.batch = cluster, model, batch
         self.capacity_bytes = cluster.device.memory_bytes
-        self.machine = Machine(cluster, precision, COMPUTE_BYTES[precision])
+        self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
         self.footprints = Footprints(model, cluster.software, precision)
         self._layers: dict[tuple, LayerTimes] = {}
         self._splits: dict[tuple[int, int], list[range]] = {}
@@ -116,9 +117,9 @@ class Pricer:
         count = len(seconds)
         ways = [0.0] * (count + 1)
         if p > 1:
-            near, far = (self._way_s(layout, crosses) for crosses in (False, True))
-            for stage in range(1, count):
-                ways[stage] = far if self._crosses_nodes(layout, stage) else near
+            far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
+            way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
+            ways[1:-1] = [way_s[crosses] for crosses in far]
         return StageTimes(
             tuple(forward.total for forward, _ in seconds),
             tuple(backward.total for _, backward in seconds),
@@ -168,13 +169,13 @@ class Pricer:
             summed_s = machine.all_reduce_s(elements * gradient, group)
         elif layout.zero < 3:
             times = microbatches if layout.zero == 2 else 1
-            summed_s = times * machine.all_gather_s(elements * gradient, group)
+            summed_s = times * machine.reduce_scatter_s(elements * gradient, group)
             summed_s += machine.all_gather_s(elements * weight, group)
         else:
             gathers = 3 if layout.recompute == "full" else 2
             tensors = self._gathered_tensors(layout)
             one_s = machine.all_gather_s(elements * weight / tensors, group)
-            other_s = machine.all_gather_s(elements * gradient / tensors, group)
+            other_s = machine.reduce_scatter_s(elements * gradient / tensors, group)
             copied_s = 0.0
             if self.cluster.software.zero_unit == "tensor":
                 # torch's list collectives copy each rank's part by a kernel of its own
@@ -184,7 +185,8 @@ class Pricer:
             summed_s += microbatches * tensors * (gathers + 1) * copied_s
         if layout.pipeline > 1 and self.model.config.tie_embeddings:
             table = self.layer(layout).table_elements * gradient
-            summed_s += machine.all_reduce_s(table, Group(2, 1))
+            one_node = layout.ranks <= self.cluster.node.devices
+            summed_s += machine.all_reduce_s(table, Group(2, 1 + one_node))
         return summed_s
 
     def _gathered_tensors(self, layout: Layout) -> int:
@@ -198,7 +200,8 @@ class Pricer:
         return (weights + (4 if config.bias else 0) + norms) * layers // layout.pipeline
 
     def optimizer_s(self, layout: Layout, elements: int) -> float:
-        """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d;
+        """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d
+        (this trainer has the weights in its loss);
         widen them where they are narrower than the masters; fp16 takes its loss scale out; norm;
         scale; AdamW reads four numbers and writes three; copy the masters to the weights."""
         gradient, weight = self.cluster.software.gradient_bytes, self.machine.element_bytes
@@ -211,8 +214,9 @@ class Pricer:
         if weight < w:
             kernels.append(w + weight)
         shard = elements / (layout.data if layout.zero else 1)
-        update_s = sum(self.machine.stream_s(shard * size) for size in kernels)
-        divided = 2 * gradient if layout.data > 1 else 0
+        update_s = self.machine.update_s(shard, kernels)
+        summed_only = layout.data == 1 or self.cluster.software.adds_in_place
+        divided = 0 if summed_only else 2 * gradient
         return update_s + self.machine.stream_s(elements * (gradient + divided))
 
     def bound_s(self, layout: Layout) -> float:

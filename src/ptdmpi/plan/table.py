@@ -68,7 +68,7 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([*cells, row[-1]]).rstrip()
 
 
-def _overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
     rows = [["layout", "step", "TFLOP/s", "MFU", "bubble", "comm", "memory", ""]]
     for entry in entries:
         rows.append(
@@ -137,7 +137,7 @@ def report(result: dict[str, Any]) -> str:
         f"{result['model']}: {result['parameters'] / 1e9:.1f}B parameters, {result['ranks']} ranks "
         f"of {result['cluster']}, batch {result['batch']}",
         "",
-        *_overview(result["layouts"]),
+        *overview(result["layouts"]),
         "",
         *_details(result["layouts"][0]),
     ]

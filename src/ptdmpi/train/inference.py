@@ -154,6 +154,10 @@ def open_inference(
         trained = stored.tree.get("precision", {}).get("compute", "fp32")
         sizes = _sizes(stored, world.size, layout)
         config = stored.config(world.size, precision or trained, **sizes)
+        if config.model.masked:
+            raise InputError(
+                f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
+            )
         return stored, config
 
     stored, config = world.on_root(prepare)

@@ -18,6 +18,7 @@ from ptdmpi.config import Config, InputError, resolve, to_toml
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
+from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.simulate import Span, Timeline
@@ -339,14 +340,22 @@ class Loop:
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
+    checked_data(config)
+    return config
+
+
+def checked_data(config: Config) -> int:
+    """The size of the vocabulary, of data, cluster file and run directory that can be used."""
     train, _ = open_datasets(config)
     sample_order(config, train)
+    if config.run.cluster:
+        load_cluster(config.run.cluster)
     path = Path(config.run.dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return config
+    return train[0].vocab_size
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -1,0 +1,287 @@
+"""Megatron-LM's indexed datasets: `PREFIX.bin` has the tokens, `PREFIX.idx` says where they are.
+
+The index (all little-endian): `MMIDIDX` and two zero bytes; the version, 1, as uint64; a code of
+the type of a token, uint8; the numbers of sequences S and of document bounds D + 1, uint64 each;
+then int32 [S] lengths in tokens, int64 [S] byte offsets into the .bin, int64 [D + 1] document
+bounds as sequence numbers, from 0 to S. A document of GPT is usually one sequence, of BERT one
+sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import Dataset, ShardHeader, map_documents, map_tokens
+
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_FLOATS = (6, 7)
+_CODES = {"<u2": 8, "<i4": 4}
+BLOCK_TOKENS = 1 << 20
+_WINDOW_SEQUENCES = 1 << 18  # whose places are looked at together, but at least one document's
+_MAX_LENGTH = (1 << 31) - 1  # of a sequence: its length is an int32
+
+
+def bin_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".idx")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens of whole documents, or a piece of one that is longer than BLOCK_TOKENS."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray  # int64 [documents], 0 of an empty one; of a piece: its own
+    first: bool  # the (first) document begins here
+    last: bool  # the (last) document ends here
+
+
+class MegatronIndex:
+    """An opened index, mapped; nothing of it is read but where it is needed.
+
+    Raises InputError for files that are missing, of another kind or version, cut short, and (while
+    its blocks are read) for lengths, offsets and bounds that are impossible.
+    """
+
+    def __init__(self, prefix: Path):
+        self.prefix = prefix
+        self.path = idx_path(prefix)
+        for path in (self.path, bin_path(prefix)):
+            if not path.is_file():
+                raise InputError(f"{path}: no such file; a Megatron dataset is PREFIX.bin, .idx")
+        with open(self.path, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise self._failure("is no index of Megatron (it does not begin with MMIDIDX)")
+        _, version, code, sequences, bounds = _HEADER.unpack(header)
+        if version != 1:
+            raise self._failure(f"has version {version}; 1 is known")
+        if code not in _TYPES:
+            kind = "floating-point numbers" if code in _FLOATS else f"unknown type {code}"
+            raise self._failure(f"has {kind}; legal: integers")
+        self.dtype = np.dtype(_TYPES[code])
+        self.bin_bytes = bin_path(prefix).stat().st_size
+        size, whole = self.path.stat().st_size, _HEADER.size + 12 * sequences + 8 * bounds
+        if size != whole:
+            raise self._failure(f"has {size} bytes; {sequences} sequences need {whole}")
+        if bounds < 2 or sequences < 1:
+            raise self._failure("has no document")
+        self.lengths = self._map("<i4", _HEADER.size, sequences)
+        self.offsets = self._map("<i8", _HEADER.size + 4 * sequences, sequences)
+        self.bounds = self._map("<i8", _HEADER.size + 12 * sequences, bounds)
+        if self.bounds[0] != 0 or self.bounds[-1] != sequences:
+            raise self._failure(
+                f"has documents from sequence {self.bounds[0]} to {self.bounds[-1]}; "
+                f"they must run from 0 to {sequences}"
+            )
+        count = self.bin_bytes // self.dtype.itemsize
+        self.tokens = (
+            np.memmap(bin_path(prefix), self.dtype, "r", 0, (count,)).view(np.ndarray)
+            if count
+            else np.empty(0, self.dtype)
+        )
+
+    def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
+        # the header makes the arrays unaligned, which numpy can read
+        raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
+        return raw.view(np.ndarray).view(dtype)
+
+    def _failure(self, reason: str) -> InputError:
+        return InputError(f"{self.path}: {reason}")
+
+    def _places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """First tokens and lengths of some sequences, int64 [n] each, inside the .bin."""
+        lengths = self.lengths[start:stop].astype(np.int64)
+        offsets = self.offsets[start:stop].astype(np.int64)
+        width = self.dtype.itemsize
+        wrong = (lengths < 0) | (offsets < 0) | (offsets % width != 0)
+        wrong |= offsets > self.bin_bytes - lengths * width
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise self._failure(
+                f"sequence {start + at} has {lengths[at]} tokens of {width} bytes at byte "
+                f"{offsets[at]} of {bin_path(self.prefix).name}, which has {self.bin_bytes} bytes"
+            )
+        return offsets // width, lengths
+
+    def _windows(self) -> Iterator[np.ndarray]:
+        """Document bounds in consecutive windows, the last of one being the first of the next."""
+        start, documents = 0, len(self.bounds) - 1
+        while start < documents:
+            window = self.bounds[start : start + _WINDOW_SEQUENCES + 1].astype(np.int64)
+            wrong = np.flatnonzero(window[1:] < window[:-1])
+            if wrong.size or window[-1] > len(self.lengths):
+                at = start + (int(wrong[0]) if wrong.size else len(window) - 2)
+                raise self._failure(f"document {at} ends before its start, or after all sequences")
+            fitting = int(np.searchsorted(window, window[0] + _WINDOW_SEQUENCES, "right"))
+            window = window[: max(2, fitting)]
+            yield window
+            start += len(window) - 1
+
+    def blocks(self) -> Iterator[Block]:
+        """All documents, in order, in blocks of at most BLOCK_TOKENS: a pure function of the
+        documents, whatever the sequences that they consist of and where in the .bin these lie."""
+        for window in self._windows():
+            base = int(window[0])
+            starts, lengths = self._places(base, int(window[-1]))
+            ends = np.concatenate([[0], np.cumsum(lengths)])[window - base]  # [documents + 1]
+            done = 0
+            while done < len(window) - 1:
+                fitting = int(np.searchsorted(ends, ends[done] + BLOCK_TOKENS, "right")) - 1
+                stop = max(done + 1, fitting)
+                part = slice(int(window[done]) - base, int(window[stop]) - base)
+                yield from self._block(np.diff(ends[done : stop + 1]), starts[part], lengths[part])
+                done = stop
+
+    def _block(
+        self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+    ) -> Iterator[Block]:
+        total = int(documents.sum())
+        if total <= BLOCK_TOKENS:
+            runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
+            tokens = runs[0] if len(runs) == 1 else np.concatenate([self.tokens[:0], *runs])
+            yield Block(tokens, documents, True, True)
+            return
+        done, parts, waiting = 0, [], 0
+        for start, stop in _runs(starts, lengths):
+            while start < stop:
+                end = min(stop, start + BLOCK_TOKENS - waiting)
+                parts.append(self.tokens[start:end])
+                waiting += end - start
+                start = end
+                if waiting == BLOCK_TOKENS or done + waiting == total:
+                    first, last = done == 0, done + waiting == total
+                    tokens = np.concatenate(parts)
+                    yield Block(tokens, np.array([waiting]), first, last)
+                    done, parts, waiting = done + waiting, [], 0
+
+
+def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Sequences that lie one after the other, joined: (first token, end) of each run."""
+    full = lengths > 0
+    starts, lengths = starts[full], lengths[full]
+    if not starts.size:
+        return []
+    breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1])
+    firsts = starts[np.concatenate([[0], breaks + 1])]
+    lasts = np.concatenate([breaks, [starts.size - 1]])
+    return list(zip(firsts.tolist(), (starts[lasts] + lengths[lasts]).tolist(), strict=True))
+
+
+def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
+    """Whether each shard's first document is the rest of the last one of the shard before."""
+    opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
+    return [False, *opens[:-1]]
+
+
+def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
+    """Tokens of all documents, int64, in pieces; what goes on in the next shard is whole again."""
+    carried = 0
+    joined = [*_joined(headers, eod_id), False]
+    for number, header in enumerate(headers):
+        offsets = map_documents(header)
+        for start in range(0, header.documents, BLOCK_TOKENS):
+            piece = offsets[start : start + BLOCK_TOKENS + 1].astype(np.int64)
+            lengths = np.diff(piece)
+            lengths[0] += carried
+            carried = 0
+            if start + BLOCK_TOKENS >= header.documents and joined[number + 1]:
+                carried, lengths = int(lengths[-1]), lengths[:-1]
+            if lengths.size and not 0 < lengths.min() <= lengths.max() <= _MAX_LENGTH:
+                raise InputError(
+                    f"{header.path}: a document of {lengths.max()} tokens, or one without: a "
+                    f"sequence of Megatron has at most {_MAX_LENGTH}"
+                )
+            yield lengths
+
+
+def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -> None:
+    with open(path, "wb") as stream:
+        for header in headers:
+            tokens = map_tokens(header)
+            for start in range(0, header.tokens, BLOCK_TOKENS):
+                block = tokens[start : start + BLOCK_TOKENS]
+                if block.max() >= header.vocab_size or block.max() > np.iinfo(dtype).max:
+                    raise InputError(
+                        f"{header.path}: token id {block.max()} is outside the vocabulary of "
+                        f"{header.vocab_size}, or of Megatron's {dtype.name}"
+                    )
+                stream.write(np.ascontiguousarray(block, dtype))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, path: Path) -> int:
+    """Returns the number of documents, each of which is one sequence."""
+    documents = sum(header.documents for header in headers) - sum(_joined(headers, eod_id))
+    starts = [_HEADER.size, _HEADER.size + 4 * documents, _HEADER.size + 12 * documents]
+    with open(path, "wb") as stream:
+        code = _CODES[dtype.str]
+        stream.write(_HEADER.pack(_MAGIC, 1, code, documents, documents + 1))
+        done = offset = 0
+        for lengths in _document_lengths(headers, eod_id):
+            ends = offset + np.cumsum(lengths) * dtype.itemsize
+            columns = (
+                lengths.astype("<i4"),
+                (ends - lengths * dtype.itemsize).astype("<i8"),
+                np.arange(done, done + lengths.size, dtype="<i8"),
+            )
+            for start, column in zip(starts, columns, strict=True):
+                stream.seek(start + done * column.itemsize)
+                stream.write(column)
+            done += lengths.size
+            offset = int(ends[-1]) if ends.size else offset
+        stream.seek(starts[2] + 8 * done)
+        stream.write(np.array([done], "<i8"))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return documents
+
+
+def export(directory: Path, prefix: Path) -> dict[str, Any]:
+    """Write a dataset as PREFIX.bin and PREFIX.idx, a sequence per document with its eod; a table.
+
+    Tokens are uint16 where the shards have that, else int32. A document that was cut by the end of
+    a shard is whole again. Raises InputError for a directory that is no dataset, for files that
+    exist, a full disk, a document or an id that is too large; then neither file is there.
+    """
+    dataset = Dataset(directory)
+    dtype = max((header.dtype for header in dataset.headers), key=lambda kind: kind.itemsize)
+    dtype = np.dtype("<u2" if dtype.itemsize == 2 else "<i4")
+    paths = (bin_path(prefix), idx_path(prefix))
+    for path in paths:
+        if path.exists():
+            raise InputError(f"{path}: exists; remove it, or choose another --output")
+    temporary = [path.with_name(path.name + ".tmp") for path in paths]
+    with ExitStack() as undo:
+        for path in temporary:
+            undo.callback(path.unlink, missing_ok=True)
+        try:
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            _write_tokens(dataset.headers, dtype, temporary[0])
+            documents = _write_index(dataset.headers, dataset.eod_id, dtype, temporary[1])
+            for path, name in zip(temporary, paths, strict=True):
+                os.replace(path, name)
+        except OSError as error:
+            with suppress(OSError):
+                paths[0].unlink(missing_ok=True)
+            raise InputError(f"{prefix}: cannot be written: {error}") from error
+    return {
+        "bin": str(paths[0]),
+        "idx": str(paths[1]),
+        "documents": documents,
+        "tokens": dataset.token_count,
+        "dtype": dtype.name,
+    }

@@ -1,0 +1,135 @@
+"""Megatron-LM's indexed datasets as a corpus: tokens that are ready become shards."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.corpus import Work
+from data_prep.encode import Encoded
+from data_prep.megatron import Block, MegatronIndex, bin_path, idx_path
+from data_prep.sources import document_share
+from data_prep.state import Counters, files_identity
+from data_prep.vocabulary import BYTES, Vocabulary, load_tokenizer
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import token_dtype
+
+
+@dataclass(frozen=True)
+class GivenVocabulary:
+    """A vocabulary of which no file is at hand."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eod_id: int
+
+
+def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
+    """Two numbers in place of a tokenizer. Its hash is of zeros and the numbers, so that datasets
+    with the same two go together. Raises InputError for numbers that do not go together."""
+    if not 0 <= eod_id < vocab_size <= 1 << 32:
+        raise InputError(
+            f"--eod-id {eod_id} and --vocab-size {vocab_size}: 0 <= eod-id < vocab-size <= 2^32"
+        )
+    sha256 = f"{vocab_size:x}{eod_id:016x}".rjust(64, "0")
+    return GivenVocabulary(f"unknown-{vocab_size}", sha256, vocab_size, eod_id)
+
+
+class MegatronCorpus:
+    """Indexed datasets, each a group. Raises InputError for prefixes and vocabularies that are bad.
+
+    Every document gets the end of document (eod) that it lacks.
+    """
+
+    counted = ("documents", "empty_documents", "eods_added", "train_tokens", "valid_tokens")
+
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        tokenizer: str | None,
+        given: GivenVocabulary | None,
+        valid_fraction: float,
+    ):
+        if (tokenizer is None) == (given is None):
+            raise InputError("either --tokenizer, or --vocab-size and --eod-id: one of them")
+        self.vocabulary: Vocabulary = given or load_tokenizer(str(tokenizer))
+        self.tokenizer_file = None if tokenizer in (None, BYTES) else Path(str(tokenizer))
+        self._valid_fraction = valid_fraction
+        self._prefixes = [_prefix(text) for text in prefixes]
+        for number, prefix in enumerate(self._prefixes):
+            if prefix in self._prefixes[:number]:
+                raise InputError(f"{prefix}: given twice")
+        self.group_bytes = [MegatronIndex(prefix).bin_bytes for prefix in self._prefixes]
+
+    def identity(self) -> dict[str, Any]:
+        paths = [path for prefix in self._prefixes for path in (bin_path(prefix), idx_path(prefix))]
+        states = [(path.name, path.stat()) for path in paths]
+        return {
+            "tokenizer": self.vocabulary.name,
+            "tokenizer_sha256": self.vocabulary.sha256,
+            "format": "megatron",
+            **files_identity((name, at.st_size, at.st_mtime_ns) for name, at in states),
+        }
+
+    def encoded(self, work: Work) -> Iterator[Encoded]:
+        for group in work.groups:
+            first, start = work.first_block(group), 0
+            index = MegatronIndex(self._prefixes[group])
+            for number, block in enumerate(index.blocks()):
+                work.advance(block.tokens.size * index.dtype.itemsize)
+                if number >= first:
+                    self._check(index, block, start)
+                    yield self._encode(group, number, block)
+                start += block.tokens.size
+
+    def _check(self, index: MegatronIndex, block: Block, start: int) -> None:
+        """Ids are compared before they are put into the narrower type of the shards."""
+        tokens, size = block.tokens, self.vocabulary.vocab_size
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
+            at = int(np.argmax((tokens < 0) | (tokens >= size)))
+            raise InputError(
+                f"{bin_path(index.prefix)}: token {start + at} of the documents has id "
+                f"{tokens[at]}, outside the vocabulary of {size}"
+            )
+
+    def _encode(self, group: int, index: int, block: Block) -> Encoded:
+        tokens = block.tokens.astype(token_dtype(self.vocabulary.vocab_size), copy=False)
+        full = block.lengths > 0
+        lengths = block.lengths[full]
+        begins, ended = np.ones(lengths.size, bool), np.ones(lengths.size, bool)
+        held_out = np.zeros(lengths.size, bool)
+        if lengths.size:
+            begins[0], ended[-1] = block.first, block.last
+        ends = np.cumsum(lengths)
+        bare = tokens[ends - 1] != self.vocabulary.eod_id
+        texts = ends - (ended & ~bare)  # without its eod, a document is on the same side
+        if self._valid_fraction:
+            bounds = zip((ends - lengths).tolist(), texts.tolist(), strict=True)
+            shares = [document_share(tokens[start:end]) for start, end in bounds]
+            held_out = (np.array(shares) < self._valid_fraction) & begins
+        bare &= ended
+        if bare.any():
+            tokens = np.insert(tokens, ends[bare], self.vocabulary.eod_id)
+        return Encoded(
+            group=group,
+            index=index,
+            tokens=tokens,
+            lengths=lengths + bare,
+            begins=begins,
+            ended=ended,
+            held_out=held_out,
+            counters=Counters(
+                documents=int(ended.sum()),
+                empty_documents=block.lengths.size - lengths.size,
+                eods_added=int(bare.sum()),
+            ),
+        )
+
+
+def _prefix(text: str) -> Path:
+    """PREFIX, also where one of its two files is named."""
+    path = Path(text)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path

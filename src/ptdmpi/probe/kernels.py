@@ -1,0 +1,197 @@
+"""Rates of the trainer's kernels over their shapes: products, streams, attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ptdmpi.model import kernels
+from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
+from ptdmpi.plan.machine import Machine
+from ptdmpi.probe.bench import Bench
+
+HEAD_SIZES = (32, 128)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large the measured kernels are: sides of products, bytes of streams, attention."""
+
+    sides: tuple[int, ...]
+    stream_bytes: tuple[int, ...]
+    seq_length: int
+    heads: int
+    elementwise: tuple[int, int]
+
+
+CPU = Extent((64, 256, 1024), tuple(1 << power for power in range(14, 27, 2)), 256, 4, (512, 1024))
+GPU = Extent(
+    (256, 1024, 4096, 8192), tuple(1 << power for power in range(18, 31, 2)), 2048, 16, (4096, 4096)
+)
+
+
+def launch_s(bench: Bench) -> float:
+    """Of a kernel that does nothing: how fast they follow each other at best."""
+    tiny = torch.ones(16, device=bench.device)
+    seconds = bench.time_s(lambda: [tiny + tiny for _ in range(100)]) / 100
+    bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
+    return seconds
+
+
+def products(
+    bench: Bench, dtype: torch.dtype, sides: Sequence[int], launch: float
+) -> dict[str, Any]:
+    """FLOP/s of products (m, k) x (k, n), the mean of a linear's three: output, gradient of the
+    input, gradient of the weight."""
+    rates = []
+    for m in sides:
+        rates.append([])
+        for n in sides:
+            row = [_product(bench, dtype, (m, n, k), launch) for k in sides]
+            rates[-1].append(row)
+    best = max(rate for plane in rates for row in plane for rate in row)
+    least = min(rate for plane in rates for row in plane for rate in row)
+    bench.note(
+        f"products of {min(sides)} to {max(sides)} cubed, {str(dtype).removeprefix('torch.')}",
+        f"{least / 1e9:,.1f} to {best / 1e9:,.1f} GFLOP/s",
+    )
+    return {"m": list(sides), "n": list(sides), "k": list(sides), "flops_per_s": rates}
+
+
+def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], launch: float) -> float:
+    m, n, k = shape
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device=bench.device).to(dtype)
+
+    x, weight, turned = random(m, k), random(n, k), random(k, n)
+    dy, given = random(k, n), random(k, m)
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.zeros(n, m, dtype=wide, device=bench.device)
+    exact = x[-1].double() @ weight.double().t()
+    off = (kernels.linear(x, weight)[-1].double() - exact).abs().max()
+    bench.check(bool(off <= 0.02 * exact.abs().max()), f"product {m} x {n} x {k}")
+    seconds = sum(
+        bench.time_s(work)
+        for work in (
+            lambda: kernels.linear(x, weight),
+            lambda: kernels.input_gradient(x, turned),
+            lambda: kernels.add_weight_gradient(total, dy, given),
+        )
+    )
+    return 2 * m * n * k / max(seconds / 3 - launch, 0.2 * seconds / 3)
+
+
+def streams(
+    bench: Bench, dtype: torch.dtype, sizes: Sequence[int], launch: float
+) -> dict[str, Any]:
+    """Rate of sums of two tensors, by the bytes that are read and written: in caches and past
+    them."""
+    times = []
+    for size in sizes:
+        elements = size // 3 // dtype.itemsize
+        a, b = (torch.ones(elements, device=bench.device, dtype=dtype) for _ in range(2))
+        bench.check(bool((a + b == 2).all()), f"sum of tensors of {size // 3} bytes")
+        seconds = bench.time_s(lambda a=a, b=b: a + b)
+        times.append(max(seconds - launch, 0.2 * seconds))
+    rates = [size / seconds for size, seconds in zip(sizes, rising(times), strict=True)]
+    bench.note("memory", f"{rates[-1] / 1e9:,.1f} GB/s, {max(rates) / 1e9:,.1f} GB/s in caches")
+    return {"moved_bytes": list(sizes), "bytes_per_s": rates}
+
+
+def rising(times_s: Sequence[float]) -> list[float]:
+    """More never takes less: what disturbed one measurement must not make a larger one look
+    quicker."""
+    return list(accumulate(times_s, max))
+
+
+def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -> dict[str, Any]:
+    """Seconds per computed score of the causal core, forward and backward, at two head sizes."""
+    forward, backward = [], []
+    s, heads = extent.seq_length, extent.heads
+    scores = Machine.causal_scores(heads * s, s)
+    for size in HEAD_SIZES:
+        q, k, v = (
+            torch.randn(1, heads, s, size, device=bench.device).to(dtype).requires_grad_()
+            for _ in range(3)
+        )
+        out = kernels.causal_attention(q, k, v)
+        near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
+        off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()
+        bench.check(bool(off < 0.05), f"attention of heads of {size}")
+        ahead_s = bench.time_s(lambda q=q, k=k, v=v: kernels.causal_attention(q, k, v))
+        gradient = torch.ones_like(out)
+        back_s = bench.time_s(
+            lambda out=out, given=(q, k, v), gradient=gradient: torch.autograd.grad(
+                out, given, gradient, retain_graph=True
+            )
+        )
+        forward.append(max(ahead_s - launch, 0.2 * ahead_s) / scores)
+        backward.append(max(back_s - launch, 0.2 * back_s) / scores)
+        bench.note(
+            f"attention, heads of {size}",
+            f"{1e-6 / forward[-1]:,.0f} M scores/s forward, {1e-6 / backward[-1]:,.0f} backward",
+        )
+    return {
+        "head_sizes": list(HEAD_SIZES),
+        "forward_s_per_score": forward,
+        "backward_s_per_score": backward,
+    }
+
+
+def elementwise(
+    bench: Bench, axis: TensorAxis, dtype: torch.dtype, extent: Extent, launch: float
+) -> dict[str, float]:
+    """Seconds per element of activation functions, norms and the loss, forward and backward, each
+    checked against double precision."""
+    rows, columns = extent.elementwise
+    ones = torch.ones(columns, device=bench.device, dtype=dtype, requires_grad=True)
+    zeros = torch.zeros(columns, device=bench.device, dtype=dtype, requires_grad=True)
+    labels = torch.arange(rows, device=bench.device)[:, None] % columns
+
+    def gelu(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def layernorm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (columns,), ones.to(x.dtype), zeros.to(x.dtype))
+
+    def rmsnorm(x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, ones.to(x.dtype), 1e-5)
+
+    def loss(x: Tensor) -> Tensor:
+        # it overwrites the logits
+        return cross_entropy((x + 0.0)[:, None], labels, None, axis)
+
+    kinds = {
+        "gelu": (gelu, 1),
+        "swiglu": (kernels.swiglu, 2),
+        "layernorm": (layernorm, 1),
+        "rmsnorm": (rmsnorm, 1),
+        "loss": (loss, 1),
+    }
+    found = {}
+    for name, (function, width) in kinds.items():
+        x = torch.randn(rows, width * columns, device=bench.device).to(dtype).requires_grad_()
+        out = function(x)
+        exact = function(x.detach().double())
+        off = (out.double() - exact).abs().max()
+        bench.check(bool(off <= 0.02 * exact.abs().max()), name)
+        gradient = torch.ones_like(out)
+        forward_s = bench.time_s(lambda function=function, x=x: function(x))
+        both_s = bench.time_s(
+            lambda function=function, x=x, gradient=gradient: torch.autograd.grad(
+                function(x), x, gradient
+            )
+        )
+        for kind, seconds in ((name, forward_s), (f"{name}_backward", both_s - forward_s)):
+            found[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
+        bench.note(
+            name,
+            f"{1e-6 / found[name]:,.0f} M elements/s forward, "
+            f"{1e-6 / found[f'{name}_backward']:,.0f} backward",
+        )
+    return found

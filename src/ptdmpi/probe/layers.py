@@ -1,0 +1,208 @@
+"""The trainer's own stages, timed at a few sizes, and the fractions at which predictions agree.
+
+Kernels alone promise more than layers keep: between them stand Python, autograd and the allocator,
+and what they read is not always in the cache where a loop over one kernel has it.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import Config, resolve
+from ptdmpi.model.stage import Batch
+from ptdmpi.plan.cluster import Cluster, Model
+from ptdmpi.plan.fit import descend, distance
+from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout import Layout
+from ptdmpi.plan.price import Pricer
+from ptdmpi.probe.bench import Bench
+from ptdmpi.train.engine import Engine
+
+STEPS = 6  # the first one warms up
+MOST_TENSOR = 8
+MOST_FACTOR = 100.0  # that a fitted number may differ from what the kernels alone say
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model: l layers of `hidden`, heads of `head_size`, on b sequences of s tokens."""
+
+    layers: int
+    hidden: int
+    head_size: int
+    seq_length: int
+    vocab_size: int
+    micro_size: int
+
+    def scaled(self, tensor: int) -> "Case":
+        """As wide as `tensor` ranks can share: their heads and columns divide evenly."""
+        heads = -(-self.hidden // self.head_size // tensor) * tensor
+        return Case(
+            self.layers,
+            heads * self.head_size,
+            self.head_size,
+            self.seq_length,
+            self.vocab_size,
+            self.micro_size,
+        )
+
+
+CPU_CASES = (
+    Case(2, 128, 32, 128, 512, 1),
+    Case(2, 128, 32, 128, 512, 4),
+    Case(2, 256, 64, 256, 2048, 1),
+    Case(2, 256, 64, 256, 2048, 4),
+    Case(2, 512, 64, 256, 8192, 1),
+    Case(2, 512, 64, 128, 2048, 4),
+)
+GPU_CASES = (
+    Case(2, 1024, 64, 1024, 8192, 1),
+    Case(2, 1024, 64, 1024, 8192, 8),
+    Case(2, 4096, 128, 2048, 8192, 1),
+    Case(2, 4096, 128, 2048, 8192, 4),
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one step of a case, the median over steps and ranks."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    rest_s: float  # neither those nor waiting for the data axis
+    elements: int
+
+
+class Layers:
+    """Times stages of the trainer and fits a cluster's fractions to them."""
+
+    def __init__(self, bench: Bench, world: World, precision: str, cases: Sequence[Case]) -> None:
+        self.bench, self.world, self.precision, self.cases = bench, world, precision, cases
+
+    def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """The cluster `tree` with its fractions, launches, updates and steps as measured."""
+        taken = [self._take(case, 1) for case in self.cases]
+        small, large = (pick(taken, key=lambda one: one.elements) for pick in (min, max))
+        per_element_s = (large.optimizer_s - small.optimizer_s) / (large.elements - small.elements)
+        per_element_s = max(per_element_s, 1e-12)
+        fixed_s = max(0.0, small.optimizer_s - per_element_s * small.elements) + small.rest_s
+        measured = {
+            **tree["measured"],
+            "update_s_per_element": per_element_s,
+            "step_s": fixed_s,
+        }
+        self.bench.note("optimizer", f"{1e-6 / per_element_s:,.0f} M parameters/s")
+        self.bench.note("beside kernels and messages", f"{fixed_s * 1e3:.2f} ms a step")
+        tree = {**tree, "measured": measured}
+        keys = (
+            ("efficiency", "gemm_fraction"),
+            ("efficiency", "memory_fraction"),
+            ("device", "kernel_s"),
+        )
+        tree = self._fitted(tree, keys, taken, 1)
+        tensor = self._tensor()
+        if tensor > 1:
+            shared = [self._take(case.scaled(tensor), tensor) for case in self.cases]
+            tree = self._fitted(tree, (("efficiency", "link_fraction"),), shared, tensor)
+        return tree
+
+    def _tensor(self) -> int:
+        local = self.world.local_size
+        return max(t for t in range(1, min(local, MOST_TENSOR) + 1) if local % t == 0)
+
+    def _fitted(
+        self,
+        tree: dict[str, Any],
+        keys: Sequence[tuple[str, str]],
+        taken: Sequence[Taken],
+        tensor: int,
+    ) -> dict[str, Any]:
+        """`tree` with the values of `keys` at which predicted forwards and backwards are those
+        taken."""
+        cases = [case.scaled(tensor) for case in self.cases]
+        models = [
+            Model("probe", self._config(case, tensor).model, case.vocab_size) for case in cases
+        ]
+
+        def changed(values: Sequence[float]) -> dict[str, Any]:
+            new = dict(tree)
+            for (section, key), value in zip(keys, values, strict=True):
+                new[section] = {**new[section], key: value}
+            return new
+
+        def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
+            cluster, found = Cluster.model_validate(changed(values)), []
+            for case, model, one in zip(cases, models, taken, strict=True):
+                pricer = Pricer(cluster, model, case.micro_size, self.precision)
+                times = pricer.stage_times(Layout(tensor, 1, 1, 1, case.micro_size))
+                found.append((times.forward_s[0], one.forward_s))
+                found.append((times.backward_s[0], one.backward_s))
+            return found
+
+        start = [tree[section][key] for section, key in keys]
+        values = descend(lambda tried: distance(pairs(tried)), start, MOST_FACTOR)
+        words = ", ".join(f"{key} {v:.3g}" for (_, key), v in zip(keys, values, strict=True))
+        off = distance(pairs(values))
+        self.bench.note(f"layers over {tensor} ranks", f"within {off:.1%} at {words}")
+        return changed(values)
+
+    def _config(self, case: Case, tensor: int) -> Config:
+        data = self.world.size // tensor
+        tree = {
+            "run": {"steps": 1, "threads": torch.get_num_threads()},
+            "model": {
+                "layers": case.layers,
+                "hidden": case.hidden,
+                "heads": case.hidden // case.head_size,
+                "seq_length": case.seq_length,
+            },
+            "parallel": {"tensor": tensor, "data": data},
+            "batch": {"global_size": case.micro_size * data, "micro_size": case.micro_size},
+            "precision": {"compute": self.precision},
+            "data": {"train": [{"path": "unused"}]},
+        }
+        return resolve(tree, self.world.size)
+
+    def _take(self, case: Case, tensor: int) -> Taken:
+        config = self._config(case, tensor)
+        axes = self.world.split(Grid(tensor, 1, self.world.size // tensor))
+        engine = Engine(config, axes, case.vocab_size, self.bench.device)
+        batch = self._batch(case)
+        kinds: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+        whole, waited = [], []
+        for step in range(STEPS):
+            axes.world.barrier()
+            start = time.perf_counter()
+            spans = engine.step(step, [batch]).spans
+            whole.append(time.perf_counter() - start)
+            for kind, times in kinds.items():
+                times.append(sum(s.end_s - s.start_s for s in spans if s.kind == kind))
+            waited.append(sum(s.end_s - s.start_s for s in spans if s.kind == "reduce"))
+        rest = [
+            all_s - reduce_s - sum(times)
+            for all_s, reduce_s, *times in zip(whole, waited, *kinds.values(), strict=True)
+        ]
+        forward_s, backward_s, optimizer_s, rest_s = (
+            self.bench.median(statistics.median(times[1:])) for times in (*kinds.values(), rest)
+        )
+        self.bench.note(
+            f"h={case.hidden}, s={case.seq_length}, b={case.micro_size}, t={tensor}: "
+            f"{case.layers} layers and head",
+            f"forward {forward_s * 1e3:.2f} ms, backward {backward_s * 1e3:.2f} ms",
+        )
+        elements = engine.buffer.gradients.numel()
+        return Taken(forward_s, backward_s, optimizer_s, max(0.0, rest_s), elements)
+
+    def _batch(self, case: Case) -> Batch:
+        # one seed on all ranks: those of a tensor axis see the same tokens
+        generator = torch.Generator().manual_seed(1)
+        shape = (case.seq_length + 1, case.micro_size)
+        ids = torch.randint(case.vocab_size, shape, generator=generator).to(self.bench.device)
+        samples = torch.arange(case.micro_size)
+        return Batch(ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples)

@@ -1,0 +1,130 @@
+"""All of a machine, measured: a cluster as a table for TOML."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.memory import COMPUTE_BYTES
+from ptdmpi.probe import kernels, messages
+from ptdmpi.probe.bench import Bench
+from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Case, Layers
+from ptdmpi.train.capacity import rank_memory_bytes
+
+UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    extent: kernels.Extent
+    sizes_bytes: tuple[int, ...]
+    cases: tuple[Case, ...]
+
+
+CPU_EFFORT = Effort(kernels.CPU, messages.SIZES_BYTES, CPU_CASES)
+GPU_EFFORT = Effort(kernels.GPU, messages.SIZES_BYTES, GPU_CASES)
+
+
+def probe(
+    world: World, precision: str, device: torch.device, effort: Effort | None = None
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """(the cluster as a table, what was found in words); equal on all ranks.
+
+    Raises ProbeError if a kernel or a message gives a wrong result anywhere, InputError if the
+    nodes have unequal numbers of ranks.
+    """
+    if world.local_size * world.nodes != world.size:
+        raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
+    if effort is None:
+        effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
+    axes = world.split(Grid(1, 1, world.size))
+    bench, alone = Bench(axes.world, device), TensorAxis(axes.tensor)
+    compute, extent = PRECISIONS[precision].compute, effort.extent
+    memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
+    launch = kernels.launch_s(bench)
+    gemm = kernels.products(bench, compute, extent.sides, launch)
+    stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
+    tree = {
+        "name": f"probed-{world.places[0].host}",
+        "device": _device(bench, precision, gemm, stream, memory) | {"kernel_s": launch},
+        "node": _node(world),
+        "software": {
+            "attention": "flash",
+            "dropout": False,
+            "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
+            "overlap_pipeline": True,
+            "overlap_tensor": False,
+            "balanced_stages": True,
+            "zero_unit": "layer",
+        },
+        "efficiency": {
+            "gemm_fraction": 1.0,
+            "memory_fraction": 1.0,
+            "link_fraction": 1.0,
+            "link_step_s": 0.0,
+            "collective_s": 0.0,
+        },
+        "measured": {
+            "asynchronous": device.type == "cuda",
+            "step_s": 0.0,
+            "update_s_per_element": 0.0,
+            "gemm": gemm,
+            "stream": stream,
+            "attention": kernels.attention(bench, compute, extent, launch),
+            "seconds_per_element": kernels.elementwise(bench, alone, compute, extent, launch),
+            "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
+        },
+    }
+    tree = Layers(bench, world, precision, effort.cases).fit(tree)
+    return _rounded(tree), bench.found
+
+
+def _device(
+    bench: Bench, precision: str, gemm: dict[str, Any], stream: dict[str, Any], memory: int
+) -> dict[str, Any]:
+    """The keys of a data sheet; what the measured tables stand for is without limit here."""
+    device = bench.device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads per rank"
+    best = max(rate for plane in gemm["flops_per_s"] for row in plane for rate in row)
+    return {
+        "name": name,
+        "peak_flops": {precision: best},
+        "memory_bytes": float(memory),
+        "memory_bytes_per_s": stream["bytes_per_s"][-1],
+        "multiprocessors": 1,
+        "clock_hz": 1.0,
+        "shared_bytes_per_clock": UNLIMITED,
+        "exponentials_per_clock": UNLIMITED,
+    }
+
+
+def _node(world: World) -> dict[str, Any]:
+    return {
+        "devices": world.local_size,
+        "link_bytes_per_s": UNLIMITED,
+        "adapters": world.local_size,
+        "adapter_bytes_per_s": UNLIMITED,
+        "adapter_latency_s": 0.0,
+        "switch_latency_s": 0.0,
+        "switches": 0,
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits are more than a measurement has."""
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,0 +1,142 @@
+"""Times of each collective over sizes, within nodes and between them, with every result checked."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.world import World
+from ptdmpi.plan.grid import Grid
+from ptdmpi.probe.bench import Bench
+from ptdmpi.probe.kernels import rising
+
+SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
+
+
+def groups(world: World) -> Iterator[tuple[Communicator, int, str]]:
+    """(this rank's group, nodes it stands on, where) of each kind of group; those of one kind run
+    at once: pairs and all ranks of a node, and one rank of each node."""
+    local = world.local_size
+    for size in sorted({2, local}):
+        if 1 < size <= local and local % size == 0:
+            axes = world.split(Grid(size, 1, world.size // size))
+            yield axes.tensor, 1, f"{size} ranks of a node"
+    if world.nodes > 1:
+        axes = world.split(Grid(local, 1, world.nodes))
+        yield axes.data, world.nodes, f"one rank of each of {world.nodes} nodes"
+
+
+def tables(
+    bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
+) -> list[dict[str, Any]]:
+    """A table for each collective on each kind of group."""
+    found = []
+    for comm, nodes, where in groups(world):
+        for name, (prepare, expected) in COLLECTIVES.items():
+            times = []
+            for size in sizes:
+                elements = max(1, size // dtype.itemsize // comm.size) * comm.size
+                work = prepare(comm, _values(elements, comm.rank, dtype, bench.device))
+                right = torch.equal(work(), expected(comm, elements, dtype, bench.device))
+                bench.check(right, f"{name} of {size} bytes over {where}")
+                times.append(bench.time_s(work))
+            times = rising(times)
+            found.append(
+                {
+                    "collective": name,
+                    "ranks": comm.size if name != "send" else 2,
+                    "nodes": nodes,
+                    "sizes_bytes": list(sizes),
+                    "seconds": times,
+                }
+            )
+            bench.note(
+                f"{name} over {where}",
+                f"from {times[0] * 1e6:,.0f} us, {sizes[-1] / times[-1] / 1e9:.2f} GB/s",
+            )
+    return found
+
+
+def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Small whole numbers, exact in every type, different on each rank."""
+    return (torch.arange(elements, device=device) % 7 + rank % 5).to(dtype)
+
+
+def _sum(comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    parts = [_values(elements, rank, torch.float32, device) for rank in range(comm.size)]
+    return torch.stack(parts).sum(0).to(dtype)
+
+
+def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+    result = torch.empty_like(tensor)
+
+    def work() -> Tensor:
+        # summed anew each time: sums of sums would leave the exact numbers
+        return comm.all_reduce(result.copy_(tensor))
+
+    return work
+
+
+def _part(tensor: Tensor, comm: Communicator) -> Tensor:
+    return tensor.chunk(comm.size)[comm.rank]
+
+
+def _all_gather(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+    part = _part(tensor, comm).contiguous()
+    return lambda: comm.all_gather(part)
+
+
+def _gathered(
+    comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    parts = (_values(elements, rank, dtype, device) for rank in range(comm.size))
+    return torch.cat([part.chunk(comm.size)[i] for i, part in enumerate(parts)])
+
+
+def _reduce_scatter(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: comm.reduce_scatter(tensor)
+
+
+def _scattered(comm: Communicator, *rest: Any) -> Tensor:
+    return _part(_sum(comm, *rest), comm)
+
+
+def _broadcast(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: comm.broadcast(tensor)
+
+
+def _first(comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _values(elements, 0, dtype, device)
+
+
+def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
+    """To the next rank, while a message comes from the one before."""
+    behind, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    result = torch.empty_like(tensor)
+
+    def work() -> Tensor:
+        arriving = comm.irecv(result, before)
+        leaving = comm.isend(tensor, behind)
+        arriving.wait()
+        leaving.wait()
+        return result
+
+    return work
+
+
+def _of_the_one_before(
+    comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _values(elements, (comm.rank - 1) % comm.size, dtype, device)
+
+
+# name -> (makes the work that is timed, what it must give)
+COLLECTIVES: dict[str, tuple[Callable, Callable]] = {
+    "all_reduce": (_all_reduce, _sum),
+    "all_gather": (_all_gather, _gathered),
+    "reduce_scatter": (_reduce_scatter, _scattered),
+    "broadcast": (_broadcast, _first),
+    "send": (_send, _of_the_one_before),
+}

@@ -1,0 +1,77 @@
+"""`ptdmpi probe`: a cluster file that the planner reads, and results that are checked."""
+
+import tomllib
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import tomlkit
+import torch
+
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.world import World
+from ptdmpi.model import kernels as model_kernels
+from ptdmpi.plan.cluster import Cluster, load_model
+from ptdmpi.plan.layout import Layout
+from ptdmpi.plan.price import Pricer
+from ptdmpi.probe import bench, kernels
+from ptdmpi.probe.bench import ProbeError
+from ptdmpi.probe.layers import Case
+from ptdmpi.probe.machine import Effort, probe
+from tests.parallel import mpirun, parallel
+
+TINY = Effort(
+    kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
+    (1 << 8, 1 << 12, 1 << 17),
+    (Case(2, 16, 8, 8, 64, 1), Case(2, 32, 8, 16, 64, 2)),
+)
+
+
+def run(comm, **changes):
+    with patch.object(bench, "TRIALS", 2), patch.object(bench, "TRIAL_S", 1e-4):
+        return probe(World(comm), "fp32", torch.device("cpu"), replace(TINY, **changes))
+
+
+@parallel(ranks=[1, 2])
+def test_what_is_probed_prices_layouts(comm):
+    tree, found = run(comm)
+    assert len(set(map(str, comm.allgather((tree, found))))) == 1
+    cluster = Cluster.model_validate(tomllib.loads(tomlkit.dumps(tree)))
+    assert cluster.node.devices == comm.size
+    kinds = {(table.collective, table.ranks) for table in cluster.measured.messages}
+    names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    assert kinds == ({(name, 2) for name in names} if comm.size == 2 else set())
+    pricer = Pricer(cluster, load_model("l=4,h=64,a=4,s=32,V=100"), 4, "fp32")
+    for layout in (Layout(1, comm.size, 1), Layout(comm.size, 1, 1), Layout(1, 1, comm.size)):
+        assert 0 < pricer.price(layout).step_time_s < 100
+    words = dict(found)
+    assert "GB/s" in words["memory"] and "layers over 1 ranks" in words
+
+
+@parallel(ranks=[2])
+def test_wrong_results_end_the_probe_on_every_rank(comm):
+    """A sum that one rank has wrong, a product that is half of what it should be."""
+    right_sum, right_product = MpiCommunicator._all_reduce, model_kernels.linear
+
+    def wrong_sum(axis, flat, op):
+        right_sum(axis, flat, op)
+        if axis.rank == 1:
+            flat[-1] += 1
+
+    with (
+        patch.object(MpiCommunicator, "_all_reduce", wrong_sum),
+        pytest.raises(ProbeError, match="all_reduce of 256 bytes over 2 ranks of a node is wrong"),
+    ):
+        run(comm)
+    with (
+        patch.object(model_kernels, "linear", lambda x, w: right_product(x, w) / 2),
+        pytest.raises(ProbeError, match=r"product 16 x 16 x 16 is wrong on ranks 0, 1"),
+    ):
+        run(comm)
+
+
+def test_a_bad_path_is_refused_before_anything_is_measured(tmp_path):
+    code = ["-m", "ptdmpi", "probe", "--output", str(tmp_path / "none" / "here.toml")]
+    result = mpirun(1, code, timeout_s=60, check=False)
+    assert result.returncode == 2
+    assert "must be a .toml file in a directory that exists" in result.stderr

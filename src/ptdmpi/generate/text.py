@@ -75,6 +75,20 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
+def tokenizer_sha256(stored: StoredModel) -> str | None:
+    """Of the tokenizer that the model knows, where that can be told."""
+    try:
+        header = _header(stored)
+    except InputError:  # its shards have gone elsewhere
+        return None
+    if header is not None:
+        return header.tokenizer_sha256
+    kept = _kept(stored)
+    if kept is None or not (kept / TOKENIZER).is_file():
+        return None
+    return hashlib.sha256((kept / TOKENIZER).read_bytes()).hexdigest()
+
+
 def _kept(stored: StoredModel) -> Path | None:
     """What came from Hugging Face beside the weights, of this model or the one it began from."""
     began = stored.tree.get("checkpoint", {}).get("initial")

@@ -21,7 +21,7 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -99,7 +99,7 @@ class Loop:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
-        self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
+        self.recent: deque[tuple[float, list[Span], float]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
         # there the system's scheduler makes ranks slow, now this one and now that
@@ -155,7 +155,9 @@ class Loop:
             batches = self.feed.place(next(feed))
         result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.recent.append((elapsed, watch.spans + result.spans))
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        tensor_s = computed - result.compute_s
+        self.recent.append((elapsed, watch.spans + result.spans, tensor_s))
         self.heartbeat.compute_s.append(result.compute_s)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
@@ -229,6 +231,7 @@ class Loop:
             peak_memory_bytes=memory,
             rank_count=self.world.size,
             layout=layout_name(config),
+            vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
@@ -284,17 +287,19 @@ class Loop:
         """Write the measured timeline of one step, of all ranks of one pipeline."""
         if not self.recent:
             return
-        times = [elapsed for elapsed, _ in self.recent]
+        times = [elapsed for elapsed, *_ in self.recent]
         place = times.index(statistics.median_low(times))
         place = self.axes.world.broadcast_object(place)
         here = self.axes.coordinates
-        parts = self.axes.pipeline.all_gather_object(self.recent[place][1])
+        parts = self.axes.pipeline.all_gather_object(self.recent[place][1:])
         if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
             step = self.config.run.steps - len(self.recent) + place + 1
-            spans = tuple(span for part in parts for span in part)
+            spans = tuple(span for part, _ in parts for span in part)
+            tensor_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
+            measured = Timeline(spans, f"measured, step {step}", tensor_s=tensor_s)
             path = self.path / "timeline" / f"step-{step:08d}.json"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(Timeline(spans, f"measured, step {step}").to_json(), encoding="utf-8")
+            path.write_text(measured.to_json(), encoding="utf-8")
 
     def _peak(self) -> float:
         precision = self.config.precision.compute

@@ -81,9 +81,7 @@ def planned(run: Run) -> Timeline:
     messages: what is left of the bubble is the schedule's."""
     parallel, batch = run.config["parallel"], run.config["batch"]
     microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
-    schedule = build(
-        parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches
-    )
+    schedule = build(parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches)
     timeline = simulate(schedule, MeasuredCosts.of(run.measured))
     return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
 
@@ -131,7 +129,7 @@ def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
-        if key == "step_shares":
+        if key in ("step_shares", "comparison"):
             continue
         name = key.removesuffix("_bytes").removesuffix("_time_s").replace("_", " ")
         if key.endswith("_bytes"):
@@ -155,13 +153,15 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def write(run: Run) -> list[Path]:
-    """Draw the pictures and the trace into the run directory; returns their paths."""
+def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
+    """Draw the pictures and the trace into the run directory; returns their paths. `foreseen`, if
+    there is one, is drawn above what was measured."""
     paths = [run.path / "loss.png"]
     loss_curve(run, paths[0])
     if run.measured:
         paths += [run.path / "timeline.png", run.path / "trace.json"]
-        draw.figure([planned(run), compute_window(run.measured)], paths[1])
+        above = [] if foreseen is None else [compute_window(foreseen)]
+        draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
         draw.chrome_trace(run.measured, paths[2])
     return paths
 
@@ -183,9 +183,7 @@ def loss_curve(run: Run, path: Path) -> None:
     losses = [record["loss"] for record in run.steps]
     axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
     window = max(1, len(losses) // 50)
-    means = [
-        statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))
-    ]
+    means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     if window > 1:
         axes.plot(tokens, means, color="#1f4e8c", label=f"mean of {window} steps")
     at = {record["step"]: record["tokens"] for record in run.steps}

@@ -22,6 +22,7 @@ from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -79,7 +80,9 @@ class Loop:
     def _set_up(self, handover: Handover | None) -> None:
         config, world = self.config, self.world
         self.feed = Feed(config, self.axes, self.device)
-        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
+        self.memory = Memory(config, self.feed.vocab_size, world, self.device)
+        with self.memory.explained():
+            self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
         self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
         start = handover or Handover(config.checkpoint.resume)
@@ -153,7 +156,8 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        result = self.engine.step(step, batches)
+        with self.memory.explained():
+            result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
         computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
         tensor_s = computed - result.compute_s

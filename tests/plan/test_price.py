@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
-from ptdmpi.plan import footprint
+from ptdmpi.plan import draw_memory, footprint
 from ptdmpi.plan.cluster import load_cluster, load_model
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
 from ptdmpi.plan.price import Pricer
@@ -60,6 +60,18 @@ def test_microbatches_in_flight_are_those_of_the_schedule(v):
             counted = sum(footprint.in_flight(layout, m, rank))
             # phantoms of the last group are skipped, so that less may be kept
             assert counted == peaks[rank] if m % 4 == 0 or v == 1 else counted >= peaks[rank]
+
+
+@pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved"), (1, "gpipe")])
+def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, schedule):
+    layout = Layout(8, 4, 1, v, schedule=schedule)
+    pricer = Pricer(SELENE, load_model("l=16,h=2048,a=16"), 8, "fp16")
+    layers = pricer.split(layout)
+    for rank, (moments, amounts) in enumerate(draw_memory.over_time(pricer, layout)):
+        peak = pricer.footprints.peak(layout, layers, rank, 8)
+        assert max(amounts) == pytest.approx(peak.total, rel=0.02)
+        assert amounts[0] == pytest.approx(amounts[-1])
+        assert moments == sorted(moments)
 
 
 def test_zero_divides_what_it_says():

@@ -21,7 +21,8 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -91,7 +92,9 @@ class Loop:
         config, world = self.config, self.world
         world.on_root(self._take_lock)
         self.feed = Feed(config, self.axes, self.device)
-        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
+        self.memory = Memory(config, self.feed.vocab_size, world, self.device)
+        with self.memory.explained():
+            self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
         self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
         start = handover or Handover(config.checkpoint.resume)
@@ -111,7 +114,7 @@ class Loop:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
-        self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
+        self.recent: deque[tuple[float, list[Span], float]] = deque(maxlen=TIMELINE_STEPS)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
         # there the system's scheduler makes ranks slow, now this one and now that
@@ -178,9 +181,12 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        result = self.engine.step(step, batches)
+        with self.memory.explained():
+            result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.recent.append((elapsed, watch.spans + result.spans))
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        tensor_s = computed - result.compute_s
+        self.recent.append((elapsed, watch.spans + result.spans, tensor_s))
         self.heartbeat.compute_s.append(result.compute_s)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
@@ -257,6 +263,7 @@ class Loop:
             peak_memory_bytes=memory,
             rank_count=self.world.size,
             layout=layout_name(config),
+            vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
@@ -309,19 +316,20 @@ class Loop:
         """Write the measured timeline of one step, of all ranks of one pipeline."""
         if not self.recent:
             return
-        times = [elapsed for elapsed, _ in self.recent]
+        times = [elapsed for elapsed, *_ in self.recent]
         place = times.index(statistics.median_low(times))
         place = self.axes.world.broadcast_object(place)
         here = self.axes.coordinates
-        parts = self.axes.pipeline.all_gather_object(self.recent[place][1])
+        parts = self.axes.pipeline.all_gather_object(self.recent[place][1:])
         if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
             step = self.config.run.steps - len(self.recent) + place + 1
-            spans = tuple(span for part in parts for span in part)
+            spans = tuple(span for part, _ in parts for span in part)
+            tensor_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
+            measured = Timeline(spans, f"measured, step {step}", tensor_s=tensor_s)
             path = self.path / "timeline" / f"step-{step:08d}.json"
             try:
                 path.parent.mkdir(exist_ok=True)
-                text = Timeline(spans, f"measured, step {step}").to_json()
-                path.write_text(text, encoding="utf-8")
+                path.write_text(measured.to_json(), encoding="utf-8")
             except OSError as error:  # a picture less
                 self.say(f"the timeline of step {step} is not kept: {error}")
                 path.unlink(missing_ok=True)

@@ -143,7 +143,7 @@ def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
-        if key == "step_shares":
+        if key in ("step_shares", "comparison"):
             continue
         if key == "drawn":
             rows += [
@@ -179,13 +179,15 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def write(run: Run) -> list[Path]:
-    """Draw the pictures and the trace into the run directory; returns their paths."""
+def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
+    """Draw the pictures and the trace into the run directory; returns their paths. `foreseen`, if
+    there is one, is drawn above what was measured."""
     paths = [run.path / "loss.png"]
     loss_curve(run, paths[0])
     if run.measured:
         paths += [run.path / "timeline.png", run.path / "trace.json"]
-        draw.figure([planned(run), compute_window(run.measured)], paths[1])
+        above = [] if foreseen is None else [compute_window(foreseen)]
+        draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
         draw.chrome_trace(run.measured, paths[2])
     return paths
 

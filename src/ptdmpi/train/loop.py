@@ -21,7 +21,7 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.plan.simulate import COMPUTE_KINDS
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
@@ -39,13 +39,12 @@ from ptdmpi.train.meter import (
     validation_record,
 )
 from ptdmpi.train.nonfinite import Skips
+from ptdmpi.train.recent import RecentSteps
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.stopwatch import Place, Stopwatch
 from ptdmpi.train.watch import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
 from ptdmpi.train.whereabouts import Ranks, slow_ranks
 
-# The timeline that is kept is that of the step of median duration among the last ones.
-TIMELINE_STEPS = 20
 # A rank is slow if its own work takes so many times that of the others; told once in a while.
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0
@@ -114,7 +113,7 @@ class Loop:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
-        self.recent: deque[tuple[float, list[Span], float]] = deque(maxlen=TIMELINE_STEPS)
+        self.recent = RecentSteps(self.axes)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
         # there the system's scheduler makes ranks slow, now this one and now that
@@ -155,7 +154,7 @@ class Loop:
                 result, batches, elapsed = self._step(step, feed)
                 self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
                 self._conclude(self.completed, batches)
-        self._keep_timeline()
+        self.recent.keep(self.path / "timeline", steps, self.say)
         self.place.enter("ending")
         self.heartbeat.finish()
         self.world.on_root(lambda: self.directory.finish(steps))
@@ -186,7 +185,7 @@ class Loop:
         elapsed = time.perf_counter() - begin
         computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
         tensor_s = computed - result.compute_s
-        self.recent.append((elapsed, watch.spans + result.spans, tensor_s))
+        self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
@@ -311,28 +310,6 @@ class Loop:
         self.say(f"step {step}  {text}")
         self.place.enter("training")
         return asked
-
-    def _keep_timeline(self) -> None:
-        """Write the measured timeline of one step, of all ranks of one pipeline."""
-        if not self.recent:
-            return
-        times = [elapsed for elapsed, *_ in self.recent]
-        place = times.index(statistics.median_low(times))
-        place = self.axes.world.broadcast_object(place)
-        here = self.axes.coordinates
-        parts = self.axes.pipeline.all_gather_object(self.recent[place][1:])
-        if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
-            step = self.config.run.steps - len(self.recent) + place + 1
-            spans = tuple(span for part, _ in parts for span in part)
-            tensor_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
-            measured = Timeline(spans, f"measured, step {step}", tensor_s=tensor_s)
-            path = self.path / "timeline" / f"step-{step:08d}.json"
-            try:
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(measured.to_json(), encoding="utf-8")
-            except OSError as error:  # a picture less
-                self.say(f"the timeline of step {step} is not kept: {error}")
-                path.unlink(missing_ok=True)
 
     def _peak(self) -> float:
         precision = self.config.precision.compute

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from ptdmpi.plan import memory, relief
+from ptdmpi.plan.state import state_bytes
 from tests._configs import small
 
 VOCAB = 5000
@@ -25,7 +26,7 @@ def test_the_parts_are_those_of_the_inventory():
     config = shaped(**{"parallel.pipeline": 2})
     for rank in (0, 1):
         found, sizes = relief.need(config, VOCAB, rank), memory.Sizes(config)
-        state = memory.total_bytes(memory.state_bytes(sizes, VOCAB, rank))
+        state = memory.total_bytes(state_bytes(sizes, VOCAB, rank))
         activations = memory.peak_activation_bytes(sizes, VOCAB, rank)
         assert found.total == state + activations
         assert found.parts["activations"] == activations

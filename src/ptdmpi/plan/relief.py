@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ptdmpi.config import Config
 from ptdmpi.config.rules import divisors, rules
 from ptdmpi.plan import memory
+from ptdmpi.plan.state import state_bytes
 
 PARTS = {
     "weights": ("weights", "master_weights"),
@@ -32,7 +33,7 @@ class Need:
 def need(config: Config, vocab_size: int, pipeline_rank: int, wide: bool = False) -> Need:
     """Of one pipeline rank. `wide`: half types are multiplied in float32 (`Sizes`)."""
     sizes = memory.Sizes(config, wide)
-    state = {item.name: item.bytes for item in memory.state_bytes(sizes, vocab_size, pipeline_rank)}
+    state = {item.name: item.bytes for item in state_bytes(sizes, vocab_size, pipeline_rank)}
     parts = {name: sum(state.get(item, 0) for item in items) for name, items in PARTS.items()}
     parts["activations"] = memory.peak_activation_bytes(sizes, vocab_size, pipeline_rank)
     return Need(pipeline_rank, parts)

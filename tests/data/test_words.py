@@ -50,6 +50,23 @@ def unigram() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def word_level() -> tokenizers.Tokenizer:
+    words = re.findall(r"\w+|[^\w\s]", TEXT)
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "He"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def word_ends() -> tokenizers.Tokenizer:
+    """Characters, the last one of a word marked, as in the first GPT."""
+    characters = sorted({c for c in TEXT if not c.isspace()})
+    ids = {c: i for i, c in enumerate([*characters, *(f"{c}</w>" for c in characters)])}
+    model = models.BPE(vocab=ids, merges=[], end_of_word_suffix="</w>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
 def vocabulary_of(tmp_path, tokenizer, whole_words: bool = True):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
     if tokenizer is not None:
@@ -60,7 +77,7 @@ def vocabulary_of(tmp_path, tokenizer, whole_words: bool = True):
     return read_vocabulary(dataset, whole_words)
 
 
-@pytest.mark.parametrize("make", [byte_level, word_piece, unigram])
+@pytest.mark.parametrize("make", [byte_level, word_piece, unigram, word_level, word_ends])
 def test_tokens_of_a_word_belong_together(tmp_path, make):
     tokenizer = make()
     vocabulary = vocabulary_of(tmp_path, tokenizer)
@@ -74,7 +91,7 @@ def test_tokens_of_a_word_belong_together(tmp_path, make):
         assert not any(begin < at < end for at in begins), TEXT[begin:end]
         before = TEXT[begin - 1]  # a blank or an apostrophe may stand in the same token
         assert begin in begins or (before in " '" and begin - 1 in begins), TEXT[begin:end]
-    assert starts.any() and not starts.all()
+    assert starts.any() and (make is word_level or not starts.all())
 
 
 def test_bytes_need_no_file(tmp_path):
@@ -106,8 +123,26 @@ def test_without_a_tokenizer_every_token_is_a_word_only_if_asked(tmp_path):
     assert vocabulary.word_starts(np.arange(9)).all() and vocabulary.size == 403
 
 
+def test_odd_tokens_are_words_of_their_own(tmp_path):
+    dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")
+    tree = {"model": {"vocab": {"": 0, "<0xyz>": 1, "\u2581a": 2, "b": 3, "<0xC3>": 4, "c": 9999}}}
+    (dataset.directory / "tokenizer.json").write_text(json.dumps(tree))
+    starts = read_vocabulary(dataset, True).word_starts(np.array([2, 3, 4, 0, 1, 2]))
+    assert starts.tolist() == [True, False, False, True, True, True]
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"model": 3}', json.dumps({"model": {"vocab": 3}})]
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"model": 3}',
+        json.dumps({"model": {"vocab": 3}}),
+        json.dumps({"model": {"vocab": {"a": "b"}}}),
+        json.dumps({"model": {"vocab": [3]}}),
+        json.dumps({"model": {"vocab": {}}, "added_tokens": [{"id": 3}]}),
+    ],
 )
 def test_other_files_are_refused(tmp_path, content):
     dataset = byte_shards(tmp_path / "shards", [["some text"]], "tok.json")

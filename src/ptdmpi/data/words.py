@@ -1,11 +1,13 @@
 """What masking must know of a tokenizer: where words begin, and the ids of its special tokens.
 
 A word is a run of letters, digits, underscores and characters beyond ASCII, whatever its tokens;
-WordPiece says itself which tokens go on (Devlin et al. 2019). The rule is worked out anew at each
-start from the `tokenizer.json` beside the shards; the byte tokenizer needs none.
+vocabularies that mark what goes on (WordPiece, Devlin et al. 2019) or what ends a word are taken at
+their word, and where nothing tells blanks, each token is a word. The rule is worked out anew at
+each start from the `tokenizer.json` beside the shards; the byte tokenizer needs none.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
+BLANK = "\u2581"
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),
     "separator": ("[SEP]", "<sep>", "</s>"),
@@ -52,8 +55,7 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> Vocabulary:
     Raises InputError if words are asked for and there is no `tokenizer.json` beside the shards, or
     it is of no known kind.
     """
-    tree = _tokenizer(dataset, whole_words)
-    ids = dict(_tokens(tree))
+    tree, ids = _tokenizer(dataset, whole_words)
     special, size = {}, dataset.vocab_size
     for role, names in SPECIAL_NAMES.items():
         known = next((ids[name] for name in names if name in ids), size)
@@ -61,35 +63,37 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> Vocabulary:
     inner, opened = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if whole_words:
         apart = {token["id"] for token in tree.get("added_tokens", [])} | {dataset.eod_id}
-        ends = _byte_ends if dataset.tokenizer == BYTES else _ends_of(tree)
+        ends = _byte_ends if dataset.tokenizer == BYTES else _ends_of(tree, ids)
         for token, number in ids.items():
-            if number not in apart and number < size:
+            if token and number not in apart and 0 <= number < size:
                 inner[number], opened[number] = ends(token)
     return Vocabulary(size, dataset.vocab_size, **special, inner=inner, open=opened)
 
 
-def _tokenizer(dataset: Dataset, needed: bool) -> dict[str, Any]:
+def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """The file's tree, and each token's id; both empty if there is none and none is needed."""
     if dataset.tokenizer == BYTES:
-        return {"model": {"vocab": {chr(byte): byte for byte in range(256)}}}
+        return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER
     if not path.is_file() and not needed:
-        return {}
+        return {}, {}
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(tree["model"]["vocab"], dict | list):
-            raise TypeError("its model has no vocabulary")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        ids = dict(_tokens(tree))
+        if not all(type(token) is str and type(number) is int for token, number in ids.items()):
+            raise TypeError("a token's id is no number")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
         raise InputError(
             f"{path}: {reason}; whole words are found by it: put it beside the shards, or set "
             "data.whole_words = false"
         ) from None
-    return tree
+    return tree, ids
 
 
 def _tokens(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Each token and its id: vocabularies are tables, or of Unigram models lists with scores."""
-    vocabulary = tree.get("model", {}).get("vocab", {})
+    vocabulary = tree["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
     yield from vocabulary.items()
@@ -99,17 +103,18 @@ def _tokens(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
 Ends = Callable[[str], tuple[bool, bool]]  # token -> does a word go on in it, and behind it
 
 
-def _ends_of(tree: dict[str, Any]) -> Ends:
+def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
     model = tree["model"]
-    if model.get("type") == "WordPiece" or "continuing_subword_prefix" in model:
-        prefix = model.get("continuing_subword_prefix") or ""
-        if prefix:
-            return lambda token: (token.startswith(prefix), True)
+    if prefix := model.get("continuing_subword_prefix"):
+        return lambda token: (token.startswith(prefix), True)
+    if suffix := model.get("end_of_word_suffix"):
+        return lambda token: (True, not token.endswith(suffix))
     parts = json.dumps([tree.get("pre_tokenizer"), tree.get("decoder")])
     if '"ByteLevel"' in parts:
         byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         return lambda token: _byte_ends("".join(chr(byte_of.get(c, 32)) for c in token))
-    return _text_ends
+    marked = any(token.startswith(BLANK) for token in ids)
+    return _text_ends if marked else lambda token: (False, False)
 
 
 def _byte_characters() -> list[str]:
@@ -127,8 +132,8 @@ def _byte_ends(token: str) -> tuple[bool, bool]:
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Of a token that is written as it is, a space as U+2581, and a single byte as <0x..>."""
-    if token.startswith("<0x") and token.endswith(">"):
+    """Of a token that is written as it is, a blank as BLANK, and a single byte as <0x..>."""
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     first, last = (c.isalnum() or c == "_" for c in (token[0], token[-1]))
     return first, last

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -108,9 +109,15 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if str(name).startswith(TIKTOKEN):
         return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
-    if Path(name).suffix == ".model":
-        return SentencePieceTokenizer(Path(name))
-    return HuggingFaceTokenizer(name)
+    path = Path(name)
+    at = path.stat() if path.is_file() else None
+    return _load_file(path, None if at is None else (at.st_size, at.st_mtime_ns))
+
+
+@lru_cache(1)  # a large vocabulary takes half a second, and is asked for twice in a process
+def _load_file(path: Path, state: tuple[int, int] | None) -> Tokenizer:
+    """`state`: size and time of the file, so that a changed one is read anew."""
+    return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
 
 
 def tokenizer_file(name: str) -> Path | None:

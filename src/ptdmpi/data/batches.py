@@ -8,12 +8,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
-from ptdmpi.data.shards import Dataset, Place, gather
+from ptdmpi.data.shards import Dataset, gather
 
 _WINDOW_SAMPLES = (
     1 << 14
 )  # samples whose places are computed at once: numpy's cost per call is spread
+_BLOCK_SAMPLES = 64  # read at once where steps have fewer
 
 
 class Microbatch(NamedTuple):
@@ -38,7 +40,16 @@ class _Window(NamedTuple):
 
     number: int
     ids: np.ndarray  # int64 [n]: global samples
-    places: list[Place]  # [n]
+    places: list[list[int]]  # [3][n]: dataset, shard of it, first token in that
+
+
+class _Block(NamedTuple):
+    """Consecutive steps that were read together."""
+
+    steps: range
+    ids: np.ndarray  # int64 [n]
+    inputs: np.ndarray  # int64 [n, s]
+    labels: np.ndarray  # int64 [n, s]
 
 
 class TrainBatches:
@@ -73,6 +84,7 @@ class TrainBatches:
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
         self._window: _Window | None = None
+        self._block = _Block(range(0), *3 * (np.empty(0, np.int64),))
 
     def _locate(self, window: int) -> _Window:
         """Where the samples of some consecutive steps are: a cache of a pure function."""
@@ -85,21 +97,36 @@ class TrainBatches:
             for number, dataset in enumerate(self._datasets):
                 chosen = np.flatnonzero(numbers == number)
                 places[:, chosen] = dataset.places(samples[chosen], self._seq_length)
-            columns = (numbers.tolist(), *places.tolist())
-            self._window = _Window(window, ids, list(zip(*columns, strict=True)))
+            self._window = _Window(window, ids, [numbers.tolist(), *places.tolist()])
         return self._window
+
+    def _read(self, first: int, steps: int) -> _Block:
+        """Some consecutive steps of one window."""
+        number, place = divmod(first, self._window_steps)
+        window = self._locate(number)
+        steps = min(steps, self._window_steps - place)
+        part = slice(place * self._rank_size, (place + steps) * self._rank_size)
+        places = zip(*(column[part] for column in window.places), strict=True)
+        rows = gather(self._datasets, list(places), self._seq_length + 1)
+        return _Block(range(first, first + steps), window.ids[part], rows[:, :-1], rows[:, 1:])
 
     def step(self, k: int) -> list[Microbatch]:
         """This rank's m microbatches of step k. Raises InputError for ids outside the
-        vocabulary."""
-        number, place = divmod(k, self._window_steps)
-        window = self._locate(number)
-        part = slice(place * self._rank_size, (place + 1) * self._rank_size)
-        ids = window.ids[part]
-        rows = gather(self._datasets, window.places[part], self._seq_length + 1)
-        inputs, labels = rows[:, :-1], rows[:, 1:]
-        starts = range(0, self._rank_size, self._micro_size)
-        parts = [slice(start, start + self._micro_size) for start in starts]
+        vocabulary.
+
+        Where steps are small and asked for in their order, several are read together.
+        """
+        block = self._block
+        if k not in block.steps:
+            together = max(1, _BLOCK_SAMPLES // self._rank_size) if k == block.steps.stop else 1
+            try:
+                block = self._read(k, together)
+            except InputError:  # of this step, or of a later one: then it has time until that one
+                block = self._read(k, 1)
+            self._block = block
+        first, size = (k - block.steps.start) * self._rank_size, self._micro_size
+        ids, inputs, labels = block.ids, block.inputs, block.labels
+        parts = [slice(at, at + size) for at in range(first, first + self._rank_size, size)]
         return [Microbatch(ids[part], inputs[part], labels[part], None) for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and Hugging Face `tokenizer.json` files, read and trained."""
+"""Tokenizers: bytes, Hugging Face `tokenizer.json` files (read and trained), others by name."""
 
 import hashlib
 import os
@@ -8,13 +8,16 @@ from typing import Protocol
 
 import numpy as np
 
+from data_prep.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import token_dtype
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>")
 BYTES = "bytes"
+TIKTOKEN = "tiktoken:"
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
+MAX_VOCAB_SIZE = 1 << 31
 
 
 class Vocabulary(Protocol):
@@ -69,7 +72,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise InputError(
-                f"tokenizer {path}: {error}; legal: '{BYTES}' or a Hugging Face tokenizer.json"
+                f"tokenizer {path}: {error}; legal: '{BYTES}', '{TIKTOKEN}NAME', a Hugging Face "
+                "tokenizer.json or a SentencePiece .model"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -96,8 +100,22 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`bytes`, or the path of a `tokenizer.json`. Raises InputError if that is none."""
-    return ByteTokenizer() if str(name) == BYTES else HuggingFaceTokenizer(name)
+    """`bytes`, `tiktoken:NAME`, or a file: SentencePiece's `.model`, else a `tokenizer.json`.
+
+    Raises InputError for what is none of these, and where an extra library is missing.
+    """
+    if str(name) == BYTES:
+        return ByteTokenizer()
+    if str(name).startswith(TIKTOKEN):
+        return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
+    if Path(name).suffix == ".model":
+        return SentencePieceTokenizer(Path(name))
+    return HuggingFaceTokenizer(name)
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The file of a tokenizer, if it has one."""
+    return None if name == BYTES or name.startswith(TIKTOKEN) else Path(name)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
@@ -106,13 +124,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
 
     Returns the content of its tokenizer.json and its size, smaller than asked for where the texts
     do not have enough pairs. The same texts give the same tokenizer. Raises InputError for a size
-    below MIN_VOCAB_SIZE.
+    outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < MIN_VOCAB_SIZE:
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise InputError(
-            f"--vocab-size {vocab_size}: at least {MIN_VOCAB_SIZE} (256 bytes and the end)"
+            f"--vocab-size {vocab_size}: legal are {MIN_VOCAB_SIZE} (256 bytes and the end) to "
+            f"{MAX_VOCAB_SIZE}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

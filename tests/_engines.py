@@ -12,6 +12,7 @@ from torch import Tensor
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.model.stage import Batch
+from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.grid import Grid
 from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
@@ -53,7 +54,8 @@ def microbatches(
         x = ids[start : start + b].t()
         mask = weights[start : start + b].t().contiguous() if masked else None
         samples = torch.arange(start, start + b) + step * config.batch.global_size
-        batches.append(Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples))
+        batch = Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples)
+        batches.append(as_masked(batch, config.model) if config.model.masked else batch)
     return batches
 
 

@@ -5,6 +5,7 @@ import torch
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.plan.costs import parameter_count
 from tests import _reference as reference
 from tests._configs import small
 from tests._layers import CPU, TOLERANCES, Placed, difference, tensor_axis
@@ -146,6 +147,7 @@ def test_masked_model_matches_serial(comm, sequence_parallel, name):
     for precision in ("fp32", "fp64"):
         placed = placed_stage(comm, MASKED[name], precision, sequence_parallel)
         model = small(SIZES | MASKED[name]).model
+        assert parameter_count(model, VOCAB_SIZE) == sum(map(torch.numel, placed.whole.values()))
         batch = masked_batch(model.token_types)
         found = run(placed, batch, 0.25, order_weight=3.0)
         serial = reference.leaves(placed.whole)

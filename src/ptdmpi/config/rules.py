@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ptdmpi.config.sections import (
     BatchConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -48,6 +49,9 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     ranks -= spare
     if isinstance(model, ModelConfig):
         yield from _model_rules(model)
+        log = sections.get("log")
+        if model.masked and isinstance(log, LogConfig) and log.bigram_baseline:
+            yield "log.bigram_baseline predicts the next token, not masked ones"
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
     if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig):

@@ -84,6 +84,9 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
+
+
 class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
@@ -136,6 +139,19 @@ class ModelConfig(Section):
         """Trained on masked tokens: what sees both sides of a token cannot be asked for the
         next."""
         return self.attention == "bidirectional"
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of text in a sample: of a masked model's without the special ones in front,
+        between and behind."""
+        special = 3 if self.sentence_order else 2
+        return self.seq_length - special if self.masked else self.seq_length
+
+    def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
+        """Positions of a sample whose tokens are asked for, at most."""
+        if not self.masked:
+            return self.seq_length
+        return max(1, round(mask_fraction * self.text_length))
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
@@ -220,9 +236,20 @@ class TrainDataConfig(Section):
 
 class DataConfig(Section):
     train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
-    valid: str | None = None
+    valid: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
     tokenizer_sha256: str | None = None
+    document_boundaries: bool = False
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = MASK_FRACTION
+    mask_ngram: Positive = 3
+    whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
+
+    @property
+    def valid_paths(self) -> tuple[str, ...]:
+        """The validation datasets, perhaps none."""
+        if self.valid is None:
+            return ()
+        return (self.valid,) if isinstance(self.valid, str) else self.valid
 
 
 class CheckpointConfig(Section):

@@ -4,18 +4,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
-from ptdmpi.data.shards import Dataset, gather
+from ptdmpi.data.shards import Dataset, Place, gather
 
 _WINDOW_SAMPLES = (
     1 << 14
 )  # samples whose places are computed at once: numpy's cost per call is spread
-_BLOCK_SAMPLES = 64  # read at once where steps have fewer
 
 
 class Microbatch(NamedTuple):
@@ -28,6 +26,11 @@ class Microbatch(NamedTuple):
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs one token further
     loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+    documents: np.ndarray | None = None  # int64 [b, s]: tells documents apart; None: one a row
+    # Of masked samples, whose labels and loss_mask are [b, k]; see `masked`.
+    masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
+    types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
+    order: np.ndarray | None = None  # int64 [b]: 0 in order, 1 swapped, -1 one segment only
 
 
 class _Window(NamedTuple):
@@ -35,16 +38,7 @@ class _Window(NamedTuple):
 
     number: int
     ids: np.ndarray  # int64 [n]: global samples
-    places: list[list[int]]  # [3][n]: dataset, shard of it, first token in that
-
-
-class _Block(NamedTuple):
-    """Consecutive steps that were read together."""
-
-    steps: range
-    ids: np.ndarray  # int64 [n]
-    inputs: np.ndarray  # int64 [n, s]
-    labels: np.ndarray  # int64 [n, s]
+    places: list[Place]  # [n]
 
 
 class TrainBatches:
@@ -79,7 +73,6 @@ class TrainBatches:
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
         self._window: _Window | None = None
-        self._block = _Block(range(0), *3 * (np.empty(0, np.int64),))
 
     def _locate(self, window: int) -> _Window:
         """Where the samples of some consecutive steps are: a cache of a pure function."""
@@ -92,36 +85,21 @@ class TrainBatches:
             for number, dataset in enumerate(self._datasets):
                 chosen = np.flatnonzero(numbers == number)
                 places[:, chosen] = dataset.places(samples[chosen], self._seq_length)
-            self._window = _Window(window, ids, [numbers.tolist(), *places.tolist()])
+            columns = (numbers.tolist(), *places.tolist())
+            self._window = _Window(window, ids, list(zip(*columns, strict=True)))
         return self._window
-
-    def _read(self, first: int, steps: int) -> _Block:
-        """Some consecutive steps of one window."""
-        number, place = divmod(first, self._window_steps)
-        window = self._locate(number)
-        steps = min(steps, self._window_steps - place)
-        part = slice(place * self._rank_size, (place + steps) * self._rank_size)
-        places = zip(*(column[part] for column in window.places), strict=True)
-        rows = gather(self._datasets, list(places), self._seq_length + 1)
-        return _Block(range(first, first + steps), window.ids[part], rows[:, :-1], rows[:, 1:])
 
     def step(self, k: int) -> list[Microbatch]:
         """This rank's m microbatches of step k. Raises InputError for ids outside the
-        vocabulary.
-
-        Where steps are small and asked for in their order, several are read together.
-        """
-        block = self._block
-        if k not in block.steps:
-            together = max(1, _BLOCK_SAMPLES // self._rank_size) if k == block.steps.stop else 1
-            try:
-                block = self._read(k, together)
-            except InputError:  # of this step, or of a later one: then it has time until that one
-                block = self._read(k, 1)
-            self._block = block
-        first, size = (k - block.steps.start) * self._rank_size, self._micro_size
-        ids, inputs, labels = block.ids, block.inputs, block.labels
-        parts = [slice(at, at + size) for at in range(first, first + self._rank_size, size)]
+        vocabulary."""
+        number, place = divmod(k, self._window_steps)
+        window = self._locate(number)
+        part = slice(place * self._rank_size, (place + 1) * self._rank_size)
+        ids = window.ids[part]
+        rows = gather(self._datasets, window.places[part], self._seq_length + 1)
+        inputs, labels = rows[:, :-1], rows[:, 1:]
+        starts = range(0, self._rank_size, self._micro_size)
+        parts = [slice(start, start + self._micro_size) for start in starts]
         return [Microbatch(ids[part], inputs[part], labels[part], None) for part in parts]
 
 
@@ -162,6 +140,12 @@ class ValidationBatches:
             yield Microbatch(ids, rows[:, :-1], rows[:, 1:], mask)
 
 
+class Steps(Protocol):
+    """Anything that gives the microbatches of a step."""
+
+    def step(self, k: int) -> list[Microbatch]: ...
+
+
 class Prefetcher:
     """Iterates over the batches of steps first_step to last_step - 1, prepared ahead by a thread.
 
@@ -170,7 +154,7 @@ class Prefetcher:
     turn.
     """
 
-    def __init__(self, batches: TrainBatches, first_step: int, last_step: int, depth: int = 2):
+    def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")

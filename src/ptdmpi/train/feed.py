@@ -1,15 +1,20 @@
 """From datasets on disk to microbatches on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import torch
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
+from ptdmpi.data.documents import FormedBatches, Locate, Windows, with_documents
+from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shards import Dataset
+from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 
 # Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
@@ -23,7 +28,12 @@ class Feed:
         self.config, self.axes, self.device = config, axes, device
         self.train, self.valid = open_datasets(config)
         self.vocab_size = self.train[0].vocab_size
+        self.masked: MaskedSamples | None = None
+        if config.model.masked:
+            self.masked = masked_samples(config, self.train[0])
+            self.vocab_size = self.masked.vocabulary.size
         self.order = sample_order(config, self.train)
+        self.length = config.model.text_length
 
     def steps(self, first: int) -> Prefetcher:
         """Microbatches of step `first` and the following ones, read ahead by a thread."""
@@ -31,49 +41,79 @@ class Feed:
         batches = TrainBatches(
             self.train,
             self.order,
-            config.model.seq_length,
+            self.length,
             config.batch.global_size,
             config.batch.micro_size,
             data.rank,
             data.size,
         )
-        return Prefetcher(batches, first, config.run.steps)
+        formed = FormedBatches(batches, self._form(self.train, self.order.locate))
+        return Prefetcher(formed, first, config.run.steps)
+
+    def _form(
+        self, datasets: list[Dataset], locate: Locate
+    ) -> Callable[[Microbatch], Microbatch]:
+        """What makes samples of windows of tokens."""
+        windows = Windows(datasets, locate, self.length)
+        if self.masked is not None:
+            return partial(self.masked, windows)
+        if self.config.data.document_boundaries:
+            return partial(with_documents, windows)
+        return lambda microbatch: microbatch
 
     def place(self, microbatches: list[Microbatch]) -> list[Batch]:
         """As tensors on the device, sequence first."""
         return [self._batch(microbatch) for microbatch in microbatches]
 
     def _batch(self, microbatch: Microbatch) -> Batch:
-        def sequence_first(array) -> torch.Tensor:
+        def sequence_first(array: np.ndarray | None) -> torch.Tensor | None:
+            if array is None:
+                return None
             return torch.from_numpy(array).t().contiguous().to(self.device)
 
-        mask = microbatch.loss_mask
+        documents = microbatch.documents
+        if documents is not None:
+            documents = Documents.of(torch.from_numpy(documents), self.device)
         return Batch(
             inputs=sequence_first(microbatch.inputs),
             labels=sequence_first(microbatch.labels),
-            weights=None if mask is None else sequence_first(mask),
+            weights=sequence_first(microbatch.loss_mask),
             samples=torch.from_numpy(microbatch.sample_ids).to(self.device),
+            documents=documents,
+            masked=sequence_first(microbatch.masked),
+            types=sequence_first(microbatch.types),
+            order=sequence_first(microbatch.order),
         )
 
-    def validation(self) -> Iterator[list[Microbatch]]:
-        """This data rank's validation microbatches, in groups of equal number on every rank."""
-        samples, data = self.config.log.validate_samples, self.axes.data
-        batches = ValidationBatches(
-            self.valid,
-            self.config.model.seq_length,
-            self.config.batch.micro_size,
-            data.rank,
-            data.size,
-            None if samples == "all" else samples,
-        )
-        group: list[Microbatch] = []
-        for microbatch in batches.microbatches():
-            group.append(microbatch)
-            if len(group) == VALIDATION_GROUP:
-                yield group
-                group = []
-        if group:
-            yield group
+    def drawn(self, steps: int) -> dict[str, list[float]]:
+        """What the first `steps` steps took of each training dataset."""
+        samples = self.order.counts(steps * self.config.batch.global_size)
+        sizes = [part.samples for part in self.order.parts]
+        epochs = [count / size for count, size in zip(samples, sizes, strict=True)]
+        return {"samples_drawn": samples, "epochs": epochs}
+
+    def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
+        """This data rank's validation microbatches, in groups of equal number on every rank, each
+        with the number of its dataset."""
+        data = self.axes.data
+        for number, dataset in enumerate(self.valid):
+            batches = self._validation(dataset, self.config.batch.micro_size, data.rank, data.size)
+            form = self._form([dataset], partial(_first_samples, batches.samples))
+            group: list[Microbatch] = []
+            for microbatch in batches.microbatches():
+                group.append(form(microbatch))
+                if len(group) == VALIDATION_GROUP:
+                    yield number, group
+                    group = []
+            if group:
+                yield number, group
+
+    def _validation(
+        self, dataset: Dataset, micro_size: int, data_rank: int, data_size: int
+    ) -> ValidationBatches:
+        samples, length = self.config.log.validate_samples, self.length
+        most = None if samples == "all" else samples
+        return ValidationBatches(dataset, length, micro_size, data_rank, data_size, most)
 
     def bigram_loss(self) -> float:
         """Nats per token of a bigram model of the training shards on the validation samples.
@@ -82,40 +122,51 @@ class Feed:
         """
         if self.axes.world.rank:
             return 0.0
-        config, samples = self.config, self.config.log.validate_samples
         bigram = Bigram(self.train)
-        everything = ValidationBatches(
-            self.valid, config.model.seq_length, 1, 0, 1, None if samples == "all" else samples
-        )
-        pairs = [(batch.inputs, batch.labels) for batch in everything.microbatches()]
-        tokens = len(pairs) * config.model.seq_length
+        pairs = [
+            (batch.inputs, batch.labels)
+            for dataset in self.valid
+            for batch in self._validation(dataset, 1, 0, 1).microbatches()
+        ]
+        tokens = len(pairs) * self.config.model.seq_length
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
 
-def open_datasets(config: Config) -> tuple[list[Dataset], Dataset | None]:
+def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """The training and validation datasets. Raises InputError if they do not go together."""
     use_mmap = config.data.reader == "mmap"
     train = [Dataset(part.path, use_mmap) for part in config.data.train]
-    valid = None if config.data.valid is None else Dataset(config.data.valid, use_mmap)
-    paths = [part.path for part in config.data.train] + [config.data.valid]
+    valid = [Dataset(path, use_mmap) for path in config.data.valid_paths]
+    paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
     wanted, owner = config.data.tokenizer_sha256, "data.tokenizer_sha256"
     if wanted is None:
         wanted, owner = train[0].tokenizer_sha256, paths[0]
-    for path, dataset in zip(paths, [*train, *([valid] if valid else [])], strict=False):
+    for path, dataset in zip(paths, [*train, *valid], strict=True):
         if dataset.tokenizer_sha256 != wanted:
             raise InputError(
                 f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        dataset.samples(config.model.seq_length)  # refuses a corpus shorter than one sequence
+        dataset.samples(config.model.text_length)  # refuses a corpus shorter than one sequence
+    if config.model.masked:
+        masked_samples(config, train[0])  # refuses a tokenizer that does not tell words apart
     return train, valid
+
+
+def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
+    return MaskedSamples(config.model, config.data, dataset, config.run.seed)
+
+
+def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the samples of a validation stand; rows beyond the last sample repeat it."""
+    return np.zeros_like(ids), np.minimum(ids, count - 1)
 
 
 def sample_order(config: Config, train: list[Dataset]) -> SampleOrder:
     """The order of all training samples. Raises InputError if the run would exceed an `epochs`."""
     parts = [
-        Part(dataset.samples(config.model.seq_length), part.weight, part.epochs)
+        Part(dataset.samples(config.model.text_length), part.weight, part.epochs)
         for dataset, part in zip(train, config.data.train, strict=True)
     ]
     order = SampleOrder(parts, config.run.seed)

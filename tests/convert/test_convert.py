@@ -132,6 +132,7 @@ CONFIG_MISTAKES = {
     "hidden_act": ("gelu", r"hidden_act = 'gelu' is not supported; legal: 'silu'"),
     "rope_parameters": ({"rope_type": "llama3", "rope_theta": 1e4}, r"rope_parameters = .*llama3"),
     "rope_scaling": ({"type": "linear", "factor": 2.0}, r"rope_scaling = .*linear.* legal"),
+    "quantization_config": ({"quant_method": "gguf"}, r"quantized weights are not supported"),
     "head_dim": (16, r"head_dim = 16 is not supported with hidden_size = 32 and 4 heads"),
     "attention_bias": (True, r"attention_bias = True with mlp_bias = False"),
     "num_key_value_heads": (3, r"kv_heads = 3 does not divide"),

@@ -298,6 +298,8 @@ FAMILIES = {
 def family_of(config: ConfigJson) -> Family:
     """Raises InputError for a model_type that is not in FAMILIES."""
     name = config.need("model_type")
+    if config.get("quantization_config"):
+        raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
     if name not in FAMILIES:
         raise InputError(
             f"{config.name}: model_type = {name!r} is not supported; legal: {', '.join(FAMILIES)}"

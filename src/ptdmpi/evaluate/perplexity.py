@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, ShardHeader, map_tokens
 from ptdmpi.evaluate.scoring import rows_of
@@ -40,15 +41,15 @@ def perplexity(
     """
     stride = model.seq_length if stride is None else stride
     if not 1 <= stride <= model.seq_length:
-        raise InputError(f"stride = {stride}; legal: 1 to seq_length = {model.seq_length}")
+        raise SharedInputError(f"stride = {stride}; legal: 1 to seq_length = {model.seq_length}")
     if dataset.vocab_size > model.vocab_size:
-        raise InputError(
+        raise SharedInputError(
             f"{dataset.directory} has a vocabulary of {dataset.vocab_size}, the model one of "
             f"{model.vocab_size}: not the same tokenizer"
         )
     total, tokens = _sums(model, dataset, stride)
     if not tokens:
-        raise InputError(f"{dataset.directory} has no shard of two tokens or more")
+        raise SharedInputError(f"{dataset.directory} has no shard of two tokens or more")
     found = {
         "dataset": str(dataset.directory),
         "tokens": tokens,

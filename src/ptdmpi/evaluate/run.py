@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.comm.world import World
+from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
@@ -128,7 +128,7 @@ def _answers(
     samples, length, until = options["samples"], options["max_new_tokens"], options["until"]
     room = model.seq_length - length
     if room < 1:
-        raise InputError(f"--max-new-tokens {length}; legal: 1 to {model.seq_length - 1}")
+        raise SharedInputError(f"--max-new-tokens {length}; legal: 1 to {model.seq_length - 1}")
     encoded = world.on_root(
         lambda: [text.prompt(one + options["separator"].rstrip(" ")) for one in contexts]
     )

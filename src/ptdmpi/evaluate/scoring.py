@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import SharedInputError
 from ptdmpi.train.inference import InferenceModel
 
 # A batch is as large as both allow: enough tokens for efficient products, and not more logits.
@@ -63,12 +63,16 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
 def _fit(request: Request, model: InferenceModel) -> Request:
     ids, first = request.ids, request.first
     if not 1 <= first < len(ids):
-        raise InputError(f"nothing to score: {len(ids)} tokens, the first {first} of them given")
+        raise SharedInputError(
+            f"nothing to score: {len(ids)} tokens, the first {first} of them given"
+        )
     if min(ids) < 0 or max(ids) >= model.vocab_size:
-        raise InputError(f"id {max(ids)} is outside the model's vocabulary of {model.vocab_size}")
+        raise SharedInputError(
+            f"id {max(ids)} is outside the model's vocabulary of {model.vocab_size}"
+        )
     cut = max(0, len(ids) - 1 - model.seq_length)
     if cut >= first:
-        raise InputError(
+        raise SharedInputError(
             f"{len(ids) - first} tokens to score: the model has seq_length = {model.seq_length}"
         )
     return Request(ids[cut:], first - cut)

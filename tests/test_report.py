@@ -45,7 +45,7 @@ def run(tmp_path):
             file.write(json.dumps(record) + "\n")
         validation = {"step": 3, "validation_loss": 2.6, "validation_perplexity": 13.5}
         file.write(json.dumps({**validation, "bigram_validation_loss": 3.1}) + "\n")
-        file.write('{"step": 4, "lo')  # the torn line of a run that goes on
+        file.write('{"step": 3, "lo\n{"step": 4, "lo')  # torn by a crash, and still being written
     (tmp_path / "timeline").mkdir()
     measured = simulate(build("interleaved", 2, 2, 4), Costs(0.01, 0.02, 0.005))
     text = Timeline(measured.spans, "measured, step 2").to_json()
@@ -76,6 +76,12 @@ def test_text_has_the_table_and_both_timelines(run):
     assert "planned: interleaved" in output and "measured, step 2" in output
     assert "bigram validation loss" in output and "3.1000" in output
     assert f"wrote {run / 'loss.png'}" in output
+
+
+def test_a_damaged_configuration_is_one_line(run):
+    (run / "config.toml").write_text("[run\n")
+    with pytest.raises(InputError, match="is damaged"):
+        report.read(run)
 
 
 def test_no_run_directory(tmp_path):

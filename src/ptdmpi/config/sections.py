@@ -22,7 +22,7 @@ class RunConfig(Section):
     dir: str = ""
     seed: NonNegative = 1234
     steps: Positive
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
@@ -222,8 +222,8 @@ class TrainDataConfig(Section):
     """One dataset of the mixture: a directory of shards, its share, how often it may be seen."""
 
     path: str
-    weight: Decimal = Field(default=Decimal(1), gt=0, strict=False)
-    epochs: Decimal | None = Field(default=None, gt=0, strict=False)
+    weight: Decimal = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
+    epochs: Decimal | None = Field(default=None, gt=0, le=10**9, strict=False)
 
     @model_validator(mode="before")
     @classmethod

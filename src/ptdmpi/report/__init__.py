@@ -1,8 +1,10 @@
 """After the run: what a run directory says, as a table, pictures and a trace."""
 
+import contextlib
 import json
 import statistics
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,12 +62,14 @@ def read(path: Path) -> Run:
     """The run of directory `path`. Raises InputError if it holds none."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(
             f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise InputError(f"{path}: config.toml or metrics.jsonl is damaged: {error}") from None
+    records = list(_records(lines))
     timelines = sorted((path / "timeline").glob("step-*.json"))
     return Run(
         path,
@@ -74,6 +78,13 @@ def read(path: Path) -> Run:
         [record for record in records if "validation_loss" in record],
         Timeline.from_json(timelines[-1].read_text(encoding="utf-8")) if timelines else None,
     )
+
+
+def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Without those that a crash has torn; a resumed run drops them, too."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def planned(run: Run) -> Timeline:

@@ -59,7 +59,7 @@ bench: setup ## this project and plain torch side by side
 	$(BIN)/python -m benchmarks.bench
 
 parity: setup ## the same training in every layout, compared
-	. jobs/mpi-env.sh; mpirun -n 8 $(BIN)/ptdmpi doctor --parity
+	. jobs/mpi-env.sh; mpirun -n 16 $(BIN)/ptdmpi doctor --parity
 
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
 	$(BIN)/python -m benchmarks.torture

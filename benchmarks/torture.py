@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.torture_rank import PLACES
@@ -90,7 +90,7 @@ class Torture:
         """The run directory of an undisturbed run in this layout; it keeps all checkpoints."""
         if case.name not in self.references:
             run = self.folder / f"reference-{case.name}"
-            whole = Case(case.name, case.ranks, (*case.settings, "checkpoint.keep=0"))
+            whole = replace(case, settings=(*case.settings, "checkpoint.keep=0"))
             training = self.start(whole, run, NOWHERE)
             if training.wait() != 0:
                 raise RuntimeError(f"the undisturbed run failed:\n{training.text()}")

@@ -105,8 +105,10 @@ class GroupWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """The group has no more tasks: finish it; after an exception, remove what is
         half-written."""
-        if kind is None:
-            self._close(0, 0, complete=True)
-        for writer in self._writers:
-            if writer is not None:
-                writer.discard()
+        try:
+            if kind is None:
+                self._close(0, 0, complete=True)
+        finally:
+            for writer in self._writers:
+                if writer is not None:
+                    writer.discard()

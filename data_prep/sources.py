@@ -107,6 +107,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[Source] = []
+    if "" in map(str, inputs):
+        raise InputError("an input without a name; give files or directories")
     for given in map(Path, inputs):
         if given.is_dir():
             paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]
@@ -114,6 +116,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
                 raise InputError(f"{given}: no usable file in this directory; taken are {legal}")
         elif not given.exists():
             raise InputError(f"{given}: no such file or directory")
+        elif not given.is_file():
+            raise InputError(f"{given}: is no regular file")
         elif _kind(given, suffixes):
             paths = [given]
         else:
@@ -205,6 +209,8 @@ def read_blocks(source: Source, advance: Callable[[int], object]) -> Iterator[by
                 yield block
 
     suffix = source.path.suffix
+    if suffix in _COMPRESSED and not source.size_bytes:
+        raise InputError(f"{source.path}: is empty, and so no {suffix} file")
     try:
         yield from _inflate(raw(), suffix) if suffix in _COMPRESSED else raw()
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:

@@ -1,8 +1,8 @@
 """What makes a tokenization restartable: who it was for, and how far each group of files has come.
 
 While shards are made, each output directory holds a folder `.unfinished`, so that nobody trains on
-a part of a corpus by mistake; the main one's has `identity.json` and one small file per group. At
-the end the folder goes and `tokenize.json` tells what was made out of what.
+a part of a corpus by mistake; it says in `identity.json` whose it is, and the main one's has one
+small file per group. At the end the folder goes and `tokenize.json` tells what was made of what.
 """
 
 import hashlib
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import UNFINISHED
+from ptdmpi.data.shards import UNFINISHED, read_header
 
 SUMMARY = "tokenize.json"
 TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
 SHARDS = "shard-*.h5"
+IDENTITY = "identity.json"
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,40 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
     return {"input_files": count, "inputs_sha256": digest.hexdigest()}
 
 
+def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
+    for name, value in identity.items():
+        if known.get(name) != value:
+            what = "other input files" if name == "inputs_sha256" else f"{name} {known.get(name)}"
+            raise InputError(
+                f"{output}: holds shards made with {what}: give an empty directory, or use "
+                "--force to begin anew"
+            )
+
+
+def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
+    """Raises InputError if a finished output lacks what was made there."""
+    if summary is None:
+        raise InputError(f"{output}: {SUMMARY} is gone; use --force to begin anew")
+    gone = [name for name in summary["shards"] if not (output / name).is_file()]
+    if gone:
+        raise InputError(
+            f"{output}: {gone[0]}, made by an earlier run, is gone; use --force to begin anew"
+        )
+
+
 class RunState:
     """The state of one tokenization, in its output directories (the main one first)."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
-        self.identity = identity
-        self.folder = outputs[0] / UNFINISHED
+        main, *others = outputs
+        # The held-out shards belong to these training shards, wherever both are moved together.
+        beside = [os.path.relpath(other.resolve(), main.resolve()) for other in others]
+        self._identities = [
+            {"holds": "training documents", **identity, "valid_outputs": beside},
+            *({"holds": "held-out documents", **identity} for _ in others),
+        ]
+        self.folder = main / UNFINISHED
         self._failed = self.folder / "failed"
 
     def begin(self, force: bool) -> Counters | None:
@@ -107,16 +135,24 @@ class RunState:
         Raises InputError where they hold something else: shards of other inputs or options (unless
         `force`, which removes them), or files that ptdmpi-data did not make.
         """
+        for output in self.outputs:
+            if output.exists() and not output.is_dir():
+                raise InputError(f"{output}: is no directory; shards go into one")
         if force:
             self._remove_all()
-        summary = read_json(self.outputs[0] / SUMMARY)
-        known = read_json(self.folder / "identity.json") or summary
-        if known is None:
-            self._refuse_shards()
-        else:
-            self._compare(known)
-        if summary is not None and not self.folder.exists():
-            return Counters(**summary["counters"])
+        known = [self._known(output) for output in self.outputs]
+        for output, identity, found in zip(self.outputs, self._identities, known, strict=True):
+            if found is None and any(output.glob("*.h5")):
+                raise InputError(
+                    f"{output}: holds shards of unknown origin: give an empty directory"
+                )
+            if found is not None:
+                _compare(output, identity, found)
+        summaries = [self._summary(output) for output in self.outputs]
+        if summaries[0] is not None:
+            for output, summary in zip(self.outputs, summaries, strict=True):
+                _require_shards(output, summary)
+            return Counters(**summaries[0]["counters"])
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -125,31 +161,35 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
-        write_json(self.folder / "identity.json", self.identity)
+        for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
+            write_json(output / UNFINISHED / IDENTITY, identity)
         return None
 
-    def _compare(self, known: dict[str, Any]) -> None:
-        for name, value in self.identity.items():
-            if known.get(name) != value:
-                what = (
-                    "other input files" if name == "inputs_sha256" else f"{name} {known.get(name)}"
-                )
-                raise InputError(
-                    f"{self.outputs[0]}: holds shards made with {what}: give an empty directory, "
-                    "or use --force to begin anew"
-                )
+    def _summary(self, output: Path) -> dict[str, Any] | None:
+        """What a finished run left in an output; None: there is none, or it is not finished."""
+        return None if (output / UNFINISHED).exists() else read_json(output / SUMMARY)
 
-    def _refuse_shards(self) -> None:
-        for output in self.outputs:
-            if any(output.glob("*.h5")):
-                raise InputError(
-                    f"{output}: holds shards of unknown origin: give an empty directory"
-                )
+    def _known(self, output: Path) -> dict[str, Any] | None:
+        """Whose shards an output holds; None where ptdmpi-data has not been."""
+        return read_json(output / UNFINISHED / IDENTITY) or read_json(output / SUMMARY)
 
     def _remove_all(self) -> None:
-        if read_json(self.outputs[0] / SUMMARY) is None and not self.folder.exists():
-            return  # nothing of ours: what is there is refused, not removed
-        for output in self.outputs:
+        """Remove what earlier runs made; what is not ours is refused later, not removed."""
+        ours = []
+        for output, identity in zip(self.outputs, self._identities, strict=True):
+            try:
+                known = self._known(output)
+            except InputError:
+                known = identity  # damaged, so nobody's
+            if known is None and not (output / UNFINISHED).exists():
+                continue
+            if known is not None and known.get("holds") != identity["holds"]:
+                raise InputError(
+                    f"{output}: holds {known.get('holds')}, and {identity['holds']} would go "
+                    "there: give another directory"
+                )
+            ours.append(output)
+        for output in ours:
             for path in [*output.glob(SHARDS), *output.glob(f"{SHARDS}.tmp"), output / SUMMARY]:
                 path.unlink(missing_ok=True)
             shutil.rmtree(output / UNFINISHED, ignore_errors=True)
@@ -179,6 +219,7 @@ class RunState:
         """Everything is in shards: copy the tokenizer's file beside them, write the summary, remove
         the state; the sums over all groups. Raises InputError for an output without a token."""
         sums = sum((self.load(group).counters for group in range(groups)), Counters())
+        self._require_all(sums)
         reason = None
         if sums.train_tokens == 0:
             reason = "the corpus yields no token to train on: its documents are empty or held out"
@@ -191,10 +232,24 @@ class RunState:
             if tokenizer is not None:
                 suffix = ".model" if tokenizer.suffix == ".model" else ".json"
                 write_file(output / (TOKENIZER_COPY + suffix), tokenizer.read_bytes())
-        write_json(self.outputs[0] / SUMMARY, {**self.identity, "counters": asdict(sums)})
+        for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
+            shards = sorted(path.name for path in output.glob(SHARDS))
+            summary = {**identity, "counters": asdict(sums), "shards": shards}
+            write_json(output / SUMMARY, summary)
         for output in reversed(self.outputs):
             shutil.rmtree(output / UNFINISHED)
         return sums
+
+    def _require_all(self, sums: Counters) -> None:
+        """Raises InputError if a shard that was finished has gone since."""
+        counted = (sums.train_tokens, sums.valid_tokens)
+        for output, tokens in zip(self.outputs, counted, strict=False):  # perhaps none held out
+            there = sum(read_header(path).tokens for path in output.glob(SHARDS))
+            if there != tokens:
+                raise InputError(
+                    f"{output}: its shards have {there} of {tokens} tokens: some that an earlier "
+                    "start made are gone; use --force to begin anew"
+                )
 
     def clean(self) -> None:
         """After a failure: leave finished shards for a restart; without any, leave nothing."""

@@ -18,6 +18,7 @@ BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
+MAX_VOCAB_SIZE = 1 << 31
 
 
 class Vocabulary(Protocol):
@@ -130,13 +131,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
 
     Returns the content of its tokenizer.json and its size, smaller than asked for where the texts
     do not have enough pairs. The same texts give the same tokenizer. Raises InputError for a size
-    below MIN_VOCAB_SIZE.
+    outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < MIN_VOCAB_SIZE:
+    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:
         raise InputError(
-            f"--vocab-size {vocab_size}: at least {MIN_VOCAB_SIZE} (256 bytes and the end)"
+            f"--vocab-size {vocab_size}: legal are {MIN_VOCAB_SIZE} (256 bytes and the end) to "
+            f"{MAX_VOCAB_SIZE}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

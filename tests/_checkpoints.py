@@ -53,5 +53,5 @@ def save(
         write(temporary / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
     ]
     progress = Progress(step, 8 * step, step, 1.0, 0, 1234)
-    files.write_manifest(temporary, asdict(progress), written)
+    files.write_manifest(temporary, asdict(progress), {}, written)
     return files.publish(temporary, ())

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -11,6 +12,7 @@ from torch import Tensor
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.model.stage import Batch
+from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.grid import Grid
 from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
@@ -52,7 +54,8 @@ def microbatches(
         x = ids[start : start + b].t()
         mask = weights[start : start + b].t().contiguous() if masked else None
         samples = torch.arange(start, start + b) + step * config.batch.global_size
-        batches.append(Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples))
+        batch = Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples)
+        batches.append(as_masked(batch, config.model) if config.model.masked else batch)
     return batches
 
 
@@ -103,7 +106,37 @@ def train(
     return from_root(comm, run)
 
 
-def from_root(comm: MPI.Comm, value: Run | None) -> Run:
+def load(engine: Engine, whole: dict[str, Tensor]) -> None:
+    """Put this rank's slices of the logical tensors in place."""
+    axis = engine.axes.tensor
+    for name, entry in engine.buffer.entries.items():
+        assert whole[name].shape == entry.declaration.shape, name
+        local = entry.view(engine.buffer.master)
+        for box in entry.declaration.boxes(axis.rank, axis.size):
+            local[box.local] = whole[name][box.logical]
+    engine.buffer.refresh_weights()
+
+
+def logits_of(engine: Engine, batch) -> Tensor | None:
+    """[s, b, V] on the last pipeline rank, passing activations from stage to stage."""
+    axes, model = engine.axes, engine.config.model
+    (stage,) = engine.stages.values()
+    here = axes.pipeline.rank
+    with torch.no_grad():
+        x = None
+        if here > 0:
+            shape = (model.seq_length, batch.inputs.shape[1], model.hidden)
+            x = axes.pipeline.recv(torch.empty(shape), here - 1)
+        x = stage.logits(batch, x, None)
+        if here < axes.pipeline.size - 1:
+            axes.pipeline.send(x, here + 1)
+            return None
+        columns = axes.tensor.all_gather(x.movedim(-1, 0).contiguous())
+    assert (columns[engine.vocab_size :] == -torch.inf).all()
+    return columns[: engine.vocab_size].movedim(0, -1)
+
+
+def from_root(comm: MPI.Comm, value: Any) -> Any:
     """Rank 0's `value` on every rank. Who waits sleeps: MPI's own waiting takes half the cores
     from the ranks that compute, where there are more ranks than cores."""
     here = comm.Ibarrier()

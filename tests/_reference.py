@@ -51,7 +51,8 @@ def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Ten
     )
     if model.positions == "rope":
         q, k = rope(q, model), rope(k, model)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    causal = model.attention == "causal"
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -60,26 +61,57 @@ def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
     if model.activation == "swiglu":
         gate, value = up.tensor_split(2, -1)
         return linear(weights, f"{name}.down", F.silu(gate) * value)
-    return linear(weights, f"{name}.down", F.gelu(up, approximate="tanh"))
+    return linear(weights, f"{name}.down", gelu(up, model))
+
+
+def gelu(x: Tensor, model: ModelConfig) -> Tensor:
+    if model.activation == "gelu_exact":
+        return x * (1 + torch.erf(x / 2**0.5)) / 2
+    return F.gelu(x, approximate="tanh")
 
 
 def block(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+    if model.block_norm == "post":
+        x = x + attention(weights, f"{name}.attention", x, model)
+        x = norm(weights, f"{name}.attention_norm", x, model)
+        return norm(weights, f"{name}.mlp_norm", x + mlp(weights, f"{name}.mlp", x, model), model)
     x = x + attention(
         weights, f"{name}.attention", norm(weights, f"{name}.attention_norm", x, model), model
     )
     return x + mlp(weights, f"{name}.mlp", norm(weights, f"{name}.mlp_norm", x, model), model)
 
 
-def logits(weights: Weights, model: ModelConfig, ids: Tensor) -> Tensor:
-    """ids [b, s] -> [b, s, V]."""
+def hidden(
+    weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor | None = None
+) -> Tensor:
+    """ids and types [b, s] -> [b, s, h]."""
     x = F.embedding(ids, weights["embedding.word.weight"])
     if model.positions == "learned":
         x = x + weights["embedding.position.weight"][: ids.shape[1]]
+    if model.token_types:
+        x = x + F.embedding(types, weights["embedding.token_type.weight"])
+    if model.embedding_norm:
+        x = norm(weights, "embedding.norm", x, model)
     for layer in range(model.layers):
         x = block(weights, f"layers.{layer}", x, model)
-    x = norm(weights, "final_norm", x, model)
+    return x if model.block_norm == "post" else norm(weights, "final_norm", x, model)
+
+
+def logits(
+    weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor | None = None
+) -> Tensor:
+    """ids and types [b, s] -> [b, s, V]."""
+    x = hidden(weights, model, ids, types)
+    if model.output_head == "mlm":
+        x = norm(weights, "mlm.norm", gelu(linear(weights, "mlm.dense", x), model), model)
     table = "embedding.word.weight" if model.tie_embeddings else "head.weight"
-    return F.linear(x, weights[table])
+    return F.linear(x, weights[table], weights.get("head.bias"))
+
+
+def order_logits(weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor) -> Tensor:
+    """ids and types [b, s] -> [b, 2]."""
+    first = hidden(weights, model, ids, types)[:, 0]
+    return linear(weights, "sentence.order", linear(weights, "sentence.pooler", first).tanh())
 
 
 def summed_loss(

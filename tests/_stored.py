@@ -27,7 +27,7 @@ def stored(folder: Path, vocab_size: int, **model) -> Path:
     temporary.mkdir(parents=True)
     written = write(temporary / "rank-00000.safetensors", blocks)
     progress = Progress(step=7, samples=7, updates=7, loss_scale=1.0, good_steps=0, seed=0)
-    files.write_manifest(temporary, asdict(progress), [written])
+    files.write_manifest(temporary, asdict(progress), {}, [written])
     files.publish(temporary, ())
     lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
     (folder / "config.toml").write_text("\n".join(["[model]", *lines, ""]))

@@ -13,6 +13,8 @@ import zstandard
 
 from data_prep import sources
 from data_prep.cli import main
+from data_prep.state import RunState
+from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
 
 
@@ -189,7 +191,8 @@ def test_foreign_shards_are_never_removed(good, monkeypatch, capsys):
 def test_output_that_is_a_file(good, monkeypatch, capsys):
     output = good.parent / "o"
     output.write_text("a file")
-    fail(monkeypatch, capsys, "tokenize", good, "--output", output, "--tokenizer", "bytes")
+    words = ["--output", output, "--tokenizer", "bytes"]
+    assert "o: is no directory" in fail(monkeypatch, capsys, "tokenize", good, *words)
     assert output.read_text() == "a file"
 
 
@@ -289,7 +292,80 @@ def test_bad_tokenizer_training(good, monkeypatch, capsys):
     def error(*arguments):
         return fail(monkeypatch, capsys, "train-tokenizer", *arguments, "--output", good / "t.json")
 
-    assert "--vocab-size 256: at least 257" in error(good, "--vocab-size", "256")
+    assert "--vocab-size 256: legal are 257" in error(good, "--vocab-size", "256")
     (good / "a.txt").write_text("")
     assert "no text to learn from" in error(good, "--vocab-size", "300")
     assert not (good / "t.json").exists()
+
+
+@pytest.fixture
+def split(tmp_path):
+    """Arguments of a run with held-out documents; their last ones are the two outputs."""
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(40)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    words = [tmp_path / "docs.jsonl", "--tokenizer", "bytes", "--valid-fraction", "0.5"]
+    return [*words, "--workers", "1", "--output", tmp_path / "o", "--valid-output", tmp_path / "v"]
+
+
+def tokenize(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["ptdmpi-data", "tokenize", *map(str, arguments)])
+    main()
+
+
+def test_nothing_half_written_where_a_shard_cannot_be_ended(split, monkeypatch, capsys):
+    def close(writer):
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr(ShardWriter, "close", close)
+    assert "the disk is full" in fail(monkeypatch, capsys, "tokenize", *split)
+    assert not split[-1].exists() and not split[-3].exists()
+
+
+def test_held_out_shards_belong_to_their_training_shards(split, monkeypatch, capsys):
+    tokenize(monkeypatch, *split)
+    capsys.readouterr()
+    other = split[-1].with_name("v2")
+    error = fail(monkeypatch, capsys, "tokenize", *split[:-1], other)
+    assert "o: holds shards made with valid_outputs ['../v']" in error and not other.exists()
+    next(split[-1].glob("*.h5")).unlink()
+    assert "shard-00000-00000.h5, made by an earlier run, is gone" in fail(
+        monkeypatch, capsys, "tokenize", *split
+    )
+    tokenize(monkeypatch, *split, "--force")
+    assert any(split[-1].glob("*.h5"))
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_training_shards_are_not_replaced_by_held_out_ones(split, monkeypatch, capsys, force):
+    precious = split[-1].with_name("x")
+    tokenize(monkeypatch, split[0], "--tokenizer", "bytes", "--output", precious)
+    before = {path.name: path.read_bytes() for path in precious.iterdir()}
+    capsys.readouterr()
+    error = fail(monkeypatch, capsys, "tokenize", *split[:-1], precious, *force)
+    assert "x: holds " in error
+    assert {path.name: path.read_bytes() for path in precious.iterdir()} == before
+
+
+def test_a_finished_shard_that_goes_before_the_end_is_missed(split, monkeypatch, capsys):
+    finish = RunState.finish
+
+    def lose_one(state, *words):
+        next(state.outputs[0].glob("*.h5")).unlink()
+        return finish(state, *words)
+
+    monkeypatch.setattr(RunState, "finish", lose_one)
+    words = [*split, "--shard-tokens", "40"]
+    assert "an earlier start made are gone" in fail(monkeypatch, capsys, "tokenize", *words)
+
+
+def test_inputs_that_are_no_files(tmp_path, monkeypatch, capsys):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "cut.txt.zst").touch()
+    for name, message in (
+        (tmp_path / "pipe.txt", "no regular file"),
+        (tmp_path / "cut.txt.zst", "is empty, and so no .zst file"),
+        ("", "an input without a name"),
+    ):
+        words = ["--output", tmp_path / "o", "--tokenizer", "bytes"]
+        assert message in fail(monkeypatch, capsys, "tokenize", name, *words)
+    assert not (tmp_path / "o").exists()

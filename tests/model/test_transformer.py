@@ -25,6 +25,7 @@ SHAPES = {
     "llama": {"model.kind": "llama", "model.ffn_hidden": 48},
     "llama-gqa": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
     "rope-with-bias": {"model.kind": "gpt", "model.positions": "rope"},
+    "bert": {"model.kind": "bert"},
 }
 each_type = pytest.mark.parametrize("precision", ["fp32", "fp64"])
 each_form = pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -80,7 +81,7 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 @parallel(ranks=[1, 2, 4])
 @each_type
 @each_form
-@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
     placed = Placed(Mlp(model, axis), axis, precision)
@@ -90,7 +91,7 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
 @parallel(ranks=[1, 2, 4])
 @each_type
 @each_form
-@pytest.mark.parametrize("name", ["gpt", "llama-gqa"])
+@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)

@@ -8,9 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from ptdmpi.comm.world import World
+from ptdmpi.model import stage
 from ptdmpi.model.random import Stream
 from ptdmpi.model.stage import Stage
-from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
 from ptdmpi.parity.suite import Comparison
@@ -27,9 +28,9 @@ SEQUENCE = Layout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
 NO_SUM = Layout(tensor=2, pipeline=2, micro_size=4)
 
 
-def red(comm, layout: Layout) -> list[str]:
+def red(comm, layout: Layout, model: Model = MODEL) -> list[str]:
     """The broken bars of one row; on every rank."""
-    case = Case(layout, MODEL)
+    case = Case(layout, model)
     comparison = Comparison(suite.COVERING, case, replace(case, layout=layout.base))
     rows = suite.run(World(comm), [comparison], STEPS)
     return comm.bcast(rows[0].red() if rows else None, root=0)
@@ -39,6 +40,47 @@ def red(comm, layout: Layout) -> list[str]:
 @pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM])
 def test_no_row_is_red_without_a_fault(comm, layout):
     assert red(comm, layout) == []
+
+
+@parallel(ranks=[4])
+def test_no_row_of_masked_models_and_documents_is_red_without_a_fault(comm):
+    model = replace(MODEL, kind="bert", documents=True)
+    assert red(comm, replace(CHUNKS, sequence_parallel=True, recompute="full"), model) == []
+
+
+@contextlib.contextmanager
+def forgotten_gather_of_masked_positions() -> Iterator[None]:
+    """Every tensor rank takes its own positions for the masked ones."""
+
+    def wrong(x, positions, axis):
+        return select_positions(x, positions % len(x), TensorAxis(axis.comm))
+
+    with patch.object(stage, "select_positions", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def attention_across_documents() -> Iterator[None]:
+    """In the layouts with more than one stage, only."""
+    right = Stage._context
+
+    def wrong(self, batch, step):
+        alone = self.first and self.last
+        return right(self, batch if alone else replace(batch, documents=None), step)
+
+    with patch.object(Stage, "_context", wrong):
+        yield
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [(forgotten_gather_of_masked_positions, SEQUENCE), (attention_across_documents, CHUNKS)],
+)
+def test_fault_of_masked_models_turns_a_row_red(comm, fault, layout):
+    with fault():
+        found = red(comm, layout, replace(MODEL, kind="bert", documents=True))
+    assert any(line.startswith("fp64 loss") for line in found), found
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from ptdmpi.plan.memory import (
     peak_activation_bytes,
     stage_activations,
     stages_of,
-    state_bytes,
     total_bytes,
 )
+from ptdmpi.plan.state import state_bytes
 from tests import _configs
 
 VOCAB_SIZE = 101
@@ -149,7 +149,7 @@ def test_widened_products_keep_float32_operands(compute):
     assert wide["attention.query_key_value.copy"].bytes == 3 * 16 * 32 * 4
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_counts_every_parameter_once(kind, tied):
     changes = {"model.kind": kind, "model.kv_heads": 2, "model.tie_embeddings": tied}

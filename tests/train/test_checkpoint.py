@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +216,12 @@ def test_what_resume_steps_over_and_what_it_refuses(comm, tmp_path):
     wide = build(world, {**CHANGES, **layout(t=2), "model.hidden": 64})
     with pytest.raises(SharedInputError, match="this model needs"):
         _checkpoints(wide, tmp_path).resume("auto")
+    for change in ({"model.heads": 2}, {"model.norm_eps": 1e-3}):
+        other = build(world, {**CHANGES, **layout(t=2), **change})
+        key = next(iter(change))
+        for wanted in ("auto", str(tmp_path / "step-00000003")):
+            with pytest.raises(SharedInputError, match=f"it was trained with {key} = "):
+                _checkpoints(other, tmp_path).resume(wanted)
     for change in ({"batch.global_size": 16}, {"run.seed": 7}):
         other = build(world, {**CHANGES, **layout(t=2), **change})
         with pytest.raises(SharedInputError, match="skipped or seen twice"):
@@ -226,6 +233,42 @@ def test_what_resume_steps_over_and_what_it_refuses(comm, tmp_path):
         checkpoints.resume("auto")
     with pytest.raises(SharedInputError, match=r"checkpoint.resume = .*step-00000002"):
         checkpoints.resume(str(tmp_path / "step-00000002"))
+
+
+@parallel(ranks=[2])
+def test_a_run_that_is_rolled_back_goes_on_from_there(comm, tmp_path):
+    """Checkpoints of later steps would else be the newest ones, and come back."""
+    world = World(comm)
+    engine = build(world, {**CHANGES, **layout(d=2)})
+
+    def start(resume, **options):
+        checkpoints = _checkpoints(engine, tmp_path, **options)
+        progress, _ = checkpoints.resume(resume)
+        return checkpoints, progress.step if progress else 0
+
+    def left():
+        return world.on_root(
+            lambda: sorted(path.name.removeprefix("step-0000000") for path in tmp_path.glob("s*"))
+        )
+
+    for step in range(1, 7):
+        _checkpoints(engine, tmp_path, keep=0).save(step)
+    second = str(tmp_path / "step-00000002")
+    checkpoints, step = start(second, keep=0)
+    assert step == 2 and len(left()) == 6  # a start that saves nothing changes nothing
+    checkpoints.save(4)
+    gone = [f"{step}.abandoned" for step in (3, 4, 5, 6)]
+    assert left() == sorted(["1", "2", "4", *gone])
+    assert start("auto")[1] == 4
+    again, step = start(second)  # the same command, as a batch job gives it again
+    assert step == 4 and again.followed == Path(second)
+    checkpoints, _ = start("never", keep=1)
+    checkpoints.save(1)
+    assert [name for name in left() if "." not in name] == ["1"]
+    assert world.on_root(lambda: files.named(tmp_path / "latest").is_dir())
+    assert start("auto")[1] == 1
+    kept = tmp_path / "step-00000005.abandoned"
+    assert start(str(kept))[1] == 6 - 1  # nothing is lost
 
 
 def _flip(path):

@@ -163,6 +163,13 @@ def test_bad_input_is_exit_code_2(tmp_path, verb):
     assert code == 2 and "no checkpoint" in text
 
 
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"../elsewhere"])
+def test_a_damaged_latest_is_one_line(run, content):
+    (run / "checkpoints/latest").write_bytes(content)
+    code, text = _run("inspect", run / "checkpoints/latest")
+    assert code == 2 and "names no checkpoint" in text
+
+
 NO_TORCH = """
 import sys
 from pathlib import Path

@@ -137,7 +137,7 @@ def test_a_file_that_rank_0_does_not_see(tmp_path):
     temporary = files.prepare(tmp_path, 1, 0)
     part = {"file": "rank-00001.safetensors", "bytes": 10, "pieces": []}
     with pytest.raises(InputError, match="all nodes share"):
-        files.write_manifest(temporary, {}, [part])
+        files.write_manifest(temporary, {}, {}, [part])
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path):

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import World
-from ptdmpi.train.engine import Engine
 from tests._configs import layout
-from tests._engines import build, logical, microbatches, tokens
+from tests._engines import build, load, logical, logits_of, microbatches, tokens
 from tests._layers import difference
 from tests.parallel import parallel
 
@@ -118,36 +117,6 @@ def llama_names(get) -> dict[str, Tensor]:
         up = [get(f"{their}.mlp.{part}_proj.weight") for part in ("gate", "up")]
         tensors[f"{ours}.mlp.up.weight"] = torch.cat(up)
     return tensors
-
-
-def load(engine: Engine, whole: dict[str, Tensor]) -> None:
-    """Put this rank's slices of the logical tensors in place."""
-    axis = engine.axes.tensor
-    for name, entry in engine.buffer.entries.items():
-        assert whole[name].shape == entry.declaration.shape, name
-        local = entry.view(engine.buffer.master)
-        for box in entry.declaration.boxes(axis.rank, axis.size):
-            local[box.local] = whole[name][box.logical]
-    engine.buffer.refresh_weights()
-
-
-def logits_of(engine: Engine, batch) -> Tensor | None:
-    """[s, b, V] on the last pipeline rank, passing activations from stage to stage."""
-    axes, model = engine.axes, engine.config.model
-    (stage,) = engine.stages.values()
-    here = axes.pipeline.rank
-    with torch.no_grad():
-        x = None
-        if here > 0:
-            shape = (model.seq_length, batch.inputs.shape[1], model.hidden)
-            x = axes.pipeline.recv(torch.empty(shape), here - 1)
-        x = stage.logits(batch, x, None)
-        if here < axes.pipeline.size - 1:
-            axes.pipeline.send(x, here + 1)
-            return None
-        columns = axes.tensor.all_gather(x.movedim(-1, 0).contiguous())
-    assert (columns[engine.vocab_size :] == -torch.inf).all()
-    return columns[: engine.vocab_size].movedim(0, -1)
 
 
 @parallel(ranks=[1, 2, 4], limit_s=120)

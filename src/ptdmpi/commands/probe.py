@@ -38,7 +38,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
         import torch
 
         from ptdmpi.probe.machine import probe
-        from ptdmpi.train.loop import device_of
+        from ptdmpi.train.inference import device_of
 
         world.on_root(lambda: _check(output))
         torch.set_num_threads(threads)

@@ -78,7 +78,7 @@ def _probed(config: "Config", world: "World") -> str:
 
     from ptdmpi.commands.probe import save
     from ptdmpi.probe.machine import probe
-    from ptdmpi.train.loop import device_of
+    from ptdmpi.train.inference import device_of
 
     path = Path(config.run.dir) / "cluster.toml"
     if world.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptdmpi.config.errors import InputError
-from ptdmpi.config.presets import model_presets, without_preset
+from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import Config, Section, TrainDataConfig
 
@@ -21,7 +21,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -81,7 +81,7 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
     if not isinstance(name, str) or name not in known:
         mistakes.append(f"model.preset = {name!r} is unknown{_did_you_mean(str(name), known)}")
         name = next(iter(known))
-    return {**tree, "model": without_preset({**model, "preset": name})}
+    return with_preset(tree, name)
 
 
 def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:

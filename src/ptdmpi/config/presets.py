@@ -1,4 +1,4 @@
-"""Models by name, as tables of keys of [model] and `vocab_size`."""
+"""Models by name, as tables of keys of [model] and `vocab_size`, and how they were trained."""
 
 import tomllib
 from collections.abc import Mapping
@@ -8,18 +8,54 @@ from typing import Any
 
 # What a preset of Narayanan et al. 2021 leaves out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
+RECIPE = ("batch", "optimizer")  # sections of which a preset may state keys
+# A warm-up is published for a run of full length: of a shorter one it takes at most this part.
+WARMUP_SHARE = 10
+
+
+@cache
+def _tables() -> dict[str, dict[str, Any]]:
+    text = files("ptdmpi").joinpath("presets", "models.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
 
 
 @cache
 def model_presets() -> dict[str, dict[str, Any]]:
-    """Name -> its complete table."""
-    text = files("ptdmpi").joinpath("presets", "models.toml").read_text(encoding="utf-8")
-    return {name: {**DEFAULTS, **keys} for name, keys in tomllib.loads(text).items()}
+    """Name -> its complete table of keys of [model], and vocab_size."""
+    return {
+        name: {**DEFAULTS, **{key: value for key, value in table.items() if key not in RECIPE}}
+        for name, table in _tables().items()
+    }
 
 
-def without_preset(model: Mapping[str, Any]) -> dict[str, Any]:
-    """[model] with the keys of its preset written out; a key given beside `preset` wins. The
-    vocabulary comes from the data. Raises KeyError for an unknown preset."""
-    preset = model_presets()[model["preset"]]
-    own = {key: value for key, value in model.items() if key != "preset"}
-    return {**{key: value for key, value in preset.items() if key != "vocab_size"}, **own}
+def recipe(name: str) -> dict[str, dict[str, Any]]:
+    """What the source of a preset states of [batch] and [optimizer]."""
+    return {section: dict(_tables()[name].get(section, {})) for section in RECIPE}
+
+
+def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The tree of a configuration with the keys of a preset written out; a key given in the tree
+    wins. The vocabulary comes from the data. Raises KeyError for an unknown preset."""
+    model, preset = dict(tree["model"]), model_presets()[name]
+    model.pop("preset", None)
+    sizes = {key: value for key, value in preset.items() if key != "vocab_size"}
+    changed = {**tree, "model": {**sizes, **model}}
+    for section, keys in recipe(name).items():
+        own = tree.get(section, {})
+        if isinstance(own, Mapping):
+            changed[section] = {**_fitted(keys, own, tree), **own}
+    return changed
+
+
+def _fitted(
+    keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of a recipe without those that others would contradict: an end of the decay belongs
+    to its peak, and a warm-up to the length of the run."""
+    run = tree.get("run")
+    steps = run.get("steps") if isinstance(run, Mapping) else None
+    if "learning_rate" in own:
+        keys.pop("min_learning_rate", None)
+    if "warmup_steps" in keys and type(steps) is int:
+        keys["warmup_steps"] = min(keys["warmup_steps"], max(0, steps) // WARMUP_SHARE)
+    return keys

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ptdmpi.config.sections import (
     BatchConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -14,6 +15,7 @@ from ptdmpi.config.sections import (
 )
 
 MOST_TRIED = 10**6
+MIN_MASKED_LENGTH = 8
 
 
 def divisors(number: int) -> list[int]:
@@ -47,6 +49,9 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     ranks -= spare
     if isinstance(model, ModelConfig):
         yield from _model_rules(model)
+        log = sections.get("log")
+        if model.masked and isinstance(log, LogConfig) and log.bigram_baseline:
+            yield "log.bigram_baseline predicts the next token, not masked ones"
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
     if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig):
@@ -78,6 +83,27 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    yield from _objective_rules(model)
+
+
+def _objective_rules(model: ModelConfig) -> Iterator[str]:
+    """What belongs to masked language models, and what these need."""
+    if not model.masked:
+        for key, value in (
+            ('output_head = "mlm"', model.output_head == "mlm"),
+            (f"token_types = {model.token_types}", model.token_types),
+            ("sentence_order = true", model.sentence_order),
+        ):
+            if value:
+                yield f'model.{key} belongs to model.attention = "bidirectional"'
+        return
+    if model.sentence_order and model.token_types == 1:
+        yield "model.sentence_order tells two segments apart: token_types must be 0, 2 or more"
+    if model.seq_length < MIN_MASKED_LENGTH:
+        yield (
+            f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "
+            "bidirectional attention, for special tokens and two segments"
         )
 
 

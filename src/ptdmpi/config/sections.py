@@ -22,7 +22,7 @@ class RunConfig(Section):
     dir: str = ""
     seed: NonNegative = 1234
     steps: Positive
-    threads: Positive = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
@@ -40,8 +40,18 @@ class RunConfig(Section):
 
 
 # What each kind of model means; a key given explicitly wins over its kind.
+_DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+    "sentence_order": False,
+    "norm_eps": 1e-5,
+}
 MODEL_KINDS: dict[str, dict[str, Any]] = {
     "gpt": {
+        **_DECODER,
         "norm": "layernorm",
         "activation": "gelu",
         "positions": "learned",
@@ -49,19 +59,38 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
     "llama": {
+        **_DECODER,
         "norm": "rmsnorm",
         "activation": "swiglu",
         "positions": "rope",
         "bias": False,
         "tie_embeddings": False,
     },
+    # Devlin et al. 2019 (arXiv 1810.04805), with the sentence order of Lan et al. 2020
+    "bert": {
+        "norm": "layernorm",
+        "activation": "gelu_exact",
+        "positions": "learned",
+        "bias": True,
+        "tie_embeddings": True,
+        "attention": "bidirectional",
+        "block_norm": "post",
+        "embedding_norm": True,
+        "output_head": "mlm",
+        "token_types": 2,
+        "sentence_order": True,
+        "norm_eps": 1e-12,
+    },
 }
+
+
+MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 
 
 class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
-    kind: Literal["gpt", "llama"] = "gpt"
+    kind: Literal["gpt", "llama", "bert"] = "gpt"
     layers: Positive
     hidden: Positive
     heads: Positive
@@ -69,11 +98,17 @@ class ModelConfig(Section):
     ffn_hidden: Positive
     seq_length: Positive
     norm: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu", "swiglu"]
+    activation: Literal["gelu", "gelu_exact", "swiglu"]
     positions: Literal["learned", "rope"]
     bias: bool
     tie_embeddings: bool
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    attention: Literal["causal", "bidirectional"]
+    block_norm: Literal["pre", "post"]
+    embedding_norm: bool
+    output_head: Literal["linear", "mlm"]
+    token_types: NonNegative
+    sentence_order: bool
+    norm_eps: Annotated[float, Field(gt=0)]
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
@@ -98,6 +133,25 @@ class ModelConfig(Section):
     @property
     def head_size(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def masked(self) -> bool:
+        """Trained on masked tokens: what sees both sides of a token cannot be asked for the
+        next."""
+        return self.attention == "bidirectional"
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of text in a sample: of a masked model's without the special ones in front,
+        between and behind."""
+        special = 3 if self.sentence_order else 2
+        return self.seq_length - special if self.masked else self.seq_length
+
+    def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
+        """Positions of a sample whose tokens are asked for, at most."""
+        if not self.masked:
+            return self.seq_length
+        return max(1, round(mask_fraction * self.text_length))
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
@@ -168,8 +222,8 @@ class TrainDataConfig(Section):
     """One dataset of the mixture: a directory of shards, its share, how often it may be seen."""
 
     path: str
-    weight: Decimal = Field(default=Decimal(1), gt=0, strict=False)
-    epochs: Decimal | None = Field(default=None, gt=0, strict=False)
+    weight: Decimal = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
+    epochs: Decimal | None = Field(default=None, gt=0, le=10**9, strict=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -184,6 +238,10 @@ class DataConfig(Section):
     train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
     valid: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
     tokenizer_sha256: str | None = None
+    document_boundaries: bool = False
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = MASK_FRACTION
+    mask_ngram: Positive = 3
+    whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
 
     @property

@@ -47,7 +47,7 @@ def from_hf(source: Path, target: Path) -> Converted:
             _require_equal(theirs, head, word)
         blocks = list(_blocks(theirs, plan))
         files.require_space(folder, sum(block.nbytes for block in blocks))
-        size = _write_checkpoint(folder / "checkpoints", blocks)
+        size = _write_checkpoint(folder / "checkpoints", blocks, model.model_dump())
         _write_config(folder / CONFIG, model.model_dump(), target, source)
         _keep(folder / KEPT, theirs, plan)
         difference = compare(open_model(folder), family, config, theirs, plan)
@@ -88,12 +88,12 @@ def _ours(
     return (values.t() if transposed else values).to(dtype).contiguous().numpy()
 
 
-def _write_checkpoint(directory: Path, blocks: list[Block]) -> int:
+def _write_checkpoint(directory: Path, blocks: list[Block], model: Mapping) -> int:
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     written = write(temporary / "rank-00000.safetensors", blocks)
     progress = Progress(step=0, samples=0, updates=0, loss_scale=1.0, good_steps=0, seed=0)
-    files.write_manifest(temporary, asdict(progress), [written])
+    files.write_manifest(temporary, asdict(progress), dict(model), [written])
     files.publish(temporary, ())
     return written["bytes"]
 

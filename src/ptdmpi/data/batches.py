@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,11 @@ class Microbatch(NamedTuple):
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs one token further
     loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+    documents: np.ndarray | None = None  # int64 [b, s]: tells documents apart; None: one a row
+    # Of masked samples, whose labels and loss_mask are [b, k]; see `masked`.
+    masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
+    types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
+    order: np.ndarray | None = None  # int64 [b]: 0 in order, 1 swapped, -1 one segment only
 
 
 class _Window(NamedTuple):
@@ -162,6 +167,12 @@ class ValidationBatches:
             yield Microbatch(ids, rows[:, :-1], rows[:, 1:], mask)
 
 
+class Steps(Protocol):
+    """Anything that gives the microbatches of a step."""
+
+    def step(self, k: int) -> list[Microbatch]: ...
+
+
 class Prefetcher:
     """Iterates over the batches of steps first_step to last_step - 1, prepared ahead by a thread.
 
@@ -170,7 +181,7 @@ class Prefetcher:
     turn.
     """
 
-    def __init__(self, batches: TrainBatches, first_step: int, last_step: int, depth: int = 2):
+    def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")

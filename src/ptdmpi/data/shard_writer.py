@@ -9,6 +9,7 @@ when it is used.
 
 import io
 import os
+import re
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -187,6 +188,9 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> InputError:
+        text = str(error)  # HDF5 tells the whole way down to the call that failed
+        reason = re.search(r"error message = '([^']+)'", text)
+        short = reason[1] if reason else text.partition("\n")[0]
         return InputError(
-            f"shard {self.path} cannot be written: {error}; free space or choose another place"
+            f"shard {self.path} cannot be written: {short}; free space or choose another place"
         )

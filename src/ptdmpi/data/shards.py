@@ -147,10 +147,14 @@ def read_header(path: str | Path) -> ShardHeader:
 def find_shards(directory: str | Path) -> list[Path]:
     """The shards of a dataset, in order of their names. Raises InputError if it has none."""
     directory = Path(directory)
-    if not directory.is_dir():
-        raise InputError(f"dataset {directory}: no such directory")
-    paths = sorted(directory.glob("*.h5"))
-    if (directory / UNFINISHED).exists():
+    try:
+        if not directory.is_dir():
+            raise InputError(f"dataset {directory}: no such directory")
+        names = os.listdir(directory)
+    except OSError as error:
+        raise InputError(f"dataset {directory}: {error.strerror}") from None
+    paths = sorted(directory / name for name in names if name.endswith(".h5"))
+    if UNFINISHED in names:
         raise InputError(
             f"dataset {directory} is unfinished: run the same ptdmpi-data tokenize again to "
             "complete it"

@@ -9,13 +9,17 @@ Where PyTorch composes an operation of several on a CPU, each of them keeps what
 wants; such an operation is one Function here that keeps its input alone.
 """
 
-from collections.abc import Iterator
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from ptdmpi.model.documents import Documents
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -73,20 +77,23 @@ def _future(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 
 
 class _BlockedAttention(Function):
-    """Causal attention on a CPU in blocks of queries; keeps its inputs, its result and a number for
-    each row, as the unblocked kernel does.
+    """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
+    row, as the unblocked kernel does.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents | None
+    ) -> Tensor:
         out, sums = torch.empty_like(q), []
-        for begin, end, mask in _query_blocks(q):
-            out[:, :, begin:end], sum_of_exponentials = (
+        for queries, keys, mask in _blocks(q, causal, documents):
+            out[queries], sum_of_exponentials = (
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    q[:, :, begin:end], k[:, :, :end], v[:, :, :end], 0.0, False, attn_mask=mask
+                    q[queries], k[keys], v[keys], 0.0, False, attn_mask=mask
                 )
             )
             sums.append(sum_of_exponentials)
+        ctx.blocks = (causal, documents)
         ctx.save_for_backward(q, k, v, out, *sums)
         return out
 
@@ -94,44 +101,67 @@ class _BlockedAttention(Function):
     def backward(ctx, dout: Tensor):
         q, k, v, out, *sums = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (begin, end, mask), sum_of_exponentials in zip(_query_blocks(q), sums, strict=True):
+        blocks = _blocks(q, *ctx.blocks)
+        for (queries, keys, mask), sum_of_exponentials in zip(blocks, sums, strict=True):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout[:, :, begin:end],
-                q[:, :, begin:end],
-                k[:, :, :end],
-                v[:, :, :end],
-                out[:, :, begin:end],
+                dout[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                out[queries],
                 sum_of_exponentials,
                 0.0,
                 False,
                 attn_mask=mask,
             )
-            dq[:, :, begin:end] = parts[0]
-            dk[:, :, :end] += parts[1]
-            dv[:, :, :end] += parts[2]
-        return dq, dk, dv
+            dq[queries] = parts[0]
+            dk[keys] += parts[1]
+            dv[keys] += parts[2]
+        return dq, dk, dv, None, None
 
 
-def _query_blocks(q: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Where each block of q [b, heads, s, head size] begins and ends, and its mask."""
-    seq_length = q.shape[2]
-    for begin in range(0, seq_length, QUERY_BLOCK):
-        end = min(begin + QUERY_BLOCK, seq_length)
-        yield begin, end, _future(QUERY_BLOCK, seq_length, q.dtype)[begin - end :, -end:]
+Place = tuple[slice, slice, slice]  # rows, heads, positions
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(head size)) v, each position seeing itself and what is before it.
+def _blocks(
+    q: Tensor, causal: bool, documents: Documents | None
+) -> Iterator[tuple[Place, Place, Tensor | None]]:
+    """Blocks of queries of q [b, heads, s, head size], the keys that each sees, and its mask."""
+    every, seq_length = slice(None), q.shape[2]
+    whole = [(every, 0, seq_length)]
+    if documents is not None:
+        whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
+    for rows, begin, end in whole:
+        for first in range(begin, end, QUERY_BLOCK) if causal else [begin]:
+            last = min(first + QUERY_BLOCK, end) if causal else end
+            mask = None
+            if causal:
+                future = _future(QUERY_BLOCK, seq_length, q.dtype)
+                mask = future[first - last :, begin - last :]
+            yield (rows, every, slice(first, last)), (rows, every, slice(begin, last)), mask
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, documents: Documents | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(head size)) v, each position seeing itself and what is before it in its
+    document; not `causal`: all of its document.
 
     q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
     (grouped queries); PyTorch picks the kernel (FlashAttention where the device has it).
     """
     grouped = q.shape[1] != k.shape[1]
-    if q.device.type == "cpu" and not grouped and q.shape[2] > QUERY_BLOCK:
-        return _BlockedAttention.apply(_wide(q), _wide(k), _wide(v)).to(q.dtype)
-    out = F.scaled_dot_product_attention(
-        _wide(q), _wide(k), _wide(v), is_causal=True, enable_gqa=grouped
-    )
+    if documents is not None and q.device.type != "cpu":
+        return _attention_of_documents(q, k, v, causal, documents)
+    if documents is not None and grouped:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    blocked = causal and not grouped and q.device.type == "cpu" and q.shape[2] > QUERY_BLOCK
+    if blocked or documents is not None:
+        out = _BlockedAttention.apply(_wide(q), _wide(k), _wide(v), causal, documents)
+    else:
+        out = F.scaled_dot_product_attention(
+            _wide(q), _wide(k), _wide(v), is_causal=causal, enable_gqa=grouped
+        )
     return out.to(q.dtype)
 
 
@@ -142,6 +172,43 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         _wide(q), _wide(k), _wide(v), attn_mask=seen, enable_gqa=grouped
     )
     return out.to(q.dtype)
+
+
+@cache
+def _packed_attention() -> Callable[..., Tensor] | None:
+    """PyTorch's attention of sequences laid end to end; None before it had grouped queries."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if {"window_size", "enable_gqa"} <= known else None
+
+
+def _attention_of_documents(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, documents: Documents
+) -> Tensor:
+    """On a device: FlashAttention of the documents laid end to end, which takes half types only;
+    else under a mask."""
+    grouped = q.shape[1] != k.shape[1]
+    packed_attention = _packed_attention()
+    if packed_attention is None or q.dtype not in HALF_TYPES:
+        seen = ~documents.others()
+        if causal:
+            seen = seen.tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+    b, _, s, _ = q.shape
+    packed = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # [b s, heads, head size]
+    out = packed_attention(
+        *packed,
+        documents.offsets,
+        documents.offsets,
+        documents.longest,
+        documents.longest,
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=grouped,
+    )
+    return out.unflatten(0, (b, s)).transpose(1, 2)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -7,14 +7,29 @@ the runner needs no such cases. Its boundary owns the form in which activations 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ptdmpi.config import Config
+from ptdmpi.config import Config, ModelConfig
+from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import Stream
-from ptdmpi.model.tensor_parallel import TensorAxis, VocabularyHead, cross_entropy
-from ptdmpi.model.transformer import Block, Context, Embedding, Norm, rotary_table
+from ptdmpi.model.tensor_parallel import (
+    TensorAxis,
+    VocabularyHead,
+    cross_entropy,
+    select_positions,
+)
+from ptdmpi.model.transformer import (
+    Block,
+    Context,
+    Embedding,
+    MaskedTransform,
+    Norm,
+    SentenceOrder,
+    rotary_table,
+)
 
 TIED_NAME = "embedding.word.weight"
 
@@ -22,12 +37,21 @@ TIED_NAME = "embedding.word.weight"
 @dataclass(frozen=True)
 class Batch:
     """One microbatch on the device: inputs and labels [s, b] of ids, weights [s, b] or None (all
-    1), and the global sample numbers [b]."""
+    1), and the global sample numbers [b].
+
+    `documents` where a sequence holds more than one. Of a masked language model, labels and weights
+    [k, b] belong to the `masked` positions [k, b]; `types` [s, b] tell segments apart, and `order`
+    [b] is 0 where they stand in their order, 1 where swapped, -1 where there is one only.
+    """
 
     inputs: Tensor
     labels: Tensor
     weights: Tensor | None
     samples: Tensor
+    documents: Documents | None = None
+    masked: Tensor | None = None
+    types: Tensor | None = None
+    order: Tensor | None = None
 
 
 class Boundary:
@@ -81,16 +105,30 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Block(model, axis, i, config.recompute) for i in layers}
         )
-        self.final_norm = Norm(model) if self.last else None
-        self.head = (
-            VocabularyHead(axis, vocab_size, model.hidden, model.init_std) if self.last else None
-        )
         self.rotary: tuple[Tensor, Tensor] | None = None
+        self._make_head(model, vocab_size)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+
+    def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
+        self.final_norm = self.mlm = self.head = self.sentence = None
+        if not self.last:
+            return
+        # masked positions are few: each rank of the tensor axis takes all of them
+        axis = TensorAxis(self.axis.comm) if model.masked else self.axis
+        mlm = model.output_head == "mlm"
+        if model.block_norm == "pre":
+            self.final_norm = Norm(model)
+        if mlm:
+            self.mlm = MaskedTransform(model)
+        self.head = VocabularyHead(
+            axis, vocab_size, model.hidden, model.init_std, bias=mlm and model.bias
+        )
+        if model.sentence_order:
+            self.sentence = SentenceOrder(model)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
@@ -106,15 +144,23 @@ class Stage(nn.Module):
             for block in self.layers.values():
                 block.attention.rotary = self.rotary
 
-    def begin_step(self, step: int | None, batches: list[Batch], loss_scale: float) -> None:
+    def begin_step(
+        self,
+        step: int | None,
+        batches: list[Batch],
+        loss_scale: float,
+        order_weight: float = 0.0,
+    ) -> None:
         """Take the microbatches of a step. `step` None means evaluation: nothing drops.
 
         `loss_scale` multiplies the summed loss before its gradient is taken: 1 over the valid
-        tokens of the global batch, times fp16's factor.
+        tokens of the global batch, times fp16's factor. The loss of a sentence order counts as
+        that of `order_weight` tokens.
         """
         self._batches = dict(enumerate(batches))
         self._step = step
         self._loss_scale = loss_scale
+        self._order_weight = order_weight
         self.losses = {}
 
     @property
@@ -123,20 +169,53 @@ class Stage(nn.Module):
         return len(self._in_flight)
 
     def logits(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
-        """This stage's output; on the last stage the logits of its part of the vocabulary."""
-        stream = None
-        if self.drops and step is not None:
-            stream = Stream.of(self.seed, step, batch.samples)
-        x = self.advance(batch.inputs, x, Context(stream))
-        return x if self.head is None else self.head(x)
+        """This stage's output; on the last stage the logits of its part of the vocabulary, at all
+        positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
+        x = self.hidden(batch, x, step)
+        if self.head is None:
+            return x
+        if batch.masked is not None:
+            x = select_positions(x, batch.masked, self.axis)
+        return self._token_logits(x)
 
-    def advance(self, ids: Tensor, x: Tensor | None, context: Context) -> Tensor:
+    def hidden(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
+        """What this stage's layers make of the batch, or of the stage's input `x`."""
+        return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
+
+    def advance(
+        self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
+    ) -> Tensor:
         """What this stage's layers make of the ids, or of the stage's input `x`."""
         if self.embedding is not None:
-            x = self.embedding(ids, context)
+            x = self.embedding(ids, context, types)
         for block in self.layers.values():
             x = block(x, context)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _context(self, batch: Batch, step: int | None) -> Context:
+        stream = rotary = None
+        if self.drops and step is not None:
+            stream = Stream.of(self.seed, step, batch.samples)
+        if self.rotary is not None and batch.documents is not None:
+            # [s, 1, 1, head size] -> [s, b, 1, head size]
+            rotary = tuple(part[batch.documents.positions, 0] for part in self.rotary)
+        return Context(stream, batch.documents, rotary)
+
+    def _token_logits(self, x: Tensor) -> Tensor:
+        return self.head(x if self.mlm is None else self.mlm(x))
+
+    def _loss(self, batch: Batch, x: Tensor) -> Tensor:
+        """The summed loss of the last stage's activations."""
+        if batch.masked is None:
+            return cross_entropy(self._token_logits(x), batch.labels, batch.weights, self.axis)
+        first = torch.zeros_like(batch.masked[:1])
+        x = select_positions(x, torch.cat((first, batch.masked)), self.axis)
+        loss = cross_entropy(self._token_logits(x[1:]), batch.labels, batch.weights, self.axis)
+        if self.sentence is None or not self._order_weight:
+            return loss
+        logits = self.sentence(x[0]).to(loss.dtype)
+        order = F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
+        return loss + self._order_weight * order
 
     def forward_microbatch(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """F: the output to pass on, or None on the last stage, which keeps the loss instead.
@@ -147,9 +226,9 @@ class Stage(nn.Module):
         training = torch.is_grad_enabled()
         if x is not None and training:
             x.requires_grad_()
-        y = self.logits(batch, x, self._step)
+        y = self.hidden(batch, x, self._step)
         if self.last:
-            y = cross_entropy(y, batch.labels, batch.weights, self.axis)
+            y = self._loss(batch, y)
             self.losses[microbatch] = y.detach()
         if training:
             # only the graph is kept: the output itself can go once it has been passed on

@@ -144,6 +144,85 @@ class RowParallelLinear(nn.Module):
         return _RowLinear.apply(x, self.weight, self.bias, self.axis)
 
 
+class _Linear(Function):
+    """x W^T + b with a weight that every rank holds whole."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None):
+        ctx.save_for_backward(x)
+        ctx.layer = (weight, bias)
+        return kernels.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        weight, bias = ctx.layer
+        (x,) = ctx.saved_tensors
+        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        accumulate_bias_gradient(bias, dy)
+        return kernels.input_gradient(dy, weight), None, None
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x W^T + b on every rank alike: [..., i] -> [..., o], for x that every rank holds."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
+        super().__init__()
+        self.weight = declare(1, (outputs, inputs), init_std)
+        self.bias = declare(1, (outputs,), "zeros") if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self.weight, self.bias)
+
+
+class _SelectPositions(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis, ctx.shape, ctx.positions = axis, x.shape, positions
+        return axis.gather(x).gather(0, positions[..., None].expand(-1, -1, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        local, b, h = ctx.shape
+        length = local * (ctx.axis.size if ctx.axis.divides_sequence else 1)
+        # every rank has the whole gradient, and keeps its positions of it
+        dx = dy.new_zeros((length, b, h))
+        dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
+        return dx[ctx.axis.local_positions(length)], None, None
+
+
+def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
+    """Activations [k, b, h] at some positions [k, b] of each sequence, whole on every rank."""
+    return _SelectPositions.apply(x, positions, axis)
+
+
+class _Look(Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, table: Parameter) -> Tensor:
+        ctx.rows, ctx.table = rows, table
+        return F.embedding(rows, table)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        gradient = ctx.table.main_grad
+        dy = dy.reshape(-1, dy.shape[-1]).to(gradient.dtype)
+        gradient.index_add_(0, ctx.rows.reshape(-1), dy)
+        return None, None
+
+
+class Table(nn.Module):
+    """A table that every rank holds whole, looked up at this rank's positions: [...] -> [..., h];
+    a slice gives its rows."""
+
+    def __init__(self, rows: int, hidden: int, init_std: float) -> None:
+        super().__init__()
+        self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
+
+    def forward(self, rows: Tensor | slice) -> Tensor:
+        if isinstance(rows, slice):
+            return self.weight[rows]
+        return _Look.apply(rows, self.weight)
+
+
 class _Embed(Function):
     @staticmethod
     def forward(ctx, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
@@ -183,20 +262,39 @@ class VocabularyEmbedding(nn.Module):
         return _Embed.apply(ids, self.weight, self.axis)
 
 
+class _AddBias(Function):
+    """In place: a product with its bias would be a view, which the loss could not overwrite."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Parameter) -> Tensor:
+        ctx.bias = bias
+        ctx.mark_dirty(x)
+        return x.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        accumulate_bias_gradient(ctx.bias, dy)
+        return dy, None
+
+
 class VocabularyHead(nn.Module):
     """[s, b, h] -> this rank's logits [s, b, ceil(V/t)]; padded columns give -inf."""
 
-    def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
+    def __init__(
+        self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float, bias: bool = False
+    ) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = declare(
-            axis.size, (vocab_size, hidden), init_std, split=Split(0, (vocab_size,))
-        )
+        split = Split(0, (vocab_size,))
+        self.weight = declare(axis.size, (vocab_size, hidden), init_std, split=split)
+        self.bias = declare(axis.size, (vocab_size,), "zeros", split=split) if bias else None
         share = -(-vocab_size // axis.size)
         self.valid_columns = max(0, min(share, vocab_size - axis.rank * share))
 
     def forward(self, x: Tensor) -> Tensor:
         logits = _ColumnLinear.apply(x, self.weight, None, self.axis)
+        if self.bias is not None:
+            logits = _AddBias.apply(logits, self.bias)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
             logits[..., self.valid_columns :] = -torch.inf

@@ -1,4 +1,4 @@
-"""The transformer, described by data: one block for GPT and LLaMA shapes, written once.
+"""The transformer, described by data: one block for GPT, LLaMA and BERT shapes, written once.
 
 Everything is given a tensor axis; with an axis of size 1 it is the serial model. Activations are
 [s, b, h], or this rank's positions of it between blocks under sequence parallelism.
@@ -15,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import kernels
 from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import Stream, dropout
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
+    Table,
     TensorAxis,
     VocabularyEmbedding,
 )
@@ -28,10 +31,12 @@ from ptdmpi.model.tensor_parallel import (
 @dataclass(frozen=True)
 class Context:
     """What a forward pass knows besides its input: the random stream, None where nothing drops;
-    the rotary angles, where they are not those of all positions; and the cache of what came before.
+    the documents, None where each sequence is one; the rotary angles, where they are not those of
+    all positions; and the cache of what came before.
     """
 
     stream: Stream | None = None
+    documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KeyValueCache | None = None
 
@@ -39,13 +44,15 @@ class Context:
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, shared_gradient: bool = True) -> None:
+        """`shared_gradient`: the input is divided where the sequence is (see `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps
         self.shape = (model.hidden,)
-        self.weight = declare(1, self.shape, "ones", shared_gradient=True)
+        shared = {"shared_gradient": shared_gradient}
+        self.weight = declare(1, self.shape, "ones", **shared)
         layernorm = model.norm == "layernorm"
-        self.bias = declare(1, self.shape, "zeros", shared_gradient=True) if layernorm else None
+        self.bias = declare(1, self.shape, "zeros", **shared) if layernorm else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -73,7 +80,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, its heads divided over the tensor axis."""
+    """Self-attention, causal or of both sides, its heads divided over the tensor axis."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int, selective: bool) -> None:
         super().__init__()
@@ -81,6 +88,7 @@ class Attention(nn.Module):
         self.head_size = model.head_size
         self.heads, self.kv_heads = model.heads // axis.size, model.kv_heads // axis.size
         self.rate = model.attention_dropout
+        self.causal = model.attention == "causal"
         self.selective = selective
         query, key_value = model.hidden, model.kv_heads * model.head_size
         self.qkv = ColumnParallelLinear(
@@ -116,26 +124,38 @@ class Attention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.stream is None or self.rate == 0.0:
-            return kernels.causal_attention(q, k, v)
+            return kernels.attention(q, k, v, self.causal, context.documents)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = kernels.product(q, k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        hidden = self._hidden_keys(scores, context)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1, dtype=wide).to(v.dtype)
+        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
         keep = stream.attention_mask(tuple(weights.shape), self.rate)
         return kernels.product(dropout(weights, keep, self.rate), v)
 
+    def _hidden_keys(self, scores: Tensor, context: Context) -> Tensor | None:
+        """[s, s] or [b, 1, s, s] bool: the keys that a query does not see; None: it sees all."""
+        future = None
+        if self.causal:
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        if context.documents is None:
+            return future
+        others = context.documents.others()
+        return others if future is None else others.logical_or_(future)
+
 
 class Mlp(nn.Module):
-    """Two linears around GELU (tanh form), or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """Two linears around GELU, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
         super().__init__()
-        self.gated = model.activation == "swiglu"
-        parts = (model.ffn_hidden,) * (2 if self.gated else 1)
+        self.activation = model.activation
+        parts = (model.ffn_hidden,) * (2 if self.activation == "swiglu" else 1)
         self.up = ColumnParallelLinear(axis, model.hidden, parts, model.bias, model.init_std)
         self.down = RowParallelLinear(
             axis, model.ffn_hidden, model.hidden, model.bias, _residual_std(model)
@@ -143,9 +163,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        if self.gated:
+        if self.activation == "swiglu":
             return self.down(kernels.swiglu(x))
-        return self.down(F.gelu(x, approximate="tanh"))
+        return self.down(gelu(x, self.activation))
+
+
+def gelu(x: Tensor, activation: str) -> Tensor:
+    """Its tanh form, as in GPT-2, or ("gelu_exact") that of the error function, as in BERT
+    (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="none" if activation == "gelu_exact" else "tanh")
 
 
 def _residual_std(model: ModelConfig) -> float:
@@ -154,7 +180,8 @@ def _residual_std(model: ModelConfig) -> float:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added; "post":
+    norm(x + attention(x)), then norm(x + mlp(x)), the order of Vaswani et al. 2017 and BERT."""
 
     def __init__(
         self, model: ModelConfig, axis: TensorAxis, layer: int, recompute: RecomputeConfig
@@ -162,6 +189,7 @@ class Block(nn.Module):
         super().__init__()
         self.axis, self.layer = axis, layer
         self.rate = model.dropout
+        self.post = model.block_norm == "post"
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.attention_norm = Norm(model)
@@ -177,6 +205,9 @@ class Block(nn.Module):
         return self._forward(x, context)
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.post:
+            x = self.attention_norm(x + self._drop(self.attention(x, context), context, 0))
+            return self.mlp_norm(x + self._drop(self.mlp(x), context, 1))
         x = x + self._drop(self.attention(self.attention_norm(x), context), context, 0)
         return x + self._drop(self.mlp(self.mlp_norm(x)), context, 1)
 
@@ -196,33 +227,60 @@ def drop_hidden(
 
 
 class Embedding(nn.Module):
-    """Token ids [s, b] -> activations [s, b, h]: word embedding, learned positions, dropout."""
+    """Token ids [s, b], of types [s, b] -> activations [s, b, h]: word embedding, learned
+    positions, token types, norm, dropout."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
         self.axis = axis
         self.rate = model.dropout
-        self.word = VocabularyEmbedding(axis, vocab_size, model.hidden, model.init_std)
-        self.position = Positions(model) if model.positions == "learned" else None
+        h, std, learned = model.hidden, model.init_std, model.positions == "learned"
+        self.word = VocabularyEmbedding(axis, vocab_size, h, std)
+        self.position = Table(model.seq_length, h, std) if learned else None
+        self.token_type = Table(model.token_types, h, std) if model.token_types else None
+        self.norm = Norm(model) if model.embedding_norm else None
 
-    def forward(self, ids: Tensor, context: Context) -> Tensor:
+    def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
         x = self.word(ids)
+        here = self.axis.local_positions(ids.shape[0])
         if self.position is not None and context.cache is not None:
             x = x + self.position(context.cache.positions)
+        elif self.position is not None and context.documents is not None:
+            x = x + self.position(context.documents.positions[here])
         elif self.position is not None:
-            x = x + self.position(self.axis.local_positions(ids.shape[0]))[:, None, :]
+            x = x + self.position(here)[:, None, :]
+        if self.token_type is not None:
+            x = x + self.token_type(types[here])
+        if self.norm is not None:
+            x = self.norm(x)
         # the embedding counts as the layer before the first
         return drop_hidden(x, context, self.rate, (-1, 0), self.axis)
 
 
-class Positions(nn.Module):
-    """Learned positions; a slice of them -> [s, h], or any of them [s, b] -> [s, b, h]."""
+class MaskedTransform(nn.Module):
+    """What BERT puts before its output head: linear, GELU, norm, on [..., h] that every rank of the
+    tensor axis holds (Devlin et al. 2019)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.weight = declare(
-            1, (model.seq_length, model.hidden), model.init_std, shared_gradient=True
-        )
+        self.activation = model.activation
+        self.dense = ReplicatedLinear(model.hidden, model.hidden, model.bias, model.init_std)
+        self.norm = Norm(model, shared_gradient=False)
 
-    def forward(self, positions: slice | Tensor) -> Tensor:
-        return self.weight[positions]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(gelu(self.dense(x), self.activation))
+
+
+class SentenceOrder(nn.Module):
+    """First positions [b, h] -> logits [b, 2] of two segments in their order, or swapped.
+
+    The pooler of Devlin et al. 2019 with the objective of Lan et al. 2020 (arXiv 1909.11942).
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.pooler = ReplicatedLinear(model.hidden, model.hidden, model.bias, model.init_std)
+        self.order = ReplicatedLinear(model.hidden, 2, model.bias, model.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.order(self.pooler(x).tanh())

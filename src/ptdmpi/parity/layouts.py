@@ -29,12 +29,13 @@ LAYOUT_FACTORS: dict[str, tuple] = {
 }
 # 12 layers hold p v = 12 stages; no p v but 1 divides 7. No t but 1 divides 53.
 MODEL_FACTORS: dict[str, tuple] = {
-    "kind": ("gpt", "llama"),
+    "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
     "vocab_size": (52, 53),
     "tied": (True, False),
     "dropout": (False, True),
     "masked": (True, False),
+    "documents": (False, True),
 }
 
 
@@ -48,6 +49,7 @@ class Model:
     tied: bool = True
     dropout: bool = False
     masked: bool = True
+    documents: bool = False
 
 
 @dataclass(frozen=True)

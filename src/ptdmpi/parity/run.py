@@ -1,14 +1,15 @@
 """One training of a case, and what it leaves behind as whole logical tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from ptdmpi.comm.world import Axes, World
-from ptdmpi.config import Config, resolve
+from ptdmpi.config import Config, ModelConfig, resolve
+from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout
@@ -17,6 +18,7 @@ from ptdmpi.train.engine import Engine
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 SEED = 1234
+MEAN_DOCUMENT = 6  # tokens, where sequences hold documents
 # At this width the usual 0.02 leaves the residual stream almost alone, and faults would drown.
 INIT_STD = 0.1
 # Adam's step of an element whose gradient is rounding is itself rounding over epsilon. With 1e-8
@@ -102,15 +104,33 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
     for start in range(data_rank * m * b, (data_rank + 1) * m * b, b):
         rows = slice(start, start + b)
         sequences = ids[rows].t()  # [s + 1, b]
-        batches.append(
-            Batch(
-                inputs=sequences[:-1].contiguous(),
-                labels=sequences[1:].contiguous(),
-                weights=weights[rows].t().contiguous() if case.model.masked else None,
-                samples=torch.arange(start, start + b) + step * GLOBAL_SIZE,
-            )
+        numbers = (ids[rows, :-1] % MEAN_DOCUMENT == 0).cumsum(1)
+        batch = Batch(
+            inputs=sequences[:-1].contiguous(),
+            labels=sequences[1:].contiguous(),
+            weights=weights[rows].t().contiguous() if case.model.masked else None,
+            samples=torch.arange(start, start + b) + step * GLOBAL_SIZE,
+            documents=Documents.of(numbers) if case.model.documents else None,
         )
+        batches.append(as_masked(batch, config.model) if config.model.masked else batch)
     return batches
+
+
+def as_masked(batch: Batch, model: ModelConfig) -> Batch:
+    """The same tokens as masked samples: what stands in a sequence decides which of its positions
+    are asked for, its number in which order its two halves are."""
+    places = torch.arange(len(batch.inputs))[:, None]
+    masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)
+    masked = masked[: model.predictions()]
+    return replace(
+        batch,
+        labels=batch.inputs.gather(0, masked),
+        weights=None if batch.weights is None else batch.weights.gather(0, masked),
+        inputs=batch.inputs.scatter(0, masked, 0),
+        masked=masked,
+        types=(places >= len(places) // 2).long().expand_as(batch.inputs),
+        order=batch.samples % 2,
+    )
 
 
 def train(task: Task, axes: Axes) -> Training | None:

@@ -106,6 +106,7 @@ def _legend(models: Sequence[Model], steps: int) -> list[str]:
             "tied" if model.tied else "untied",
             "dropout" if model.dropout else "no dropout",
             "masked tokens" if model.masked else "no masks",
+            "documents" if model.documents else "no documents",
         ]
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(words)}.")
     if names := left_out(models):

@@ -16,8 +16,11 @@ def layer_forward_flops(model: ModelConfig) -> float:
 
 
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
-    """FLOPs of the output head's forward pass per token: 2 V h."""
-    return 2 * vocab_size * model.hidden
+    """FLOPs of the output head's forward pass per token: 2 V h; of a masked model at the share of
+    positions that it is asked for (at the default fraction), BERT's transform with it."""
+    h = model.hidden
+    work = 2 * vocab_size * h + (2 * h * h if model.output_head == "mlm" else 0)
+    return work * model.predictions() / model.seq_length
 
 
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
@@ -43,15 +46,38 @@ def hardware_flops(
     )
 
 
+def norm_parameters(model: ModelConfig) -> int:
+    return (2 if model.norm == "layernorm" else 1) * model.hidden
+
+
+def embedding_parameters(model: ModelConfig) -> int:
+    """Beside the vocabulary's table; on every tensor rank: positions, token types, norm."""
+    rows = model.seq_length if model.positions == "learned" else 0
+    return (rows + model.token_types) * model.hidden + model.embedding_norm * norm_parameters(model)
+
+
+def head_parameters(model: ModelConfig) -> int:
+    """Beside the output's table and bias; on every tensor rank: final norm, BERT's transform, and
+    pooler and sentence order."""
+    h, count = model.hidden, norm_parameters(model) if model.block_norm == "pre" else 0
+    square = h * h + h * model.bias
+    if model.output_head == "mlm":
+        count += square + norm_parameters(model)
+    if model.sentence_order:
+        count += square + 2 * h + 2 * model.bias
+    return count
+
+
+def output_biases(model: ModelConfig, vocab_size: int) -> int:
+    return vocab_size if model.output_head == "mlm" and model.bias else 0
+
+
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, a tied head counted once."""
     h, kv, ffn = model.hidden, model.kv_heads * model.head_size, model.ffn_hidden
     up = 2 if model.activation == "swiglu" else 1
-    norm = (2 if model.norm == "layernorm" else 1) * h
-    layer = 2 * h * h + 2 * h * kv + (up + 1) * h * ffn + 2 * norm
+    layer = 2 * h * h + 2 * h * kv + (up + 1) * h * ffn + 2 * norm_parameters(model)
     if model.bias:
         layer += h + 2 * kv + h + up * ffn + h
-    tables = vocab_size * h * (1 if model.tie_embeddings else 2)
-    if model.positions == "learned":
-        tables += model.seq_length * h
-    return model.layers * layer + norm + tables
+    tables = vocab_size * h * (1 if model.tie_embeddings else 2) + output_biases(model, vocab_size)
+    return model.layers * layer + tables + embedding_parameters(model) + head_parameters(model)

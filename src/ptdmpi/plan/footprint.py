@@ -16,7 +16,7 @@ from ptdmpi.config import (
     PrecisionConfig,
     RecomputeConfig,
 )
-from ptdmpi.plan import memory
+from ptdmpi.plan import costs, memory
 from ptdmpi.plan.cluster import Model, Software
 from ptdmpi.plan.layout import Layout
 
@@ -56,7 +56,7 @@ class Footprints:
         if first:
             kept += kept_at_once[0] * embedding
         if last:
-            kept += head
+            kept += kept_at_once[-1] * head
         elements = self.elements(layout, layers, rank)
         shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
         summed = self.software.gradient_bytes
@@ -71,17 +71,26 @@ class Footprints:
             working=working,
         )
 
+    def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
+        """Bytes of activations that one microbatch leaves in each stage."""
+        kept_layer, _, embedding, head = self.of_microbatch(*_key(layout))
+        kept = [len(own) * kept_layer for own in layers]
+        kept[0] += embedding
+        kept[-1] += head
+        return kept
+
     def elements(self, layout: Layout, layers: list[range], rank: int) -> int:
         """Parameters of a pipeline rank; the table counts on the first and on the last one."""
         config, t = self.model.config, layout.tensor
         table = -(-self.model.vocab_size // t) * config.hidden
         count = sum(map(len, layers[rank :: layout.pipeline])) * layer_elements(self.model, t)
         if rank == 0:
-            count += table
-            if config.positions == "learned":
-                count += config.seq_length * config.hidden
-        if rank == layout.pipeline - 1 and not (rank == 0 and config.tie_embeddings):
-            count += table
+            count += table + costs.embedding_parameters(config)
+        if rank == layout.pipeline - 1:
+            count += costs.head_parameters(config)
+            count += -(-costs.output_biases(config, self.model.vocab_size) // t)
+            if not (rank == 0 and config.tie_embeddings):
+                count += table
         return count
 
     def _of_microbatch(

@@ -52,6 +52,7 @@ class LayerTimes:
         config, t = model.config, layout.tensor
         self.e, self.g = machine.element_bytes, self.software.gradient_bytes
         self.tokens = config.seq_length * layout.micro_size
+        self.predicted = config.predictions() * layout.micro_size
         self.local_tokens = self.tokens // (t if layout.sequence_parallel else 1)
         self.group = Group(t, min(t, machine.cluster.node.devices))
         self.heads = config.heads // t
@@ -153,14 +154,14 @@ class LayerTimes:
         merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
         activation = self._activation((2 * self.gates + 1) * e, backward=True)
         residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0
-        linears = sum(self._linear_backward(w) for w in self.linears)
+        linears = sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
         return Seconds(compute, self._backward_messages_s())
 
-    def _linear_backward(self, weight: Linear) -> float:
+    def _linear_backward(self, weight: Linear, tokens: int) -> float:
         """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
-        t, gemm = self.tokens, self.machine.gemm_s
+        t, gemm = tokens, self.machine.gemm_s
         products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
         added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
         adds_s = self._stream(added)
@@ -217,24 +218,24 @@ class LayerTimes:
         """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
         their sum, their quotient. Three numbers per token are summed over the tensor axis."""
         columns, e = self.table_elements // self.model.hidden, self.e
-        logits = self.tokens * columns
+        logits = self.predicted * columns
         norm = self._norm(2 * e)
-        product = self.machine.gemm_s(self.tokens, columns, self.model.hidden)
+        product = self.machine.gemm_s(self.predicted, columns, self.model.hidden)
         w = max(e, WIDE_BYTES)
         sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
         loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
-        small = 3 * self.machine.all_reduce_s(self.tokens * w, self.group)
+        small = 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
         gathered = self._gather_s if self.layout.sequence_parallel else 0.0
         return Seconds(norm + product + loss, small + gathered)
 
     @cached_property
     def head_backward(self) -> Seconds:
         columns, e = self.table_elements // self.model.hidden, self.e
-        logits = self.tokens * columns
+        logits = self.predicted * columns
         norm = self._norm(5 * e, backward=True)
         w = max(e, WIDE_BYTES)
         sizes = (2 * w, *((e + w,) if e != w else ()))
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
-        linear = self._linear_backward(Linear(self.model.hidden, columns))
+        linear = self._linear_backward(Linear(self.model.hidden, columns), self.predicted)
         return Seconds(norm + loss + linear, self._sum_s)

@@ -1,4 +1,4 @@
-"""What a rank keeps in memory: an inventory of tensors, item by item.
+"""What a rank keeps of activations: an inventory of tensors, item by item.
 
 The tables list what the backward pass of one microbatch needs, as autograd keeps it for the code in
 `ptdmpi.model`, and, for comparison, for the layer of Korthikanti et al. 2022 (arXiv 2205.05198).
@@ -61,6 +61,11 @@ class Sizes:
         """Positions of this rank between the blocks: s b, or s b / t under sequence parallelism."""
         parallel = self.config.parallel
         return self.tokens // (parallel.tensor if parallel.sequence_parallel else 1)
+
+    @property
+    def predicted(self) -> int:
+        """Positions of a microbatch whose tokens are asked for: s b, or the masked ones."""
+        return self.config.model.predictions() * self.config.batch.micro_size
 
     @property
     def compute_bytes(self) -> int:
@@ -126,9 +131,11 @@ def layer_activations(sizes: Sizes, mode: str) -> list[Item]:
     ffn = sizes.tokens * sizes.share(model.ffn_hidden)
     gates = 2 if model.activation == "swiglu" else 1
     mask = [local] if model.dropout > 0.0 else []
+    # the input of the layer is all that full recomputation keeps
+    first = {"pre": ("full", "selective"), "post": ("selective", "full")}[model.block_norm]
     return [
-        *_norm(sizes, "attention_norm", "full"),
-        Item("attention.qkv.input", local, c),
+        *_norm(sizes, "attention_norm", first[0]),
+        Item("attention.qkv.input", local, c, first[1]),
         *_attention_core(sizes, mode),
         Item("attention.out.input", sizes.tokens * sizes.share(model.hidden), c),
         *(Item("attention.mask", size, 1) for size in mask),
@@ -140,13 +147,16 @@ def layer_activations(sizes: Sizes, mode: str) -> list[Item]:
     ]
 
 
-def _norm(sizes: Sizes, name: str, kept_up_to: str = "selective") -> Iterator[Item]:
-    model, local = sizes.config.model, sizes.local_tokens
-    yield Item(f"{name}.input", local * model.hidden, sizes.compute_bytes, kept_up_to)
+def _norm(
+    sizes: Sizes, name: str, kept_up_to: str = "selective", rows: int | None = None
+) -> Iterator[Item]:
+    """Of `rows` positions; None: of those that this rank has between the blocks."""
+    model, rows = sizes.config.model, sizes.local_tokens if rows is None else rows
+    yield Item(f"{name}.input", rows * model.hidden, sizes.compute_bytes, kept_up_to)
     if model.norm == "layernorm":
-        yield Item(f"{name}.statistics", 2 * local, sizes.compute_bytes)  # mean, 1 / deviation
+        yield Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)  # mean, 1 / deviation
     else:
-        yield Item(f"{name}.statistics", local, sizes.wide_bytes)  # 1 / root mean square
+        yield Item(f"{name}.statistics", rows, sizes.wide_bytes)  # 1 / root mean square
 
 
 def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
@@ -166,7 +176,8 @@ def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item("attention.query_key_value.copy", size, sizes.operand_bytes, "none")
     if explicit:
         scores = rows * model.seq_length
-        yield Item("attention.future", model.seq_length**2, 1, "none")
+        if model.attention == "causal":
+            yield Item("attention.future", model.seq_length**2, 1, "none")
         yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
         yield Item("attention.softmax.mask", scores, 1, "none")
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
@@ -181,6 +192,8 @@ def embedding_activations(sizes: Sizes) -> list[Item]:
     if sizes.config.parallel.tensor > 1:
         items.append(Item("embedding.ids", sizes.tokens, 8))
         items.append(Item("embedding.elsewhere", sizes.tokens, 1))
+    if sizes.config.model.embedding_norm:
+        items += _norm(sizes, "embedding.norm")
     if sizes.config.model.dropout > 0.0:
         items.append(Item("embedding.mask", sizes.local_tokens * sizes.config.model.hidden, 1))
     return items
@@ -188,15 +201,30 @@ def embedding_activations(sizes: Sizes) -> list[Item]:
 
 def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
     """Final norm, output head and cross-entropy."""
-    local = sizes.local_tokens * sizes.config.model.hidden
-    logits = sizes.tokens * sizes.share(vocab_size)
+    model, c = sizes.config.model, sizes.compute_bytes
+    local = sizes.local_tokens * model.hidden
+    logits = sizes.predicted * sizes.share(vocab_size)
     return [
-        *_norm(sizes, "final_norm"),
-        Item("head.input", local, sizes.compute_bytes),
+        *(_norm(sizes, "final_norm") if model.block_norm == "pre" else ()),
+        *(_masked_head(sizes) if model.masked else [Item("head.input", local, c)]),
         Item("loss.probabilities", logits, sizes.wide_bytes),
-        Item("loss.labels", sizes.tokens, 8),
-        Item("loss.here", sizes.tokens, 1),
+        Item("loss.labels", sizes.predicted, 8),
+        Item("loss.here", sizes.predicted, 1),
     ]
+
+
+def _masked_head(sizes: Sizes) -> Iterator[Item]:
+    """What is kept of the masked positions, and of the first one of each sample."""
+    model, c = sizes.config.model, sizes.compute_bytes
+    b, hidden = sizes.config.batch.micro_size, sizes.predicted * model.hidden
+    yield Item("head.positions", sizes.predicted + b, 8)
+    yield Item("head.selected", hidden + b * model.hidden, c)
+    if model.output_head == "mlm":
+        yield Item("mlm.activation.input", hidden, c)
+        yield from _norm(sizes, "mlm.norm", rows=sizes.predicted)
+        yield Item("head.input", hidden, c)
+    if model.sentence_order:
+        yield Item("sentence.order.input", b * model.hidden, c)
 
 
 def stage_activations(sizes: Sizes, vocab_size: int, layers: range) -> list[Item]:
@@ -224,7 +252,7 @@ def backward_working_bytes(sizes: Sizes, vocab_size: int, layers: range) -> int:
     most = freed = 0
     if layers.stop == sizes.config.model.layers:
         freed = total_bytes(head_activations(sizes, vocab_size))
-        logits = sizes.tokens * sizes.share(vocab_size)
+        logits = sizes.predicted * sizes.share(vocab_size)
         # The gradient takes the place of the probabilities. For a half type it is converted beside
         # them, and the head's products may widen it once more.
         half = sizes.compute_bytes < sizes.wide_bytes
@@ -337,49 +365,3 @@ def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> 
     behind = any(stage + 1 < parallel.pipeline * parallel.virtual for stage in stages)
     boundary = sizes.local_tokens * config.model.hidden * sizes.compute_bytes
     return peak + 2 * boundary * (before + behind)
-
-
-def _layer_parameters(sizes: Sizes) -> int:
-    """Of one layer on one tensor rank; norms and the biases behind a sum stand on every rank."""
-    model = sizes.config.model
-    h, query = model.hidden, sizes.share(model.hidden)
-    key_value = sizes.share(model.kv_heads * model.head_size)
-    ffn = sizes.share(model.ffn_hidden)
-    up = (2 if model.activation == "swiglu" else 1) * ffn
-    weights = h * (query + 2 * key_value) + query * h + h * up + ffn * h
-    biases = query + 2 * key_value + h + up + h
-    return weights + biases * model.bias + 2 * _norm_parameters(sizes)
-
-
-def _norm_parameters(sizes: Sizes) -> int:
-    model = sizes.config.model
-    return (2 if model.norm == "layernorm" else 1) * model.hidden
-
-
-def state_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> list[Item]:
-    """Weights, master weights, gradients and AdamW's moments of one rank.
-
-    The buffers' alignment is left out. A tied head on the rank of the embedding has no weights of
-    its own but gradients. Where compute and master type agree there is one set of weights.
-    """
-    model, wide = sizes.config.model, sizes.wide_bytes
-    stages = stages_of(sizes.config, vocab_size, pipeline_rank).values()
-    table = sizes.share(vocab_size) * model.hidden
-    first = any(layers.start == 0 for layers in stages)
-    last = any(layers.stop == model.layers for layers in stages)
-    count = sum(map(len, stages)) * _layer_parameters(sizes)
-    if first:
-        count += table + (model.seq_length * model.hidden if model.positions == "learned" else 0)
-    if last:
-        count += _norm_parameters(sizes)
-    shared = table if first and last and model.tie_embeddings else 0
-    if last and not shared:
-        count += table
-    items = [] if sizes.compute_bytes == wide else [Item("weights", count, sizes.compute_bytes)]
-    return [
-        *items,
-        Item("master_weights", count, wide),
-        Item("gradients", count + shared, wide),
-        Item("first_moments", count, wide),
-        Item("second_moments", count, wide),
-    ]

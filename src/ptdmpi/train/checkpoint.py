@@ -13,6 +13,7 @@ the messages of a step meet no others.
 
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -72,6 +73,9 @@ class Checkpoints:
         self.directory, self.engine, self.config = directory, engine, config
         self.world = engine.axes.world
         self.damaged: list[str] = []  # names of checkpoints that were stepped over
+        # what the first save has to do with checkpoints that the run does not come from
+        self._branch: Callable[[], None] | None = None
+        self.followed: Path | None = None  # by an earlier start, which this one goes on from
         self.parts = list(share(engine))
         mine = sum(part.elements for part in self.parts) * engine.buffer.master.element_size()
         self.state_bytes = sum(self.world.all_gather_object(mine))
@@ -91,9 +95,7 @@ class Checkpoints:
         done = self.finish()
         begin = time.perf_counter()
         try:
-            temporary = on_root(
-                self.world, lambda: files.prepare(self.directory, step, self.state_bytes)
-            )
+            temporary = on_root(self.world, lambda: self._prepare(step))
         except SharedInputError as error:
             raise self._failure(step, str(error)) from None
         blocks = self._blocks()
@@ -103,6 +105,15 @@ class Checkpoints:
         self._flight = _Flight(temporary, self._progress(step), since, writing)
         self._flight.stall_s = time.perf_counter() - begin
         return done if self.config.asynchronous else [*done, *self.finish()]
+
+    def _prepare(self, step: int) -> Path:
+        """Rank 0: where to write. Only now others are set aside: a start that saves nothing leaves
+        a run as it was."""
+        temporary = files.prepare(self.directory, step, self.state_bytes)
+        if self._branch is not None:
+            self._branch()
+            self._branch = None
+        return temporary
 
     def poll(self) -> list[Saved]:
         """Bring on a save under way without waiting for the disk; returns it when it is complete.
@@ -189,7 +200,8 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
         """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
-        files.write_manifest(flight.temporary, asdict(flight.progress), written)
+        model = self.engine.config.model.model_dump()
+        files.write_manifest(flight.temporary, asdict(flight.progress), model, written)
         files.publish(flight.temporary, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every
@@ -225,20 +237,26 @@ class Checkpoints:
 
     def resume(self, wanted: str) -> tuple[Progress | None, list[str]]:
         """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
-        "never" nothing, else the checkpoint of that path. Returns also what was stepped over.
+        "never" nothing, else the checkpoint of that path, or, where an earlier start has gone on
+        from that one, the newest. Returns also what was stepped over.
 
         Raises InputError if a named checkpoint cannot be used, if one does not fit the model or
         the run's sample order, or if all are damaged: to begin anew would bury what can perhaps be
         mended.
         """
         if wanted == "never":
+            self._branch = partial(files.branch, self.directory, None)
             return None, []
+        if wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
+            self.followed, wanted = Path(wanted), "auto"
         skipped: list[str] = []
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
             loaded = load(self.engine, candidate)
             if isinstance(loaded, Progress):
                 if wanted == "auto":
                     self._require_same_samples(candidate, loaded)
+                else:
+                    self._branch = partial(files.branch, self.directory, candidate)
                 return loaded, skipped
             skipped.append(f"{candidate}: {loaded}")
             self.damaged += [candidate.name] if wanted == "auto" else []
@@ -250,6 +268,10 @@ class Checkpoints:
                 'checkpoint.resume = "never" begins anew'
             )
         return None, []
+
+    def _went_on_from(self, wanted: str) -> bool:
+        """The command of a batch job stays the same when it is started again: then it goes on."""
+        return files.went_on_from(self.directory, files.named(Path(wanted)))
 
     def begin_from(self, path: Path) -> str:
         """Load the weights of the newest complete checkpoint that `path` names, and nothing else of

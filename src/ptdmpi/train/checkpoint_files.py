@@ -5,6 +5,8 @@
     checkpoints/step-00000200.tmp        being written, or left by a crash
     checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
     checkpoints/step-00000100.damaged    the same, for one that was found damaged
+    checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
+    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
 
 A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and goes by one:
 no crash leaves an incomplete checkpoint under such a name.
@@ -26,6 +28,7 @@ from ptdmpi.train.checkpoint_data import TYPE_NAMES
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LATEST = "latest"
+BRANCHED_FROM = "branched_from"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    return re.fullmatch(r"step-\d{8}", name) is not None
+    return re.fullmatch(r"step-\d{8,}", name) is not None
 
 
 def step_of(directory: Path) -> int:
@@ -56,21 +59,27 @@ def checkpoints_in(directory: Path) -> list[Path]:
     """The checkpoints of a run in ascending order of steps, whether or not they can be read."""
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if is_name(path.name))
+    return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
 
 
 def named(path: Path) -> Path:
-    """The checkpoint that a user names: itself, or through the file `latest`."""
+    """The checkpoint that a user names: itself, or through the file `latest`. Raises InputError."""
     if path.is_file() and path.name == LATEST:
-        return path.parent / path.read_text(encoding="utf-8").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if not is_name(name):
+            raise InputError(f"{path} names no checkpoint: it has {name!r}")
+        return path.parent / name
     return path
 
 
 # -- the manifest ----------------------------------------------------------------------------------
 
 
-def write_manifest(directory: Path, progress: dict[str, Any], written: list[dict]) -> None:
-    """Write and sync the manifest over the files of all ranks, as `write` gave them.
+def write_manifest(
+    directory: Path, progress: dict[str, Any], model: dict[str, Any], written: list[dict]
+) -> None:
+    """Write and sync the manifest over the files of all ranks, as `write` gave them; `model` is the
+    section [model] that they are weights of.
 
     Raises InputError where a file is not seen from here.
     """
@@ -93,6 +102,7 @@ def write_manifest(directory: Path, progress: dict[str, Any], written: list[dict
     manifest = {
         "format_version": FORMAT_VERSION,
         "progress": progress,
+        "model": model,
         "files": files,
         "tensors": dict(sorted(tensors.items())),
     }
@@ -166,7 +176,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what crashes and failed saves have left. Not while a save is under way."""
-    for leftover in directory.glob("step-????????.tmp"):
+    for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
 
@@ -190,7 +200,7 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     final = temporary.with_suffix("")
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
-        final.rename(_free_name(final) if final.name in damaged else replaced)
+        final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
     temporary.rename(final)
     sync(final.parent)
     draft = final.with_name(LATEST + ".tmp")
@@ -202,9 +212,38 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     return final
 
 
+def branch(directory: Path, source: Path | None) -> None:
+    """The run has not come from all that is here: set the others aside, and remember the source.
+
+    They would be the newest ones by their steps, and the next start would go on from them. Kept are
+    those before a source that is here itself; `None`: the run was begun anew.
+    """
+    own = source is not None and source.parent.resolve() == directory.resolve()
+    last = step_of(source) if own else -1
+    for path in checkpoints_in(directory):
+        if step_of(path) > last:
+            path.rename(_free_name(path, "abandoned"))
+    marker = directory / BRANCHED_FROM
+    if source is None:
+        marker.unlink(missing_ok=True)
+    else:
+        write_synced(marker, f"{source.resolve()}\n")
+    sync(directory)
+
+
+def went_on_from(directory: Path, source: Path) -> bool:
+    """Whether the run has branched from this checkpoint before, and saved since."""
+    marker = directory / BRANCHED_FROM
+    if not marker.is_file() or marker.read_text(encoding="utf-8").strip() != str(source.resolve()):
+        return False
+    own = source.parent.resolve() == directory.resolve()
+    newest = max(map(step_of, checkpoints_in(directory)), default=-1)
+    return newest > (step_of(source) if own else -1)
+
+
 def put_back(directory: Path) -> None:
     """Undo a replacement that a crash cut in two."""
-    for replaced in directory.glob("step-????????.replaced"):
+    for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):
             discard(replaced)
@@ -245,8 +284,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _free_name(final: Path) -> Path:
-    names = [final.with_name(f"{final.name}.damaged{number}") for number in ("", *range(2, 100))]
+def _free_name(final: Path, why: str) -> Path:
+    names = (final.with_name(f"{final.name}.{why}{number}") for number in ("", *range(2, 10000)))
     return next(name for name in names if not os.path.lexists(name))
 
 

@@ -17,6 +17,8 @@ from ptdmpi.train.checkpoint_share import KINDS, tensor_of
 from ptdmpi.train.engine import Engine
 
 T = TypeVar("T")
+# of a model, between one start of a run and the next
+FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
 
 
 class HoldsWeights(Protocol):
@@ -49,12 +51,26 @@ def load(engine: Engine, directory: Path) -> Progress | str:
     manifest = load_tensors(engine, directory, KINDS)
     if isinstance(manifest, str):
         return manifest
+    _require_same_model(engine, directory, manifest)
     progress = Progress(**manifest["progress"])
     engine.optimizer.updates = progress.updates
     if engine.loss_scale.dynamic:
         engine.loss_scale.value = progress.loss_scale
         engine.loss_scale.good_steps = progress.good_steps
     return progress
+
+
+def _require_same_model(engine: Engine, directory: Path, manifest: dict[str, Any]) -> None:
+    """The shapes fit; but other heads or another activation make another function of them."""
+    here = engine.config.model.model_dump(exclude=FREE_TO_CHANGE)
+    for key, value in here.items():
+        stored = manifest["model"].get(key, value)
+        if stored != value:
+            raise SharedInputError(
+                f"checkpoint {directory}: it was trained with model.{key} = {stored}, this run has "
+                f"{value}; legal: the value of before, or checkpoint.initial to begin from its "
+                "weights"
+            )
 
 
 def load_tensors(

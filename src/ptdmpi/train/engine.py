@@ -133,14 +133,18 @@ class Engine:
 
         Returns what happened when, and the valid tokens of the global batch.
         """
-        valid = self._valid_tokens(batches)
+        valid = self._valid_tokens(batches) or 1.0
+        orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
         for stage in self.stages.values():
-            stage.begin_step(step, list(batches), self.loss_scale.value / valid)
+            # the step's loss is the mean over tokens plus the mean over sentence orders
+            order_weight = valid / orders if orders else 0.0
+            stage.begin_step(step, list(batches), self.loss_scale.value / valid, order_weight)
         return self.runner.run(self.schedule, self.program), valid
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """(summed loss in nats, valid tokens) of all data ranks' `batches`; equal on all ranks."""
+        """(summed loss in nats, valid tokens) of all data ranks' `batches`; equal on all ranks.
+        Of tokens alone, so that its exponential is a perplexity: no sentence orders."""
         schedule = schedules.build(
             "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
         )
@@ -156,6 +160,13 @@ class Engine:
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
         )
+        return sum(self.axes.data.all_gather_object(mine))
+
+    def _valid_orders(self, batches: Sequence[Batch]) -> int:
+        """Samples of the global batch that have a sentence order."""
+        if not self.config.model.sentence_order:
+            return 0
+        mine = sum(int((batch.order >= 0).sum()) for batch in batches)
         return sum(self.axes.data.all_gather_object(mine))
 
     def _loss(self, valid: float) -> float:

@@ -1,15 +1,20 @@
 """From datasets on disk to microbatches on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import torch
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
+from ptdmpi.data.documents import FormedBatches, Locate, Windows, with_documents
+from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shards import Dataset
+from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 
 # Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
@@ -23,7 +28,12 @@ class Feed:
         self.config, self.axes, self.device = config, axes, device
         self.train, self.valid = open_datasets(config)
         self.vocab_size = self.train[0].vocab_size
+        self.masked: MaskedSamples | None = None
+        if config.model.masked:
+            self.masked = masked_samples(config, self.train[0])
+            self.vocab_size = self.masked.vocabulary.size
         self.order = sample_order(config, self.train)
+        self.length = config.model.text_length
 
     def steps(self, first: int) -> Prefetcher:
         """Microbatches of step `first` and the following ones, read ahead by a thread."""
@@ -31,28 +41,48 @@ class Feed:
         batches = TrainBatches(
             self.train,
             self.order,
-            config.model.seq_length,
+            self.length,
             config.batch.global_size,
             config.batch.micro_size,
             data.rank,
             data.size,
         )
-        return Prefetcher(batches, first, config.run.steps)
+        formed = FormedBatches(batches, self._form(self.train, self.order.locate))
+        return Prefetcher(formed, first, config.run.steps)
+
+    def _form(
+        self, datasets: list[Dataset], locate: Locate
+    ) -> Callable[[Microbatch], Microbatch]:
+        """What makes samples of windows of tokens."""
+        windows = Windows(datasets, locate, self.length)
+        if self.masked is not None:
+            return partial(self.masked, windows)
+        if self.config.data.document_boundaries:
+            return partial(with_documents, windows)
+        return lambda microbatch: microbatch
 
     def place(self, microbatches: list[Microbatch]) -> list[Batch]:
         """As tensors on the device, sequence first."""
         return [self._batch(microbatch) for microbatch in microbatches]
 
     def _batch(self, microbatch: Microbatch) -> Batch:
-        def sequence_first(array) -> torch.Tensor:
+        def sequence_first(array: np.ndarray | None) -> torch.Tensor | None:
+            if array is None:
+                return None
             return torch.from_numpy(array).t().contiguous().to(self.device)
 
-        mask = microbatch.loss_mask
+        documents = microbatch.documents
+        if documents is not None:
+            documents = Documents.of(torch.from_numpy(documents), self.device)
         return Batch(
             inputs=sequence_first(microbatch.inputs),
             labels=sequence_first(microbatch.labels),
-            weights=None if mask is None else sequence_first(mask),
+            weights=sequence_first(microbatch.loss_mask),
             samples=torch.from_numpy(microbatch.sample_ids).to(self.device),
+            documents=documents,
+            masked=sequence_first(microbatch.masked),
+            types=sequence_first(microbatch.types),
+            order=sequence_first(microbatch.order),
         )
 
     def drawn(self, steps: int) -> dict[str, list[float]]:
@@ -68,9 +98,10 @@ class Feed:
         data = self.axes.data
         for number, dataset in enumerate(self.valid):
             batches = self._validation(dataset, self.config.batch.micro_size, data.rank, data.size)
+            form = self._form([dataset], partial(_first_samples, batches.samples))
             group: list[Microbatch] = []
             for microbatch in batches.microbatches():
-                group.append(microbatch)
+                group.append(form(microbatch))
                 if len(group) == VALIDATION_GROUP:
                     yield number, group
                     group = []
@@ -80,9 +111,9 @@ class Feed:
     def _validation(
         self, dataset: Dataset, micro_size: int, data_rank: int, data_size: int
     ) -> ValidationBatches:
-        samples, seq_length = self.config.log.validate_samples, self.config.model.seq_length
+        samples, length = self.config.log.validate_samples, self.length
         most = None if samples == "all" else samples
-        return ValidationBatches(dataset, seq_length, micro_size, data_rank, data_size, most)
+        return ValidationBatches(dataset, length, micro_size, data_rank, data_size, most)
 
     def bigram_loss(self) -> float:
         """Nats per token of a bigram model of the training shards on the validation samples.
@@ -117,14 +148,25 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        dataset.samples(config.model.seq_length)  # refuses a corpus shorter than one sequence
+        dataset.samples(config.model.text_length)  # refuses a corpus shorter than one sequence
+    if config.model.masked:
+        masked_samples(config, train[0])  # refuses a tokenizer that does not tell words apart
     return train, valid
+
+
+def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
+    return MaskedSamples(config.model, config.data, dataset, config.run.seed)
+
+
+def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the samples of a validation stand; rows beyond the last sample repeat it."""
+    return np.zeros_like(ids), np.minimum(ids, count - 1)
 
 
 def sample_order(config: Config, train: list[Dataset]) -> SampleOrder:
     """The order of all training samples. Raises InputError if the run would exceed an `epochs`."""
     parts = [
-        Part(dataset.samples(config.model.seq_length), part.weight, part.epochs)
+        Part(dataset.samples(config.model.text_length), part.weight, part.epochs)
         for dataset, part in zip(train, config.data.train, strict=True)
     ]
     order = SampleOrder(parts, config.run.seed)

@@ -21,13 +21,15 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.plan.simulate import COMPUTE_KINDS
+from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
+from ptdmpi.train.lock import RunLock
 from ptdmpi.train.meter import (
     Rates,
     RunDirectory,
@@ -37,13 +39,12 @@ from ptdmpi.train.meter import (
     validation_record,
 )
 from ptdmpi.train.nonfinite import Skips
+from ptdmpi.train.recent import RecentSteps
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.stopwatch import Place, Stopwatch
 from ptdmpi.train.watch import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
 from ptdmpi.train.whereabouts import Ranks, slow_ranks
 
-# The timeline that is kept is that of the step of median duration among the last ones.
-TIMELINE_STEPS = 20
 # A rank is slow if its own work takes so many times that of the others; told once in a while.
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0
@@ -67,13 +68,14 @@ class Loop:
         self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
+        self.lock: RunLock | None = None
         self.place = Place()
         hosts = [place.host for place in world.places]
         self.ranks = Ranks(self.axes.grid, hosts)
         self.requests = Requests(signals, self.path, hosts, config.run.max_minutes)
         self.judge = Judge(self.ranks, config.run.stall_s, self.say) if world.rank == 0 else None
         self.heartbeat = Heartbeat(
-            self.axes, self.ranks, self.place, signals, self.path, self.judge
+            self.axes, self.ranks, self.place, signals, self.path, self.judge, config.run.stall_s
         )
         if not self.heartbeat.start():
             self.say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
@@ -81,13 +83,17 @@ class Loop:
         try:
             self._set_up(handover)
         except Exception:
-            self.heartbeat.close()  # nobody else knows of it
+            self.heartbeat.close()  # nobody else knows of these two
+            self._let_go()
             raise
 
     def _set_up(self, handover: Handover | None) -> None:
         config, world = self.config, self.world
+        world.on_root(self._take_lock)
         self.feed = Feed(config, self.axes, self.device)
-        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
+        self.memory = Memory(config, self.feed.vocab_size, world, self.device)
+        with self.memory.explained():
+            self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
         self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
         start = handover or Handover(config.checkpoint.resume)
@@ -107,7 +113,7 @@ class Loop:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
-        self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
+        self.recent = RecentSteps(self.axes)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
         # there the system's scheduler makes ranks slow, now this one and now that
@@ -148,16 +154,25 @@ class Loop:
                 result, batches, elapsed = self._step(step, feed)
                 self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
                 self._conclude(self.completed, batches)
-        self._keep_timeline()
+        self.recent.keep(self.path / "timeline", steps, self.say)
         self.place.enter("ending")
         self.heartbeat.finish()
-        if self.directory:
-            self.directory.finish(steps)
+        self.world.on_root(lambda: self.directory.finish(steps))
+
+    def _take_lock(self) -> None:
+        """Rank 0 alone. Before anything is read: what another run is writing now may be gone."""
+        self.lock = RunLock(self.path, lambda line: print(line, flush=True))
 
     def close(self) -> None:
         """End all threads without the other ranks, of which some may be lost."""
         self.heartbeat.close()
         self.checkpoints.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+            self.lock = None
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.place.step = step + 1
@@ -165,9 +180,12 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        result = self.engine.step(step, batches)
+        with self.memory.explained():
+            result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.recent.append((elapsed, watch.spans + result.spans))
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        tensor_s = computed - result.compute_s
+        self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
@@ -217,7 +235,9 @@ class Loop:
             return
         if self.directory:
             self.requests.obeyed("STOP")
-        self.say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
+        anew = self.config.checkpoint.resume == "never"
+        then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.say(f"{asked.stop}: stopped on request after step {step}; {then}")
         self.place.enter("ending")
         self.heartbeat.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -242,6 +262,7 @@ class Loop:
             peak_memory_bytes=memory,
             rank_count=self.world.size,
             layout=layout_name(config),
+            vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
@@ -290,22 +311,6 @@ class Loop:
         self.place.enter("training")
         return asked
 
-    def _keep_timeline(self) -> None:
-        """Write the measured timeline of one step, of all ranks of one pipeline."""
-        if not self.recent:
-            return
-        times = [elapsed for elapsed, _ in self.recent]
-        place = times.index(statistics.median_low(times))
-        place = self.axes.world.broadcast_object(place)
-        here = self.axes.coordinates
-        parts = self.axes.pipeline.all_gather_object(self.recent[place][1])
-        if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
-            step = self.config.run.steps - len(self.recent) + place + 1
-            spans = tuple(span for part in parts for span in part)
-            path = self.path / "timeline" / f"step-{step:08d}.json"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(Timeline(spans, f"measured, step {step}").to_json(), encoding="utf-8")
-
     def _peak(self) -> float:
         precision = self.config.precision.compute
         mine = peak_flops(self.device, PRECISIONS[precision].compute, precision)
@@ -321,8 +326,12 @@ class Loop:
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
-        if self.first:
-            self.say(f"resumed after step {self.first}")
+        if self.first > config.run.steps:
+            self.say(f"step {self.first} was trained before; run.steps = {config.run.steps}")
+        elif self.first:
+            followed = self.checkpoints.followed
+            again = f", for checkpoint.resume = {followed} was followed before" if followed else ""
+            self.say(f"resumed after step {self.first}{again}")
         elif self.begun_from:
             self.say(f"begins from the weights of {self.begun_from}")
         if world.tensor_axis_crosses_nodes(self.axes.grid):

@@ -113,9 +113,16 @@ class RunDirectory:
     def finish(self, steps: int) -> None:
         """Say in the file `done` that the whole run is complete: the last thing that is written.
 
-        A launcher can end with code 0 although it lost a node; this file is what counts.
+        A launcher can end with code 0 although it lost a node; this file is what counts. Raises
+        InputError if it cannot be written.
         """
-        _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
+        try:
+            _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"{self.path / 'done'} cannot be written: {error.strerror}; all steps are trained "
+                "and saved: the same command ends the run when there is space"
+            ) from None
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -151,8 +158,12 @@ def _until(line: bytes, step: int) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def validation_record(

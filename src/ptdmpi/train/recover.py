@@ -156,9 +156,8 @@ class Survivors:
         asked = (report.asked for report in reports)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
         resume = self.config.checkpoint.resume
-        saved = [report.saved for report in reports if report.saved]
-        if resume != "auto" and saved:  # what the run itself has saved is newer
-            resume = max(saved)[1]
+        if any(report.saved for report in reports):  # what the run itself has saved is newer
+            resume = "auto"
         if step is None:
             return Handover(resume)
         source = next(source for source, target in ways if target == self.world.rank)

@@ -1,8 +1,10 @@
 """After the run: what a run directory says, as a table, pictures and a trace."""
 
+import contextlib
 import json
 import statistics
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +62,15 @@ def read(path: Path) -> Run:
     """The run of directory `path`. Raises InputError if it holds none."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(
             f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    timelines = sorted((path / "timeline").glob("step-????????.json"))
+    except ValueError as error:
+        raise InputError(f"{path}: config.toml or metrics.jsonl is damaged: {error}") from None
+    records = list(_records(lines))
+    timelines = sorted((path / "timeline").glob("step-*.json"))
     return Run(
         path,
         config,
@@ -74,6 +78,13 @@ def read(path: Path) -> Run:
         [record for record in records if "validation_loss" in record],
         Timeline.from_json(timelines[-1].read_text(encoding="utf-8")) if timelines else None,
     )
+
+
+def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Without those that a crash has torn; a resumed run drops them, too."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def planned(run: Run) -> Timeline:
@@ -143,7 +154,7 @@ def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
-        if key == "step_shares":
+        if key in ("step_shares", "comparison"):
             continue
         if key == "drawn":
             rows += [
@@ -179,13 +190,15 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def write(run: Run) -> list[Path]:
-    """Draw the pictures and the trace into the run directory; returns their paths."""
+def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
+    """Draw the pictures and the trace into the run directory; returns their paths. `foreseen`, if
+    there is one, is drawn above what was measured."""
     paths = [run.path / "loss.png"]
     loss_curve(run, paths[0])
     if run.measured:
         paths += [run.path / "timeline.png", run.path / "trace.json"]
-        draw.figure([planned(run), compute_window(run.measured)], paths[1])
+        above = [] if foreseen is None else [compute_window(foreseen)]
+        draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
         draw.chrome_trace(run.measured, paths[2])
     return paths
 

@@ -1,0 +1,38 @@
+"""Shards of bytes, document by document, for tests that must know the text."""
+
+import hashlib
+import random
+from pathlib import Path
+
+import numpy as np
+
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset
+
+WORDS = ("one", "two_2", "hundred", "of", "a", "thousand", "ships", "\u00e9t\u00e9", "sailed")
+END, VOCAB_SIZE = 256, 257
+
+
+def text(length: int, seed: int) -> str:
+    """Words, blanks and commas of at least `length` characters."""
+    chosen = random.Random(seed)
+    parts: list[str] = []
+    while sum(map(len, parts)) < length:
+        parts += [chosen.choice(WORDS), chosen.choice([" ", " ", ", "])]
+    return "".join(parts)
+
+
+def tokens_of(document: str) -> np.ndarray:
+    return np.array([*document.encode(), END])
+
+
+def byte_shards(folder: Path, shards: list[list[str]], tokenizer: str = "bytes") -> Dataset:
+    """One shard for each list of documents, of single bytes and an end behind each document."""
+    folder.mkdir()
+    digest = hashlib.sha256(tokenizer.encode()).hexdigest()
+    for number, documents in enumerate(shards):
+        ids = [tokens_of(document) for document in documents]
+        path = folder / f"shard-{number:05d}.h5"
+        with ShardWriter(path, tokenizer, digest, VOCAB_SIZE, END) as writer:
+            writer.write(np.concatenate(ids), np.cumsum([len(one) for one in ids]))
+    return Dataset(folder)

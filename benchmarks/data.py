@@ -107,50 +107,55 @@ def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Sid
     return side
 
 
-def reads(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    datasets = [write_dataset(folder / f"reads{n}", 50_000_000, n) for n in range(4)]
-    header = datasets[0].headers[0]
-    plain = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
-    count, samples = datasets[0].samples(SEQ_LENGTH), 20_000
-    picks = np.random.default_rng(0).integers(0, count, samples)
-    for dataset in datasets:
-        dataset.read(np.arange(count), SEQ_LENGTH)  # into the page cache
+def reads(folder: Path, rounds: int) -> None:
+    everything = [write_dataset(folder / f"reads{n}", 50_000_000, n) for n in range(4)]
+    count, samples = everything[0].samples(SEQ_LENGTH), 20_000
+    chance = np.random.default_rng(0)
+    picks = chance.integers(0, count, samples)
+    for dataset in everything:
+        for start in range(0, count, 1000):  # into the page cache
+            dataset.read(np.arange(start, min(start + 1000, count)), SEQ_LENGTH)
 
-    def bare() -> float:
-        starts = (picks * SEQ_LENGTH).tolist()
-        begun = time.perf_counter()
-        for start in starts:
-            plain[start : start + SEQ_LENGTH + 1].astype(np.int64)
-        return samples / (time.perf_counter() - begun)
+    def bare(parts: int) -> Side:
+        headers = [dataset.headers[0] for dataset in everything[:parts]]
+        maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
+        shares = [float(weight) for weight in WEIGHTS[:parts]]
+        files = chance.choice(parts, samples, p=np.array(shares) / sum(shares)).tolist()
+
+        def side() -> float:
+            starts = (picks * SEQ_LENGTH).tolist()
+            begun = time.perf_counter()
+            for file, start in zip(files, starts, strict=True):
+                maps[file][start : start + SEQ_LENGTH + 1].astype(np.int64)
+            return samples / (time.perf_counter() - begun)
+
+        return side
 
     def by_number(group: int) -> Side:
         def side() -> float:
             groups = [picks[n : n + group] for n in range(0, samples, group)]
             begun = time.perf_counter()
             for chosen in groups:
-                rows = datasets[0].read(chosen, SEQ_LENGTH)
+                rows = everything[0].read(chosen, SEQ_LENGTH)
                 assert rows[:, :-1].shape == rows[:, 1:].shape
             return samples / (time.perf_counter() - begun)
 
         return side
 
-    sides: dict[str, Side] = {"np.memmap slice": bare}
-    for parts in (1, 4):
-        what = "a mixture of four" if parts == 4 else "one dataset"
+    for parts, what in ((1, "one dataset"), (4, "a mixture of four")):
+        sides: dict[str, Side] = {"np.memmap slice": bare(parts)}
         order = SampleOrder([Part(count, w) for w in WEIGHTS[:parts]], seed=1)
         for size in (1, 8, 512):
-            batches = TrainBatches(datasets[:parts], order, SEQ_LENGTH, size, 1, 0, 1)
-            name = f"training order, {what}, {size} sample(s) a step"
-            sides[name] = timed_steps(batches, samples, size)
-        batches = TrainBatches(datasets[:parts], order, SEQ_LENGTH, 512, 4, 0, 1)
-        sides[f"training order, {what}, 512 a step, prefetched"] = timed_prefetch(
-            batches, samples, 512
-        )
-    for group in (1, 8, 64):
-        sides[f"Dataset.read of {group} random sample(s)"] = by_number(group)
-    table = compare(sides, "np.memmap slice", rounds)
-    show("reads: samples of 1,024 tokens", "samples/s", table)
-    return table
+            batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, size, 1, 0, 1)
+            sides[f"training order, {size} sample(s) a step"] = timed_steps(batches, samples, size)
+        batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, 512, 4, 0, 1)
+        prefetched = timed_prefetch(batches, samples, 512)
+        sides["training order, 512 samples a step, b = 4, prefetched"] = prefetched
+        if parts == 1:
+            for group in (1, 8, 64):
+                sides[f"Dataset.read of {group} random sample(s)"] = by_number(group)
+        table = compare(sides, "np.memmap slice", rounds)
+        show(f"reads of 1,024 tokens: {what}", "samples/s", table)
 
 
 FIRST_BATCH = """
@@ -190,7 +195,7 @@ def sparse_dataset(directory: Path, tokens: int, shard_tokens: int) -> Path:
     return directory
 
 
-def start(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+def start(folder: Path, rounds: int) -> None:
     cases = {
         "10^8 tokens, 1 shard": (10**8, 10**8),
         "10^10 tokens, 1 shard": (10**10, 10**10),
@@ -220,10 +225,9 @@ def start(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
         sizes = "  ".join(f"{key} {value} MiB" for key, value in memory[name].items())
         middle = statistics.median(measured)
         print(f"  {name:<58} {middle:.2f} s [{min(measured):.2f}, {max(measured):.2f}]  {sizes}")
-    return {name: {"s": statistics.median(times[name]), **memory[name]} for name in commands}
 
 
-def write(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+def write(folder: Path, rounds: int) -> None:
     total = 200 * BLOCK_TOKENS
     tokens = np.random.default_rng(0).integers(0, 50256, total, np.uint16)
     ends = np.append(np.arange(DOCUMENT_TOKENS, BLOCK_TOKENS, DOCUMENT_TOKENS), BLOCK_TOKENS)
@@ -268,17 +272,15 @@ def write(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
     table = compare(sides, "h5py create_dataset(data=...)", rounds)
     show("write: ready token ids to a shard, checked, summed, synced", "tokens/s", table)
     path.unlink()
-    return table
 
 
-def tokenize(folder: Path, rounds: int, tokenizer: Path, text: Path) -> dict[str, dict[str, float]]:
+def tokenize(folder: Path, rounds: int, tokenizer: Path, text: Path) -> None:
     import tokenizers
 
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.encode import EncodeOptions
     from data_prep.launch import Ranks
     from data_prep.text_corpus import TextCorpus, TextOptions
-    from data_prep.vocabulary import load_tokenizer
 
     bare_tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer))
     bare_tokenizer.encode_special_tokens = True
@@ -308,11 +310,9 @@ def tokenize(folder: Path, rounds: int, tokenizer: Path, text: Path) -> dict[str
         assert table["train_tokens"] == tokens
         return tokens / elapsed
 
-    load_tokenizer(str(tokenizer))
     sides = {"bare encode_batch_fast": bare, "ptdmpi-data tokenize --workers 1": ours}
     table = compare(sides, "bare encode_batch_fast", rounds)
     show(f"tokenize: {len(texts):,} documents, {tokens:,} tokens, one core", "tokens/s", table)
-    return table
 
 
 def main() -> None:

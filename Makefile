@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures clean
+.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -75,6 +75,9 @@ validate-plan-here: setup ## predictions for this machine beside measured steps
 
 figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
 	$(BIN)/python -m benchmarks.plan_figures
+
+fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
+	$(BIN)/python -m tests.fuzz
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info

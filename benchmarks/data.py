@@ -281,10 +281,15 @@ def tokenize(folder: Path, rounds: int, tokenizer: Path, text: Path) -> dict[str
     from data_prep.vocabulary import load_tokenizer
 
     bare_tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer))
+    bare_tokenizer.encode_special_tokens = True
     lines = text.read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines if line.strip()]
     groups = [texts[n : n + 256] for n in range(0, len(texts), 256)]
-    tokens = sum(len(e.ids) + 1 for g in groups for e in bare_tokenizer.encode_batch_fast(g))
+    tokens = sum(
+        len(encoding.ids) + 1
+        for group in groups
+        for encoding in bare_tokenizer.encode_batch_fast(group, add_special_tokens=False)
+    )
 
     def bare() -> float:
         begun = time.perf_counter()

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _TEXT_FIELD = click.option(
-    "--text-field", default="text", show_default=True, help="Field of .jsonl lines."
+    "--text-field",
+    default="text",
+    show_default=True,
+    help="Field of .jsonl lines, column of .parquet.",
 )
 _SUFFIX = click.option(
     "--suffix", "suffixes", multiple=True, help="Read files that end so (.py) as .txt."
@@ -88,16 +91,25 @@ def _make_shards(
 def commands() -> None:
     """Prepare training data: files of text become HDF5 token shards.
 
-    INPUTs are .txt files (one document each), .jsonl files (one document a line), either with .gz
-    or .zst, or directories of them.
+    INPUTs are .txt files (one document each), .jsonl files (one document a line), either with .gz,
+    .bz2, .xz or .zst, .parquet files (one document a row), or directories of them.
     """
 
 
 @commands.command()
 @_INPUTS
-@click.option("--tokenizer", required=True, help="'bytes', or a Hugging Face tokenizer.json.")
+@click.option(
+    "--tokenizer",
+    required=True,
+    help="'bytes', a Hugging Face tokenizer.json, a SentencePiece .model, or tiktoken:NAME.",
+)
 @click.option(
     "--workers", type=click.IntRange(1), help="Processes [default: one per core; 1 under MPI]."
+)
+@click.option(
+    "--deduplicate",
+    type=click.Choice(["exact", "near"]),
+    help="Keep the first of documents that are equal, or nearly (MinHash).",
 )
 @_TEXT_FIELD
 @_SUFFIX
@@ -107,6 +119,7 @@ def tokenize(
     inputs: tuple[str, ...],
     suffixes: tuple[str, ...],
     workers: int | None,
+    deduplicate: str | None,
     tokenizer: str,
     text_field: str,
     errors: str,
@@ -117,7 +130,7 @@ def tokenize(
     from data_prep.text_corpus import TextCorpus, TextOptions
 
     encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"])
-    options = TextOptions(inputs, encode, suffixes, workers)
+    options = TextOptions(inputs, encode, suffixes, workers, deduplicate)
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
 
@@ -219,7 +232,7 @@ def _training_texts(
     )
     options = EncodeOptions("", text_field, errors, 0.0)
     nothing = True
-    for task in read_tasks(0, sources, lambda size: None):
+    for task in read_tasks(0, sources, lambda size: None, text_field):
         for piece in read_pieces(task, options):
             if piece.text and document_share(piece.text.encode()) < share:
                 nothing = False

@@ -8,7 +8,7 @@ whoever did the work.
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -63,6 +63,7 @@ class Work:
     first_block: Callable[[int], int]
     cores: int  # that this rank may use
     advance: Callable[[int], object]  # is told the bytes read
+    rank: int = 0
 
 
 class Corpus(Protocol):
@@ -75,6 +76,10 @@ class Corpus(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """What the tokens depend on: files and options."""
+
+    def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        """What must be known of the whole corpus before a block can be encoded: steps that all
+        ranks take together, one after the other, with a folder for what they find out."""
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
         """The blocks of some groups, in order: those before the first that is needed may come."""
@@ -120,19 +125,30 @@ class _Run:
                 with self._writer(group):
                     pass
 
+    @contextmanager
+    def _bar(self, groups: Sequence[int]) -> Iterator[Work]:
+        """The work on some groups, with a progress bar on a terminal."""
+        hidden = True if self._options.quiet or self._ranks.rank else None
+        cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
+        total = sum(self._corpus.group_bytes[group] for group in groups)
+        with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
+            yield Work(groups, self._first_block, cores, bar.update, self._ranks.rank)
+
+    def _mine(self) -> Sequence[int]:
+        return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
+
+    def prepare(self) -> None:
+        """Find out what must be known of the whole corpus."""
+        with self._bar(self._mine()) as work:
+            for step in self._corpus.preparations(work, self.state.folder):
+                _together(self._ranks, step)
+
     def work(self) -> None:
         """Write the groups of this rank that are not complete."""
-        sizes = self._corpus.group_bytes
-        mine = range(self._ranks.rank, len(sizes), self._ranks.size)
-        groups = [group for group in mine if not self.state.load(group).complete]
-        hidden = (
-            True if self._options.quiet or self._ranks.rank else None
-        )  # None: shown on a terminal
-        cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
-        total = sum(sizes[group] for group in groups)
+        groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
-            with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
-                self._write_groups(Work(groups, self._first_block, cores, bar.update))
+            with self._bar(groups) as work:
+                self._write_groups(work)
         except Exception:
             self.state.mark_failed()
             raise
@@ -179,6 +195,7 @@ def make_shards(
     done = ranks.allgather(_together(ranks, run.begin))[0]
     if done is None:
         try:
+            run.prepare()
             _together(ranks, run.work)
             done = ranks.allgather(_together(ranks, run.finish))[0]
         except BaseException:

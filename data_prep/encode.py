@@ -6,15 +6,16 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 
-from data_prep.sources import JSONL, Chunk, Task, document_share, split_document
+from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_document
 from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
@@ -57,6 +58,11 @@ class Piece:
     held_out: bool  # decided by the first piece; False in the others
     first: bool
     last: bool
+
+    @property
+    def is_nothing(self) -> bool:
+        """An empty document."""
+        return not self.text and self.first and self.last
 
 
 def _decode(data: bytes, path: str, start: int, errors: str) -> str:
@@ -112,12 +118,21 @@ def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
         start += len(data) + 1
 
 
+def _rows(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
+    start = 0
+    for row, length in enumerate(chunk.lengths, chunk.line):
+        data = chunk.data[start : start + length]
+        yield _decode(data, f"{chunk.path}: row {row}", 0, options.errors).encode()
+        start += length
+
+
 def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
     """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
     line that is no JSON object with the text field, naming file and byte or line."""
     for chunk in task.chunks:
-        if chunk.kind == JSONL:
-            for document in _documents(chunk, options):
+        if chunk.kind != TEXT:
+            read = _documents if chunk.kind == JSONL else _rows
+            for document in read(chunk, options):
                 first = True
                 for data, last in split_document([document]):
                     held_out = first and document_share(data) < options.valid_fraction
@@ -138,10 +153,17 @@ class Encoder:
         self._eod = np.array([self._tokenizer.eod_id], token_dtype(self._tokenizer.vocab_size))
         self._nothing = self._eod[:0]
 
-    def encode(self, task: Task) -> Encoded:
+    def __call__(self, task: Task) -> Encoded:
         """Raises InputError as read_pieces does."""
         pieces = list(read_pieces(task, self._options))
-        full = [piece for piece in pieces if piece.text or not (piece.first and piece.last)]
+        full = [piece for piece in pieces if not piece.is_nothing]
+        empty = len(pieces) - len(full)
+        left_out: list[Piece] = []
+        if task.dropped is not None:
+            documents = np.cumsum([piece.first for piece in full], dtype=int)  # 0: goes on here
+            dropped = [bool(task.dropped[document]) for document in documents]
+            left_out = [piece for piece, drop in zip(full, dropped, strict=True) if drop]
+            full = [piece for piece, drop in zip(full, dropped, strict=True) if not drop]
         arrays = self._tokenizer.encode([piece.text for piece in full])
         parts = [self._nothing]  # so that there is something to concatenate
         for piece, ids in zip(full, arrays, strict=True):
@@ -157,19 +179,24 @@ class Encoder:
             held_out=np.array([piece.held_out for piece in full], bool),
             counters=Counters(
                 documents=sum(piece.last for piece in full),
-                empty_documents=len(pieces) - len(full),
-                text_bytes=sum(piece.size_bytes for piece in pieces),
+                empty_documents=empty,
+                duplicates=sum(piece.last for piece in left_out),
+                text_bytes=sum(piece.size_bytes for piece in full),
             ),
         )
 
 
+Result = TypeVar("Result")
+Worker = Callable[[EncodeOptions], Callable[[Task], Result]]  # a class whose objects take tasks
+
+
 @lru_cache(1)
-def _encoder(options: EncodeOptions) -> Encoder:
-    return Encoder(options)
+def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
+    return make(options)
 
 
-def _encode(options: EncodeOptions, task: Task) -> Encoded:
-    return _encoder(options).encode(task)
+def _do(make: Worker[Result], options: EncodeOptions, task: Task) -> Result:
+    return _worker(make, options)(task)
 
 
 def _exit_with_parent() -> None:
@@ -177,31 +204,31 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _start_worker(options: EncodeOptions) -> None:
+def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
     """Runs first in a worker: leave Ctrl-C to the parent, and end with it even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _encoder(options)
+    _worker(make, options)
 
 
-def encode_in_order(
-    tasks: Iterable[Task], options: EncodeOptions, workers: int
-) -> Iterator[Encoded]:
-    """Encode tasks by `workers` processes (1: in this one), a bounded number of them at a time.
+def map_in_order(
+    tasks: Iterable[Task], make: Worker[Result], options: EncodeOptions, workers: int
+) -> Iterator[Result]:
+    """What `make(options)` returns for each task, by `workers` processes (1: in this one), a
+    bounded number of them at a time.
 
     An error of a task is raised when its turn comes, so it does not depend on the number of
     workers.
     """
     if workers == 1:
-        encoder = Encoder(options)
-        yield from map(encoder.encode, tasks)
+        yield from map(make(options), tasks)
         return
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (options,))
-    waiting: deque[Future[Encoded]] = deque()
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (make, options))
+    waiting: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_encode, options, task))
+            waiting.append(pool.submit(_do, make, options, task))
             if len(waiting) >= workers * _TASKS_PER_WORKER:
                 yield waiting.popleft().result()
         while waiting:

@@ -30,11 +30,10 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
     """The tokenizer that made a shard, if it is at hand."""
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
-    copy = header.path.parent / TOKENIZER_COPY
-    if not copy.is_file():
-        return None
-    known = hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256
-    return load_tokenizer(copy) if known else None
+    for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
+        if hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256:
+            return load_tokenizer(copy)
+    return None
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Megatron-LM's indexed datasets as a corpus: tokens that are ready become shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from data_prep.encode import Encoded
 from data_prep.megatron import Block, MegatronIndex, bin_path, idx_path
 from data_prep.sources import document_share
 from data_prep.state import Counters, files_identity
-from data_prep.vocabulary import BYTES, Vocabulary, load_tokenizer
+from data_prep.vocabulary import Vocabulary, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import token_dtype
 
@@ -56,7 +56,7 @@ class MegatronCorpus:
         if (tokenizer is None) == (given is None):
             raise InputError("either --tokenizer, or --vocab-size and --eod-id: one of them")
         self.vocabulary: Vocabulary = given or load_tokenizer(str(tokenizer))
-        self.tokenizer_file = None if tokenizer in (None, BYTES) else Path(str(tokenizer))
+        self.tokenizer_file = None if tokenizer is None else tokenizer_file(tokenizer)
         self._valid_fraction = valid_fraction
         self._prefixes = [_prefix(text) for text in prefixes]
         for number, prefix in enumerate(self._prefixes):
@@ -73,6 +73,9 @@ class MegatronCorpus:
             "format": "megatron",
             **files_identity((name, at.st_size, at.st_mtime_ns) for name, at in states),
         }
+
+    def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
         for group in work.groups:

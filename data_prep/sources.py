@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import zstandard
 
+from data_prep.parquet import read_rows
 from ptdmpi.config import InputError
 
-TEXT, JSONL = ".txt", ".jsonl"
+TEXT, JSONL, PARQUET = ".txt", ".jsonl", ".parquet"
 _COMPRESSED = {
     ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: a gzip header and trailer are expected
     ".bz2": bz2.BZ2Decompressor,
@@ -40,17 +42,19 @@ class Source:
 
     path: Path
     name: str  # as given, or relative to the directory given: names the file in the corpus identity
-    kind: str  # TEXT (one document) or JSONL (one document a line)
+    kind: str  # TEXT (one document), JSONL (one document a line) or PARQUET (one a row)
     size_bytes: int  # on disk
     modified_ns: int
-    start: int = 0  # the lines that begin in bytes [start, stop) of the file
+    start: int = (
+        0  # the lines (row groups of Parquet) that begin in bytes [start, stop) of the file
+    )
     stop: int | None = None  # None: to its end
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive bytes of a source, decompressed: whole lines (JSONL) or a piece of a document
-    (TEXT)."""
+    """Consecutive bytes of a source, decompressed: whole lines (JSONL), texts of rows (PARQUET) or
+    a piece of a document (TEXT)."""
 
     path: str
     kind: str
@@ -60,6 +64,7 @@ class Chunk:
     first: bool  # a document begins at its start
     last: bool  # a document ends at its end
     source_start: int = 0  # byte at which its source's first line begins (JSONL)
+    lengths: tuple[int, ...] = ()  # bytes of each document (PARQUET); `line` is the first's row
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,14 @@ class Task:
     group: int
     index: int
     chunks: tuple[Chunk, ...]
+    # bool: is the document left out that goes on from the task before, and each that begins here
+    dropped: np.ndarray | None = None
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
     name = path.name
+    if name.endswith(PARQUET):
+        return PARQUET
     for compressed in _COMPRESSED:
         name = name.removesuffix(compressed)
     if name.endswith(JSONL):
@@ -92,11 +101,11 @@ def _walk(directory: Path) -> Iterator[Path]:
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[Source]:
     """The corpus files: `inputs` in the order given, directories walked in sorted order.
 
-    Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), and each of them
-    followed by .gz, .bz2, .xz or .zst. Raises InputError for a missing input, a file of another
-    kind, a directory with no usable file, a file that is named twice.
+    Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), each of them also
+    followed by .gz, .bz2, .xz or .zst, and .parquet. Raises InputError for a missing input, a file
+    of another kind, a directory with no usable file, a file that is named twice.
     """
-    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst)"
+    legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[Source] = []
     if "" in map(str, inputs):
         raise InputError("an input without a name; give files or directories")
@@ -132,9 +141,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[Source], slice_bytes: int) -> list[Source]:
-    """Files of lines that are not compressed, in slices of `slice_bytes`; other files whole.
-
-    A line belongs to the slice in which it begins.
+    """Files of rows, and those of lines that are not compressed, in slices of `slice_bytes`; other
+    files whole. A line (or a group of rows) belongs to the slice in which it begins.
     """
     slices: list[Source] = []
     for source in sources:
@@ -307,15 +315,47 @@ def _line_chunks(source: Source, blocks: Iterator[bytes]) -> Iterator[Chunk]:
         yield chunk(bytes(buffer))
 
 
+def _row_chunks(
+    source: Source, text_field: str, advance: Callable[[int], object]
+) -> Iterator[Chunk]:
+    """Whole texts: each chunk ends at the first one's end at or after TASK_BYTES."""
+    texts: list[bytes] = []
+    size_bytes = first = 0
+
+    def chunk() -> Chunk:
+        lengths = tuple(map(len, texts))
+        return Chunk(str(source.path), PARQUET, b"".join(texts), 0, first, True, True, 0, lengths)
+
+    for row, text in read_rows(source.path, text_field, source.start, source.stop):
+        first = first if texts else row
+        texts.append(text)
+        size_bytes += len(text)
+        if size_bytes >= TASK_BYTES:
+            yield chunk()
+            texts, size_bytes = [], 0
+    if texts:
+        yield chunk()
+    advance(size_on_disk(source))
+
+
+def _chunks(source: Source, text_field: str, advance: Callable[[int], object]) -> Iterator[Chunk]:
+    if source.kind == PARQUET:
+        return _row_chunks(source, text_field, advance)
+    blocks = read_blocks(source, advance)
+    return _line_chunks(source, blocks) if source.kind == JSONL else _text_chunks(source, blocks)
+
+
 def read_tasks(
-    group: int, sources: Sequence[Source], advance: Callable[[int], object]
+    group: int,
+    sources: Sequence[Source],
+    advance: Callable[[int], object],
+    text_field: str = "text",
 ) -> Iterator[Task]:
     """The tasks of one group, in order. Raises InputError for a file that cannot be read."""
     chunks: list[Chunk] = []
     index = size_bytes = 0
     for source in sources:
-        read = _line_chunks if source.kind == JSONL else _text_chunks
-        for chunk in read(source, read_blocks(source, advance)):
+        for chunk in _chunks(source, text_field, advance):
             chunks.append(chunk)
             size_bytes += len(chunk.data)
             if size_bytes >= TASK_BYTES:

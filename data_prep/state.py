@@ -19,7 +19,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.shards import UNFINISHED, read_header
 
 SUMMARY = "tokenize.json"
-TOKENIZER_COPY = "tokenizer.json"
+TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
 
@@ -31,6 +31,7 @@ class Counters:
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
+    duplicates: int = 0  # documents left out
     train_tokens: int = 0
     valid_tokens: int = 0
     eods_added: int = 0  # to documents of ready tokens that had no end
@@ -125,8 +126,8 @@ class RunState:
             {"holds": "training documents", **identity, "valid_outputs": beside},
             *({"holds": "held-out documents", **identity} for _ in others),
         ]
-        self._folder = main / UNFINISHED
-        self._failed = self._folder / "failed"
+        self.folder = main / UNFINISHED
+        self._failed = self.folder / "failed"
 
     def begin(self, force: bool) -> Counters | None:
         """Make or check the output directories; the sums if everything is done already.
@@ -194,7 +195,7 @@ class RunState:
             shutil.rmtree(output / UNFINISHED, ignore_errors=True)
 
     def _group_path(self, group: int) -> Path:
-        return self._folder / f"group-{group:05d}.json"
+        return self.folder / f"group-{group:05d}.json"
 
     def load(self, group: int) -> Progress:
         """How far a group has come."""
@@ -208,7 +209,7 @@ class RunState:
 
     def mark_failed(self) -> None:
         """Tell the other ranks to stop."""
-        if self._folder.is_dir():
+        if self.folder.is_dir():
             self._failed.touch()
 
     def someone_failed(self) -> bool:
@@ -229,7 +230,8 @@ class RunState:
             raise InputError(reason)
         for output in self.outputs:
             if tokenizer is not None:
-                write_file(output / TOKENIZER_COPY, tokenizer.read_bytes())
+                suffix = ".model" if tokenizer.suffix == ".model" else ".json"
+                write_file(output / (TOKENIZER_COPY + suffix), tokenizer.read_bytes())
         for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
             shards = sorted(path.name for path in output.glob(SHARDS))
             summary = {**identity, "counters": asdict(sums), "shards": shards}

@@ -1,12 +1,13 @@
 """Files of text as a corpus: found, grouped, read as tasks, encoded by processes."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_prep.corpus import OutputOptions, Work
-from data_prep.encode import Encoded, EncodeOptions, encode_in_order
+from data_prep.duplicates import Duplicates, check
+from data_prep.encode import Encoded, EncodeOptions, Encoder, map_in_order
 from data_prep.sources import (
     Task,
     find_sources,
@@ -16,7 +17,7 @@ from data_prep.sources import (
     split_sources,
 )
 from data_prep.state import files_identity
-from data_prep.vocabulary import BYTES, load_tokenizer
+from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
 _TEXT_BYTES_PER_TOKEN = 4  # a usual rate of large vocabularies: makes a group about one shard
 _BYTES_PER_WORKER = 1 << 21  # starting a process for less costs more than it saves
@@ -30,18 +31,24 @@ class TextOptions:
     encode: EncodeOptions
     suffixes: tuple[str, ...] = ()
     workers: int | None = None  # None: one per core this process may use; one under MPI
+    deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
 
 
 class TextCorpus:
     """Files of text under a tokenizer. Raises InputError for options or files that are bad."""
 
-    counted = ("documents", "empty_documents", "text_bytes", "train_tokens", "valid_tokens")
-
     def __init__(self, options: TextOptions, output: OutputOptions):
         self._options = options
+        names = ("documents", "empty_documents", "duplicates", "text_bytes")
+        self.counted = (*names, "train_tokens", "valid_tokens")
+        if options.deduplicate is None:
+            self.counted = tuple(name for name in self.counted if name != "duplicates")
+        else:
+            check(options.deduplicate)
+        self._duplicates: Duplicates | None = None
         name = options.encode.tokenizer
         self.vocabulary = load_tokenizer(name)
-        self.tokenizer_file = None if name == BYTES else Path(name)
+        self.tokenizer_file = tokenizer_file(name)
         sources = find_sources(options.inputs, options.suffixes)
         self._files = files_identity(
             (source.name, source.size_bytes, source.modified_ns) for source in sources
@@ -56,19 +63,42 @@ class TextCorpus:
             "tokenizer_sha256": self.vocabulary.sha256,
             "text_field": self._options.encode.text_field,
             "errors": self._options.encode.errors,
+            "deduplicate": self._options.deduplicate,
             **self._files,
         }
+
+    def _workers(self, work: Work) -> int:
+        size_bytes = sum(self.group_bytes[group] for group in work.groups)
+        return self._options.workers or max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
+
+    def _read(self, work: Work, group: int) -> Iterator[Task]:
+        field = self._options.encode.text_field
+        return read_tasks(group, self._groups[group], work.advance, field)
+
+    def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        if self._options.deduplicate is None:
+            return ()
+        found = self._duplicates = Duplicates(folder, self._options.deduplicate)
+
+        def tasks(groups: list[int]) -> Iterator[Task]:
+            return (task for group in groups for task in self._read(work, group))
+
+        def read_keys() -> None:
+            found.read_keys(work.groups, tasks, self._options.encode, self._workers(work))
+
+        def find() -> None:
+            if work.rank == 0:
+                found.find(len(self._groups))
+
+        return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
         for group in work.groups:
             first = work.first_block(group)
-            for task in read_tasks(group, self._groups[group], work.advance):
+            dropped = self._duplicates.of_task(group) if self._duplicates else None
+            for task in self._read(work, group):
                 if task.index >= first:
-                    yield task
+                    yield replace(task, dropped=dropped(task.index)) if dropped else task
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        size_bytes = sum(self.group_bytes[group] for group in work.groups)
-        workers = self._options.workers
-        if workers is None:
-            workers = max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
-        return encode_in_order(self._tasks(work), self._options.encode, workers)
+        return map_in_order(self._tasks(work), Encoder, self._options.encode, self._workers(work))

@@ -1,18 +1,21 @@
-"""Tokenizers: bytes, and Hugging Face `tokenizer.json` files, read and trained."""
+"""Tokenizers: bytes, Hugging Face `tokenizer.json` files (read and trained), others by name."""
 
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from data_prep.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import token_dtype
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>")
 BYTES = "bytes"
+TIKTOKEN = "tiktoken:"
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
 MAX_VOCAB_SIZE = 1 << 31
@@ -70,7 +73,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise InputError(
-                f"tokenizer {path}: {error}; legal: '{BYTES}' or a Hugging Face tokenizer.json"
+                f"tokenizer {path}: {error}; legal: '{BYTES}', '{TIKTOKEN}NAME', a Hugging Face "
+                "tokenizer.json or a SentencePiece .model"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -97,8 +101,28 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`bytes`, or the path of a `tokenizer.json`. Raises InputError if that is none."""
-    return ByteTokenizer() if str(name) == BYTES else HuggingFaceTokenizer(name)
+    """`bytes`, `tiktoken:NAME`, or a file: SentencePiece's `.model`, else a `tokenizer.json`.
+
+    Raises InputError for what is none of these, and where an extra library is missing.
+    """
+    if str(name) == BYTES:
+        return ByteTokenizer()
+    if str(name).startswith(TIKTOKEN):
+        return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
+    path = Path(name)
+    at = path.stat() if path.is_file() else None
+    return _load_file(path, None if at is None else (at.st_size, at.st_mtime_ns))
+
+
+@lru_cache(1)  # a large vocabulary takes half a second, and is asked for twice in a process
+def _load_file(path: Path, state: tuple[int, int] | None) -> Tokenizer:
+    """`state`: size and time of the file, so that a changed one is read anew."""
+    return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """The file of a tokenizer, if it has one."""
+    return None if name == BYTES or name.startswith(TIKTOKEN) else Path(name)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """`ptdmpi report`: numbers out of a run directory, pictures and a trace into it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -9,7 +10,8 @@ from ptdmpi import report
 from ptdmpi.commands.report import command
 from ptdmpi.config import InputError, resolve, to_toml
 from ptdmpi.plan.schedule import build
-from ptdmpi.plan.simulate import Costs, Timeline, simulate
+from ptdmpi.plan.simulate import Costs, Span, Timeline, simulate
+from ptdmpi.report import compare
 
 TREE = {
     "run": {"steps": 3, "name": "r"},
@@ -29,6 +31,8 @@ def run(tmp_path):
                 "step": step,
                 "loss": loss,
                 "tokens": 32 * step,
+                "samples_drawn": [4 * step],
+                "epochs": [0.5 * step],
                 "step_time_s": 0.1 * step,
                 "tokens_per_s": 320 / step,
                 "model_tflops_per_rank": 1.0,
@@ -36,6 +40,7 @@ def run(tmp_path):
                 "peak_memory_bytes": 2**20 * step,
                 "rank_count": 2,
                 "layout": "t=1,p=2,d=1,v=2,b=1",
+                "vocab_size": 50,
             }
             file.write(json.dumps(record) + "\n")
         validation = {"step": 3, "validation_loss": 2.6, "validation_perplexity": 13.5}
@@ -76,3 +81,69 @@ def test_text_has_the_table_and_both_timelines(run):
 def test_no_run_directory(tmp_path):
     with pytest.raises(InputError, match="is no run directory"):
         report.read(tmp_path)
+
+
+def test_parts_add_up_and_waiting_is_waiting_wherever_it_is_spent():
+    """Rank 1 has done at 3 and waits for rank 0, which computes until 5, in its reduction."""
+    spans = (
+        Span(0, "data", "", 0.0, 0.5),
+        Span(1, "data", "", 0.0, 0.5),
+        Span(0, "forward", "F0.0", 0.5, 2.0),
+        Span(1, "receive", "F0.0", 0.5, 2.0),
+        Span(1, "forward", "F1.0", 2.0, 2.5),
+        Span(1, "backward", "B1.0", 2.5, 3.0),
+        Span(0, "receive", "B1.0", 2.0, 3.0),
+        Span(0, "backward", "B0.0", 3.0, 5.0),
+        Span(1, "reduce", "", 3.0, 5.5),
+        Span(0, "reduce", "", 5.0, 5.5),
+        Span(0, "optimizer", "", 5.5, 6.0),
+        Span(1, "optimizer", "", 5.5, 6.0),
+    )
+    found = compare.parts(Timeline(spans, tensor_s={0: 1.0, 1: 0.0}))
+    assert found == pytest.approx(
+        {
+            "computing": (3.5 + 1.0) / 2 - 0.5,
+            "tensor axis": 0.5,
+            compare.WAITING: (1.0 + 1.5 + 2.0) / 2,
+            "data axis": 0.5,
+            "optimizer": 0.5,
+            "data": 0.5,
+            "other": 0.0,
+        }
+    )
+
+
+def test_predicted_stands_beside_measured_and_the_largest_difference_is_named(run):
+    config = report.read(run).config
+    foreseen = compare.predicted({**config, "precision": {"compute": "fp16"}}, 50, "selene")
+    longer = [
+        replace(span, end_s=span.end_s + 0.05) if span.kind == "optimizer" else span
+        for span in foreseen.spans
+    ]
+    measured = replace(foreseen, spans=tuple(longer), title="measured, step 3")
+    (run / "timeline/step-00000003.json").write_text(measured.to_json())
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('compute = "fp32"', 'compute = "fp16"'))
+    result = CliRunner().invoke(command, [str(run), "--cluster", "selene"])
+    assert result.exit_code == 0, result.output
+    assert "predicted on selene" in result.output
+    assert "largest difference: optimizer took 50.0 ms more than predicted" in result.output
+    numbers = json.loads(
+        CliRunner().invoke(command, [str(run), "--cluster", "selene", "--json"]).output
+    )["comparison"]
+    assert numbers["largest_difference"]["seconds"] == pytest.approx(0.05)
+    assert sum(numbers["predicted_s"].values()) == pytest.approx(foreseen.makespan_s)
+    assert sum(numbers["measured_s"].values()) == pytest.approx(foreseen.makespan_s + 0.05)
+    # the price of the layout is the same step
+    assert numbers["step_error"] == pytest.approx(foreseen.makespan_s / measured.makespan_s - 1)
+    with pytest.raises(InputError, match="unknown"):
+        compare.foreseen(run, config, 50, "selen")
+
+
+def test_a_run_names_its_cluster_and_a_lost_file_is_no_mistake(run, tmp_path):
+    config = {"run": {"cluster": "here/cluster.toml"}}
+    assert compare.cluster_of(run, config) is None
+    (run / "cluster.toml").write_text("")
+    assert compare.cluster_of(run, config) == str(run / "cluster.toml")
+    assert compare.cluster_of(run, {"run": {"cluster": "selene"}}) == "selene"
+    assert compare.cluster_of(run, {"run": {}}) is None

@@ -17,6 +17,7 @@ COMMANDS = (
     "checkpoint",
     "convert",
     "generate",
+    "evaluate",
 )
 
 

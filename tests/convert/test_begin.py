@@ -9,26 +9,25 @@ from safetensors.torch import load_file
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from tests import _stored
 from tests._configs import layout
 from tests._engines import logical
 from tests._runs import VOCAB_SIZE, log, loop, records
-from tests.convert._hugging_face import saved
 from tests.parallel import parallel
 
+SHAPE = _stored.LLAMA | {"layers": 3, "norm_eps": 1e-6}
 
-@parallel(ranks=[2])
+
+@parallel(ranks=[2], limit_s=120)
 def test_train_from_a_converted_model(comm, tmp_path):
-    pytest.importorskip("transformers")
     ours = tmp_path / "ours"
     if comm.rank == 0:
-        from_hf(saved(tmp_path / "hf", "llama", vocab_size=VOCAB_SIZE), ours)
+        _stored.stored(tmp_path / "random", VOCAB_SIZE, **SHAPE)
+        to_hf(tmp_path / "random", tmp_path / "hf")
+        from_hf(tmp_path / "hf", ours)
     comm.Barrier()
     changes = {
-        "model.kind": "llama",
-        "model.layers": 3,
-        "model.kv_heads": 2,
-        "model.ffn_hidden": 48,
-        "model.norm_eps": 1e-6,
+        **{f"model.{key}": value for key, value in SHAPE.items()},
         "checkpoint.initial": str(ours),
         "run.steps": 2,
         **layout(t=2),

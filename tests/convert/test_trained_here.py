@@ -18,7 +18,7 @@ def stored(folder, **model):
     "model",
     [
         {},
-        {"tie_embeddings": False, "ffn_hidden": 40},
+        {"tie_embeddings": False, "ffn_hidden": 40, "activation": "gelu_exact"},
         {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48, "rope_theta": 5e4},
         {"kind": "llama", "ffn_hidden": 48, "bias": True, "tie_embeddings": True},
     ],
@@ -59,6 +59,8 @@ def test_several_files(tmp_path, monkeypatch):
         ({"norm": "rmsnorm"}, r"model.activation = 'gelu': a llama of Hugging Face has 'swiglu'"),
         ({"positions": "rope"}, r"model.positions = 'rope': a gpt2 of Hugging Face has 'learned'"),
         ({"kv_heads": 2}, r"model.kv_heads = 2: a gpt2 of Hugging Face has 4"),
+        ({"activation": "swiglu"}, r"model.activation = 'swiglu': a gpt2 of .* has 'gelu'"),
+        ({"block_norm": "post"}, r"model.block_norm = 'post': a gpt2 of Hugging Face has 'pre'"),
     ],
 )
 def test_shapes_that_no_family_has(tmp_path, model, message):

@@ -78,5 +78,6 @@ def test_more_bytes_take_longer_everywhere(machine):
     for group in (Group(8, 8), Group(64, 8), Group(64, 1)):
         times = [machine.all_reduce_s(1 << power, group) for power in range(10, 34)]
         assert times == sorted(times)
-    assert machine.send_s(1 << 26, crosses_nodes=True) > machine.send_s(1 << 26,
-    crosses_nodes=False)
+    assert machine.send_s(1 << 26, crosses_nodes=True) > machine.send_s(
+        1 << 26, crosses_nodes=False
+    )

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
-from ptdmpi.plan import footprint
+from ptdmpi.plan import draw_memory, footprint
 from ptdmpi.plan.cluster import load_cluster, load_model
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
 from ptdmpi.plan.price import Pricer
@@ -62,6 +62,18 @@ def test_microbatches_in_flight_are_those_of_the_schedule(v):
             assert counted == peaks[rank] if m % 4 == 0 or v == 1 else counted >= peaks[rank]
 
 
+@pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved"), (1, "gpipe")])
+def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, schedule):
+    layout = Layout(8, 4, 1, v, schedule=schedule)
+    pricer = Pricer(SELENE, load_model("l=16,h=2048,a=16"), 8, "fp16")
+    layers = pricer.split(layout)
+    for rank, (moments, amounts) in enumerate(draw_memory.over_time(pricer, layout)):
+        peak = pricer.footprints.peak(layout, layers, rank, 8)
+        assert max(amounts) == pytest.approx(peak.total, rel=0.02)
+        assert amounts[0] == pytest.approx(amounts[-1])
+        assert moments == sorted(moments)
+
+
 def test_zero_divides_what_it_says():
     """Rajbhandari et al. 2020, section 5: with 16 bit weights and d ranks."""
     pricer = Pricer(SELENE, load_model("gpt3-13b"), 64, "fp16")
@@ -94,7 +106,7 @@ def test_a_trillion_parameters_are_priced_in_seconds():
 def test_published_runs():
     """What docs/planning.md says; the bars are what is reached, with a little room."""
     reached = {row[0]: row[2] for row in error_table()[1:]}
-    bars = {"Table 1": 3, "Table 2, PTD-P": 3.5, "Table 2, ZeRO-3": 15, "Figures 11 to 18": 9}
+    bars = {"Table 1": 3, "Table 2, PTD-P": 3.5, "Table 2, ZeRO-3": 14, "Figures 11 to 18": 8}
     for dataset, bar in bars.items():
         assert float(reached[dataset].rstrip("%")) < bar, dataset
     verdicts = [row[-1] for row in best_table()[1:]]

@@ -32,7 +32,7 @@ def run(comm, **changes):
         return probe(World(comm), "fp32", torch.device("cpu"), replace(TINY, **changes))
 
 
-@parallel(ranks=[1, 2])
+@parallel(ranks=[2])
 def test_what_is_probed_prices_layouts(comm):
     tree, found = run(comm)
     assert len(set(map(str, comm.allgather((tree, found))))) == 1

@@ -72,6 +72,15 @@ def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
     assert "held up by rank 1" in (stacks / "table.txt").read_text()
 
 
+def test_rank_0_is_missed_too(tmp_path):
+    act = "os.kill(os.getpid(), signal.SIGSTOP)"
+    done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
+    assert done.returncode not in (0, 2, 75)
+    assert f"stall: rank 0 ({HOST}) has not been heard for " in done.stderr
+    stacks = {path.name for path in (tmp_path / "run/stacks").glob("rank-*.txt")}
+    assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
+
+
 def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
     act = "raise RuntimeError('out of luck')"
     done = run_patched(tmp_path, act, "B1.1", 2)

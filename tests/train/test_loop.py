@@ -6,8 +6,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from safetensors import safe_open
 
+from ptdmpi.commands.report import command as report
+from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
 from tests.parallel import mpirun
 
@@ -114,6 +117,30 @@ def test_run_directory(interleaved):
     assert (interleaved / "checkpoints/latest").read_text() == "step-00000006\n"
     assert len(list((interleaved / "timeline").iterdir())) == 1
     assert "step 6/6" in (interleaved / "log.txt").read_text()
+
+
+def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
+    _shard(corpus / "more", 700, 3)
+    _shard(corpus / "more-valid", 200, 4)
+    parts = '[{path = "train", weight = 0.7}, {path = "more", weight = 0.3}]'
+    valid = 'data.valid=["valid", "more-valid"]'
+    _train(corpus, 1, "run.name=mixture", f"data.train={parts}", valid, "run.steps=5")
+    records = _records(corpus / "runs/mixture")
+    validation = [record for record in records if "validation_loss" in record][-1]
+    losses = validation["validation_losses"]
+    assert list(losses) == ["valid", "more-valid"]
+    mean = (31 * losses["valid"] + 12 * losses["more-valid"]) / 43  # samples of 16 tokens
+    assert validation["validation_loss"] == pytest.approx(mean, rel=1e-12)
+    order = SampleOrder([Part(249, "0.7"), Part(43, "0.3")], seed=1234)
+    steps = [record for record in records if "loss" in record]
+    for record in steps:
+        drawn = np.bincount(order.locate(np.arange(8 * record["step"]))[0], minlength=2).tolist()
+        assert record["samples_drawn"] == drawn
+        assert record["epochs"] == [drawn[0] / 249, drawn[1] / 43]
+    result = CliRunner().invoke(report, [str(corpus / "runs/mixture")])
+    words = " ".join(result.output.split())
+    assert "drawn of more 12 samples, 30.00%, 0.279 epochs" in words
+    assert f"validation loss of more-valid {losses['more-valid']:.4f}" in words
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small messages between rank 0 and every other rank, beside the training and never blocking."""
+"""Small messages between ranks, beside the training and never blocking."""
 
 from collections import deque
 from typing import Any
@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 
 class Mailbox:
-    """Picklable values between rank 0 and all, on a communicator of their own.
+    """Picklable values between ranks, on a communicator of their own.
 
     Every rank makes one at the same time (it duplicates `control`); from then on one thread of each
     rank uses it, whatever the other threads do: this needs MPI_THREAD_MULTIPLE. Messages between
@@ -27,8 +27,7 @@ class Mailbox:
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, value: Any, rank: int) -> None:
-        """Returns at once. Between ranks other than 0 nothing is sent by this class's users, so
-        rank 0 need not be told from the others by tags."""
+        """Returns at once."""
         if rank == self.rank:
             self._own.append((rank, value))
             return

@@ -7,7 +7,7 @@ import click
 
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets, recipe
-from ptdmpi.plan import draw, pipeline, table
+from ptdmpi.plan import draw, draw_memory, pipeline, table
 from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
@@ -47,11 +47,13 @@ def _options(function: Any) -> Any:
 @_options
 @click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True)
 @click.option(
-    "--precision", help="fp16, bf16, fp32 or fp64; default: bf16 where there is, or fp16."
+    "--precision",
+    help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
 )
 @click.option("--tokens", type=float, help="Of the whole training: adds days and rank-hours.")
 @click.option("--compute-budget", type=float, metavar="FLOPS", help="Adds the optimal model size.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
+@click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def command(model: str, cluster: str, batch: int | None, as_json: bool, **options: Any) -> None:
@@ -96,7 +98,8 @@ def _published_batch(model: str) -> int:
 def _precision(machine: Any, wanted: str | None) -> str:
     if wanted:
         return wanted
-    return "bf16" if "bf16" in machine.device.peak_flops else "fp16"
+    known = machine.device.peak_flops
+    return next((name for name in ("bf16", "fp16") if name in known), next(iter(known)))
 
 
 def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
@@ -150,6 +153,8 @@ def _optimal(flops: float) -> dict[str, Any]:
 
 
 def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
+    if options["memory_png"] is not None:
+        draw_memory.draw(pricer, layout, options["memory_png"])
     if options["png"] is None and options["trace"] is None:
         return
     microbatches = layout.microbatches(pricer.batch)

@@ -21,7 +21,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -124,4 +124,6 @@ def to_toml(config: Config) -> str:
     for dataset in tree["data"]["train"]:
         dataset.update({k: str(v) for k, v in dataset.items() if isinstance(v, Decimal)})
     tree["data"]["train"] = list(tree["data"]["train"])
+    if config.data.valid is not None and not isinstance(config.data.valid, str):
+        tree["data"]["valid"] = list(config.data.valid)
     return tomlkit.dumps(tree)

@@ -236,13 +236,20 @@ class TrainDataConfig(Section):
 
 class DataConfig(Section):
     train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
-    valid: str | None = None
+    valid: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
     tokenizer_sha256: str | None = None
     document_boundaries: bool = False
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = MASK_FRACTION
     mask_ngram: Positive = 3
     whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
+
+    @property
+    def valid_paths(self) -> tuple[str, ...]:
+        """The validation datasets, perhaps none."""
+        if self.valid is None:
+            return ()
+        return (self.valid,) if isinstance(self.valid, str) else self.valid
 
 
 class CheckpointConfig(Section):

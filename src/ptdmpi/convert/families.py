@@ -108,7 +108,7 @@ def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]
 
 
 def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
-    config.only("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    activation = config.only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
@@ -118,6 +118,7 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
         "layers": config.need("n_layer"),
         "hidden": hidden,
         "heads": config.need("n_head"),
+        "activation": "gelu_exact" if activation == "gelu" else "gelu",
         "ffn_hidden": config.get("n_inner", 4 * hidden if isinstance(hidden, int) else None),
         "seq_length": config.need("n_positions"),
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
@@ -130,13 +131,13 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         model,
         "gpt2",
         norm="layernorm",
-        activation="gelu",
+        activation="gelu_exact" if model.activation == "gelu_exact" else "gelu",
         positions="learned",
         bias=True,
         kv_heads=model.heads,
     )
     return {
-        "activation_function": "gelu_new",
+        "activation_function": "gelu" if model.activation == "gelu_exact" else "gelu_new",
         "vocab_size": vocab_size,
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -229,8 +230,18 @@ def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
+# What both families are.
+DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+}
+
+
 def _require(model: ModelConfig, family: str, **needed: Any) -> None:
-    for key, value in needed.items():
+    for key, value in {**DECODER, **needed}.items():
         if getattr(model, key) != value:
             raise InputError(
                 f"model.{key} = {getattr(model, key)!r}: a {family} of Hugging Face has {value!r}"
@@ -287,6 +298,8 @@ FAMILIES = {
 def family_of(config: ConfigJson) -> Family:
     """Raises InputError for a model_type that is not in FAMILIES."""
     name = config.need("model_type")
+    if config.get("quantization_config"):
+        raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
     if name not in FAMILIES:
         raise InputError(
             f"{config.name}: model_type = {name!r} is not supported; legal: {', '.join(FAMILIES)}"

@@ -35,7 +35,10 @@ def gpt2(config: Json, get: Get, ids: Tensor) -> Tensor:
         q, k, v = conv(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)).split(width, dim=-1)
         x = x + conv(f"h.{i}.attn.c_proj", _attention(q, k, v, heads, heads))
         y = conv(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))
-        y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y**3)))
+        if config.get("activation_function", "gelu_new") == "gelu":
+            y = 0.5 * y * (1.0 + torch.erf(y / math.sqrt(2.0)))
+        else:
+            y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y**3)))
         x = x + conv(f"h.{i}.mlp.c_proj", y)
     tied = config.get("tie_word_embeddings", True)
     return norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t()

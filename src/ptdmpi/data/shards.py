@@ -26,6 +26,7 @@ FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
 _OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
 _OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
+_READ_ROWS = 64  # samples copied and checked at a time
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
@@ -240,6 +241,7 @@ class Dataset:
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
         self.token_count = sum(header.tokens for header in self.headers)
+        self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
         open_tokens = map_tokens if use_mmap else _PreadTokens
         headers = self.headers
@@ -260,26 +262,28 @@ class Dataset:
             )
         return count
 
-    def places(self, sample_indices: np.ndarray, seq_length: int) -> tuple[list[int], list[int]]:
-        """Shard, and first token in it, of samples (int [n]). Raises IndexError for one that does
-        not exist.
+    def places(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
+        """Shard, and first token in it, of samples (int [n]): int64 [2, n]. Raises IndexError for
+        one that does not exist."""
+        firsts = np.array(self._first_samples(seq_length))
+        indices = np.asarray(sample_indices, dtype=np.int64)
+        if indices.size and not 0 <= indices.min() <= indices.max() < firsts[-1]:
+            raise self._no_sample(firsts[-1])
+        shards = np.searchsorted(firsts, indices, side="right") - 1
+        return np.stack([shards, (indices - firsts[shards]) * seq_length])
 
-        Plain integers: for a few samples numpy would cost more than reading them.
-        """
-        firsts, samples = self._first_samples(seq_length), sample_indices.tolist()
-        if samples and not 0 <= min(samples) <= max(samples) < firsts[-1]:
-            raise IndexError(f"sample outside [0, {firsts[-1]}) of dataset {self.directory}")
-        shards = [bisect_right(firsts, sample) - 1 for sample in samples]
-        starts = [
-            (sample - firsts[shard]) * seq_length
-            for sample, shard in zip(samples, shards, strict=True)
-        ]
-        return shards, starts
+    def _no_sample(self, count: int) -> IndexError:
+        return IndexError(f"sample outside [0, {count}) of dataset {self.directory}")
 
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
         """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `gather` do."""
-        shards, starts = self.places(sample_indices, seq_length)
-        places = [(0, *place) for place in zip(shards, starts, strict=True)]
+        firsts, places = self._first_samples(seq_length), []
+        # as `places`, in plain integers: for a few samples numpy costs more than reading them
+        for sample in sample_indices.tolist():
+            if not 0 <= sample < firsts[-1]:
+                raise self._no_sample(firsts[-1])
+            shard = bisect_right(firsts, sample) - 1
+            places.append((0, shard, (sample - firsts[shard]) * seq_length))
         return gather([self], places, seq_length + 1)
 
     def documents(self, shard: int) -> np.ndarray:
@@ -292,20 +296,27 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> 
     """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
 
     Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
-    the first dataset.
+    the first dataset. Rows are copied and checked in the shards' narrow type, a few at a time,
+    while they are in the processor's cache; argmax is the quickest way to look at all ids.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    vocab_size = datasets[0].vocab_size
-    for row, (number, shard, start) in enumerate(places):
-        piece = datasets[number].shard_tokens(shard)[start : start + width]
-        # argmax in the shard's narrow type: the quickest way to look at a thousand ids
-        if piece.item(piece.argmax()) >= vocab_size:
-            at = int(np.argmax(piece >= vocab_size))
+    dtype = datasets[0].dtype
+    if len(datasets) > 1:
+        dtype = max((dataset.dtype for dataset in datasets), key=lambda kind: kind.itemsize)
+    narrow = np.empty((min(len(places), _READ_ROWS), width), dtype)
+    for begin in range(0, len(places), _READ_ROWS):
+        part = places[begin : begin + _READ_ROWS]
+        for row, (number, shard, start) in enumerate(part):
+            narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
+        ready = narrow[: len(part)]
+        if ready.item(ready.argmax()) >= datasets[0].vocab_size:
+            row, column = np.argwhere(ready >= datasets[0].vocab_size)[0].tolist()
+            number, shard, start = part[row]
             raise InputError(
-                f"shard {datasets[number].headers[shard].path}: token {start + at} has id "
-                f"{piece[at]}, outside the vocabulary of {vocab_size}"
+                f"shard {datasets[number].headers[shard].path}: token {start + column} has id "
+                f"{ready[row, column]}, outside the vocabulary of {datasets[0].vocab_size}"
             )
-        rows[row] = piece
+        rows[begin : begin + _READ_ROWS] = ready
     return rows
 
 

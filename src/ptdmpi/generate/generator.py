@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.train.inference import InferenceModel
 
@@ -36,17 +36,17 @@ def check(prompt: Prompt, model: InferenceModel) -> None:
     """Raises InputError for a prompt that is empty or not of the vocabulary, or that does not fit
     the model with what is to come."""
     if not prompt.ids:
-        raise InputError("an empty prompt: give at least one token")
+        raise SharedInputError("an empty prompt: give at least one token")
     if prompt.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens = {prompt.max_new_tokens}; legal: 1 or more")
+        raise SharedInputError(f"max_new_tokens = {prompt.max_new_tokens}; legal: 1 or more")
     if min(prompt.ids) < 0 or max(prompt.ids) >= model.vocab_size:
-        raise InputError(
+        raise SharedInputError(
             f"a prompt has id {max(prompt.ids)}: the model has a vocabulary of {model.vocab_size}; "
             "was it trained with this tokenizer?"
         )
     room = model.seq_length - len(prompt.ids)
     if prompt.max_new_tokens > room:
-        raise InputError(
+        raise SharedInputError(
             f"a prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones: the model "
             f"has seq_length = {model.seq_length}; legal: at most {max(0, room)} new tokens"
         )

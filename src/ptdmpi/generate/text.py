@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -35,7 +35,13 @@ class Text:
         """The ids of a text that begins here; never empty."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
 
-    def decode(self, ids: list[int]) -> str:
+    def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """The text of `ids` where they stand: some tokenizers leave out the first space of a
+        text."""
+        head, whole = self.decode(before), self.decode([*before, *ids])
+        return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(np.array(ids, dtype=np.int64))
 
 
@@ -73,6 +79,20 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
             f"{stored.vocab_size}: give the --tokenizer that it was trained with"
         )
     return Text(tokenizer, special, frozenset(ends), min(ends))
+
+
+def tokenizer_sha256(stored: StoredModel) -> str | None:
+    """Of the tokenizer that the model knows, where that can be told."""
+    try:
+        header = _header(stored)
+    except InputError:  # its shards have gone elsewhere
+        return None
+    if header is not None:
+        return header.tokenizer_sha256
+    kept = _kept(stored)
+    if kept is None or not (kept / TOKENIZER).is_file():
+        return None
+    return hashlib.sha256((kept / TOKENIZER).read_bytes()).hexdigest()
 
 
 def _kept(stored: StoredModel) -> Path | None:

@@ -30,7 +30,7 @@ def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     return [
         {
             "prompt": writer.texts[number // options["samples"]],
-            "text": writer.text.decode(one.ids),
+            "text": writer.text.behind(prompt.ids, one.ids),
             "prompt_tokens": len(prompt.ids),
             "ids": one.ids,
             "reason": one.reason,

@@ -5,6 +5,7 @@ what real software makes of them.
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ class Device(Section):
 
 
 class Node(Section):
-    """`devices` joined by links (one direction), and the adapters that they share outwards."""
+    """`devices` joined by links (one direction), and the adapters that they share outwards.
+
+    `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most.
+    """
 
     devices: Positive
     link_bytes_per_s: PositiveNumber
@@ -52,6 +56,7 @@ class Node(Section):
     adapter_latency_s: Duration
     switch_latency_s: Duration
     switches: Annotated[int, Field(ge=0)]
+    tree_bytes_per_s: PositiveNumber = math.inf
 
 
 class Software(Section):

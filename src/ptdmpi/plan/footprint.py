@@ -56,7 +56,7 @@ class Footprints:
         if first:
             kept += kept_at_once[0] * embedding
         if last:
-            kept += head
+            kept += kept_at_once[-1] * head
         elements = self.elements(layout, layers, rank)
         shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
         summed = self.software.gradient_bytes
@@ -70,6 +70,14 @@ class Footprints:
             activations=kept,
             working=working,
         )
+
+    def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
+        """Bytes of activations that one microbatch leaves in each stage."""
+        kept_layer, _, embedding, head = self.of_microbatch(*_key(layout))
+        kept = [len(own) * kept_layer for own in layers]
+        kept[0] += embedding
+        kept[-1] += head
+        return kept
 
     def elements(self, layout: Layout, layers: list[range], rank: int) -> int:
         """Parameters of a pipeline rank; the table counts on the first and on the last one."""

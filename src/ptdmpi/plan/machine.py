@@ -2,8 +2,8 @@
 
 A product of matrices is cut into tiles that the multiprocessors take in waves (NVIDIA, "Matrix
 multiplication background": tile and wave quantization). A kernel that moves data takes as long as
-its bytes. A collective is a ring (Thakur et al. 2005, section 4.4), or a tree where that is faster;
-several rings of one node share its adapters.
+its bytes. A collective within a node is a ring (Thakur et al. 2005, section 4.4), over several
+nodes what NCCL makes of it (`nccl`); several rings of one node share its adapters.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ptdmpi.plan import nccl
 from ptdmpi.plan.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -143,38 +144,39 @@ class Machine:
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
         return network if group.per_node == 1 else min(network, self.link_rate)
 
-    def _ring_step_s(self, group: Group) -> float:
-        if group.nodes == 1:
-            return self.cluster.efficiency.link_step_s
-        crossing = group.nodes / group.ranks
-        return crossing * self.network_step_s + (1 - crossing) * self.cluster.efficiency.link_step_s
+    def _fabric(self, group: Group) -> nccl.Fabric:
+        return nccl.Fabric(
+            group.ranks,
+            group.nodes,
+            self.ring_rate(group),
+            self.cluster.efficiency.link_step_s,
+            self.network_step_s,
+            self.cluster.node.tree_bytes_per_s,
+        )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
         """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
+        if group.nodes > 1:
+            return reached.collective_s + nccl.all_gather_s(gathered_bytes, self._fabric(group))
         moved_s = steps / group.ranks * gathered_bytes / self.ring_rate(group)
-        return reached.collective_s + steps * self._ring_step_s(group) + moved_s
+        return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
         """The mirror image of all-gather."""
         return self.all_gather_s(summed_bytes, group)
 
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
-        """The faster of a ring, 2 (n - 1) steps, and over several nodes a double binary tree, whose
-        depth grows with the logarithm of the nodes (Sanders et al. 2009)."""
+        """A ring, 2 (n - 1) steps; over several nodes the fastest of what NCCL has."""
         if group.ranks == 1:
             return 0.0
         reached, steps = self.cluster.efficiency, 2 * (group.ranks - 1)
+        if group.nodes > 1:
+            return reached.collective_s + nccl.all_reduce_s(summed_bytes, self._fabric(group))
         moved_s = steps / group.ranks * summed_bytes / self.ring_rate(group)
-        ring_s = steps * self._ring_step_s(group) + moved_s
-        if group.nodes == 1:
-            return reached.collective_s + ring_s
-        depth_s = (group.per_node - 1) * reached.link_step_s
-        depth_s += math.ceil(math.log2(group.nodes)) * self.network_step_s
-        tree_s = 2 * depth_s + 2 * summed_bytes / self.ring_rate(group)
-        return reached.collective_s + min(ring_s, tree_s)
+        return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
         """One message to one rank, while all ranks of a node send at once."""

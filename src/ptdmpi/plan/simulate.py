@@ -6,7 +6,8 @@ A `Timeline` is also what a run measures, so that planned and measured are drawn
 import json
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -49,11 +50,13 @@ class Timeline:
     """Spans of one training step on all ranks, planned or measured, in any order.
 
     `time_unit` is "s", or another word where the times are not seconds but multiples of a cost.
+    `tensor_s`: of each rank's forwards and backwards, the seconds in the tensor axis' collectives.
     """
 
     spans: tuple[Span, ...]
     title: str = ""
     time_unit: str = "s"
+    tensor_s: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def start_s(self) -> float:
@@ -97,6 +100,7 @@ class Timeline:
         """One JSON object: title, time unit, names of the columns, one row per span."""
         rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
         head = {"title": self.title, "time_unit": self.time_unit, "columns": _COLUMNS}
+        head["tensor_s"] = {str(rank): seconds for rank, seconds in self.tensor_s.items()}
         return json.dumps({**head, "spans": rows})
 
     @classmethod
@@ -107,10 +111,11 @@ class Timeline:
             if stored["columns"] != _COLUMNS:
                 raise ValueError(f"its columns are {stored['columns']}")
             spans = tuple(Span(*row) for row in stored["spans"])
-            timeline = cls(spans, stored["title"], stored["time_unit"])
+            inside = {int(rank): float(s) for rank, s in stored.get("tensor_s", {}).items()}
+            timeline = cls(spans, stored["title"], stored["time_unit"], inside)
             if any(span.kind not in SPAN_KINDS or span.end_s < span.start_s for span in spans):
                 raise ValueError("a span is of unknown kind or ends before it starts")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"this is no timeline as written by ptdmpi: {error!r}") from error
         return timeline
 

@@ -1,5 +1,6 @@
 """Timing on all ranks at once, and checking what came out."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,11 +22,16 @@ class ProbeError(Exception):
 class Bench:
     """One rank of the measurement; every rank ends with the same numbers.
 
-    `found` collects what is told at the end: (name, value in words).
+    `found` collects what is told at the end: (name, value in words). `clock` times a rank's own
+    work: of a single thread that has a core to itself it is the thread's CPU time, in which
+    whatever else runs on the machine does not count.
     """
 
-    def __init__(self, everyone: Communicator, device: torch.device) -> None:
+    def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
         self.everyone, self.device = everyone, device
+        own_core = local_ranks <= len(os.sched_getaffinity(0))
+        single = device.type == "cpu" and torch.get_num_threads() == 1
+        self.clock = time.thread_time if own_core and single else time.perf_counter
         self.found: list[tuple[str, str]] = []
 
     def note(self, name: str, value: str) -> None:
@@ -35,28 +41,36 @@ class Bench:
         """Of all ranks."""
         return statistics.median(self.everyone.all_gather_object(value))
 
-    def time_s(self, work: Callable[[], Any]) -> float:
-        """Time of `work` on this rank while all ranks do it: median of the trials' least, over the
-        ranks. Whatever else runs on the machine only adds time."""
+    def work_s(self, work: Callable[[], Any]) -> float:
+        """Time of `work`, which sends nothing, on this rank while all ranks do it: the median over
+        the ranks of the trials' least, for whatever else runs on the machine only adds time."""
+        return self._least_s(work, self.clock)
+
+    def message_s(self, work: Callable[[], Any]) -> float:
+        """The same of messages, whose time passes in waiting, too."""
+        return self._least_s(work, time.perf_counter)
+
+    def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
         work()
-        repeats = self._repeats(self._once(work, 1))
-        return self.median(min(self._once(work, repeats) for _ in range(TRIALS)))
+        repeats = self._repeats(self._once(work, 1, clock))
+        return self.median(min(self._once(work, repeats, clock) for _ in range(TRIALS)))
 
     def _repeats(self, seconds: float) -> int:
         """The same on all ranks, for `work` may be a collective."""
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))
 
-    def _once(self, work: Callable[[], Any], repeats: int) -> float:
+    def _once(self, work: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
         self.everyone.barrier()
-        self._wait()
-        start = time.perf_counter()
+        self.finish()
+        start = clock()
         for _ in range(repeats):
             work()
-        self._wait()
-        return (time.perf_counter() - start) / repeats
+        self.finish()
+        return (clock() - start) / repeats
 
-    def _wait(self) -> None:
+    def finish(self) -> None:
+        """Wait for what the device has been given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -37,7 +37,7 @@ GPU = Extent(
 def launch_s(bench: Bench) -> float:
     """Of a kernel that does nothing: how fast they follow each other at best."""
     tiny = torch.ones(16, device=bench.device)
-    seconds = bench.time_s(lambda: [tiny + tiny for _ in range(100)]) / 100
+    seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
     return seconds
 
@@ -76,7 +76,7 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
     off = (kernels.linear(x, weight)[-1].double() - exact).abs().max()
     bench.check(bool(off <= 0.02 * exact.abs().max()), f"product {m} x {n} x {k}")
     seconds = sum(
-        bench.time_s(work)
+        bench.work_s(work)
         for work in (
             lambda: kernels.linear(x, weight),
             lambda: kernels.input_gradient(x, turned),
@@ -96,7 +96,7 @@ def streams(
         elements = size // 3 // dtype.itemsize
         a, b = (torch.ones(elements, device=bench.device, dtype=dtype) for _ in range(2))
         bench.check(bool((a + b == 2).all()), f"sum of tensors of {size // 3} bytes")
-        seconds = bench.time_s(lambda a=a, b=b: a + b)
+        seconds = bench.work_s(lambda a=a, b=b: a + b)
         times.append(max(seconds - launch, 0.2 * seconds))
     rates = [size / seconds for size, seconds in zip(sizes, rising(times), strict=True)]
     bench.note("memory", f"{rates[-1] / 1e9:,.1f} GB/s, {max(rates) / 1e9:,.1f} GB/s in caches")
@@ -123,9 +123,9 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
         near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
         off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()
         bench.check(bool(off < 0.05), f"attention of heads of {size}")
-        ahead_s = bench.time_s(lambda q=q, k=k, v=v: kernels.causal_attention(q, k, v))
+        ahead_s = bench.work_s(lambda q=q, k=k, v=v: kernels.causal_attention(q, k, v))
         gradient = torch.ones_like(out)
-        back_s = bench.time_s(
+        back_s = bench.work_s(
             lambda out=out, given=(q, k, v), gradient=gradient: torch.autograd.grad(
                 out, given, gradient, retain_graph=True
             )
@@ -181,8 +181,8 @@ def elementwise(
         off = (out.double() - exact).abs().max()
         bench.check(bool(off <= 0.02 * exact.abs().max()), name)
         gradient = torch.ones_like(out)
-        forward_s = bench.time_s(lambda function=function, x=x: function(x))
-        both_s = bench.time_s(
+        forward_s = bench.work_s(lambda function=function, x=x: function(x))
+        both_s = bench.work_s(
             lambda function=function, x=x, gradient=gradient: torch.autograd.grad(
                 function(x), x, gradient
             )

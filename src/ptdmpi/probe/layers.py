@@ -6,7 +6,7 @@ and what they read is not always in the cache where a loop over one kernel has i
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from ptdmpi.train.engine import Engine
 
 STEPS = 6  # the first one warms up
 MOST_TENSOR = 8
-MOST_FACTOR = 100.0  # that a fitted number may differ from what the kernels alone say
+# that a fitted number may differ from what kernels and messages in a loop say
+MOST_FACTOR, MOST_LINK_FACTOR = 100.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Taken:
     forward_s: float
     backward_s: float
     optimizer_s: float
-    rest_s: float  # neither those nor waiting for the data axis
+    rest_s: float  # of a step beside those and the sum over the data axis
     elements: int
 
 
@@ -146,7 +147,8 @@ class Layers:
             return found
 
         start = [tree[section][key] for section, key in keys]
-        values = descend(lambda tried: distance(pairs(tried)), start, MOST_FACTOR)
+        most = MOST_FACTOR if tensor == 1 else MOST_LINK_FACTOR
+        values = descend(lambda tried: distance(pairs(tried)), start, most)
         words = ", ".join(f"{key} {v:.3g}" for (_, key), v in zip(keys, values, strict=True))
         off = distance(pairs(values))
         self.bench.note(f"layers over {tensor} ranks", f"within {off:.1%} at {words}")
@@ -170,34 +172,53 @@ class Layers:
         return resolve(tree, self.world.size)
 
     def _take(self, case: Case, tensor: int) -> Taken:
+        """Of steps in which each rank has its own batch, or t ranks share one."""
         config = self._config(case, tensor)
         axes = self.world.split(Grid(tensor, 1, self.world.size // tensor))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
-        batch = self._batch(case)
-        kinds: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-        whole, waited = [], []
-        for step in range(STEPS):
-            axes.world.barrier()
-            start = time.perf_counter()
-            spans = engine.step(step, [batch]).spans
-            whole.append(time.perf_counter() - start)
-            for kind, times in kinds.items():
-                times.append(sum(s.end_s - s.start_s for s in spans if s.kind == kind))
-            waited.append(sum(s.end_s - s.start_s for s in spans if s.kind == "reduce"))
-        rest = [
-            all_s - reduce_s - sum(times)
-            for all_s, reduce_s, *times in zip(whole, waited, *kinds.values(), strict=True)
-        ]
-        forward_s, backward_s, optimizer_s, rest_s = (
-            self.bench.median(statistics.median(times[1:])) for times in (*kinds.values(), rest)
+        batch, stage = self._batch(case), engine.stages[0]
+        clock = self.bench.clock if tensor == 1 else time.perf_counter
+
+        def forward() -> None:
+            stage.begin_step(0, [batch], 1.0)
+            stage.forward_microbatch(0, None)
+
+        def update() -> None:
+            engine.optimizer.step(1e-4, engine.reduction.global_norm())
+
+        works = (forward, lambda: stage.backward_microbatch(0, None), update)
+        times = [self._each_s(works, clock) for _ in range(STEPS)][1:]
+        forward_s, backward_s, optimizer_s = (
+            self.bench.median(statistics.median(column)) for column in zip(*times, strict=True)
         )
         self.bench.note(
             f"h={case.hidden}, s={case.seq_length}, b={case.micro_size}, t={tensor}: "
             f"{case.layers} layers and head",
             f"forward {forward_s * 1e3:.2f} ms, backward {backward_s * 1e3:.2f} ms",
         )
+        steps = [self._rest_s(engine, step, batch) for step in range(STEPS)]
+        rest_s = self.bench.median(min(steps))
         elements = engine.buffer.gradients.numel()
-        return Taken(forward_s, backward_s, optimizer_s, max(0.0, rest_s), elements)
+        return Taken(forward_s, backward_s, optimizer_s, rest_s, elements)
+
+    def _each_s(
+        self, works: Sequence[Callable[[], None]], clock: Callable[[], float]
+    ) -> list[float]:
+        times = []
+        self.bench.everyone.barrier()
+        for work in works:
+            start = clock()
+            work()
+            self.bench.finish()
+            times.append(clock() - start)
+        return times
+
+    def _rest_s(self, engine: Engine, step: int, batch: Batch) -> float:
+        """Of a whole step, what is neither forward, backward, sum nor update."""
+        self.bench.everyone.barrier()
+        start = time.perf_counter()
+        spans = engine.step(step, [batch]).spans
+        return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: Case) -> Batch:
         # one seed on all ranks: those of a tensor axis see the same tokens

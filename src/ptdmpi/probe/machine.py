@@ -46,7 +46,7 @@ def probe(
     if effort is None:
         effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
     axes = world.split(Grid(1, 1, world.size))
-    bench, alone = Bench(axes.world, device), TensorAxis(axes.tensor)
+    bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes.tensor)
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
     launch = kernels.launch_s(bench)
@@ -60,7 +60,7 @@ def probe(
             "attention": "flash",
             "dropout": False,
             "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
-            "overlap_pipeline": True,
+            "overlap_pipeline": messages.overlaps(bench, world),
             "overlap_tensor": False,
             "balanced_stages": True,
             "zero_unit": "layer",

@@ -1,5 +1,6 @@
 """Times of each collective over sizes, within nodes and between them, with every result checked."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from ptdmpi.plan.grid import Grid
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.kernels import rising
 
+OVERLAP_BYTES, OVERLAP_S, OVERLAP_TRIALS = 1 << 20, 0.1, 3
 SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
@@ -41,7 +43,7 @@ def tables(
                 work = prepare(comm, _values(elements, comm.rank, dtype, bench.device))
                 right = torch.equal(work(), expected(comm, elements, dtype, bench.device))
                 bench.check(right, f"{name} of {size} bytes over {where}")
-                times.append(bench.time_s(work))
+                times.append(bench.message_s(work))
             times = rising(times)
             found.append(
                 {
@@ -57,6 +59,33 @@ def tables(
                 f"from {times[0] * 1e6:,.0f} us, {sizes[-1] / times[-1] / 1e9:.2f} GB/s",
             )
     return found
+
+
+def overlaps(bench: Bench, world: World) -> bool:
+    """Whether a message arrives while its sender computes, without a call to MPI, for that long; or
+    only when the sender waits for it."""
+    everyone = world.split(Grid(1, 1, world.size)).data
+    tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
+    work = torch.ones(256, 256)
+    peer = everyone.rank ^ 1
+    late = False
+    for _ in range(OVERLAP_TRIALS):
+        everyone.barrier()
+        end_s = time.perf_counter() + OVERLAP_S
+        if peer >= everyone.size:
+            continue
+        if everyone.rank % 2:
+            everyone.recv(tensor, peer)
+            late = time.perf_counter() > end_s - OVERLAP_S / 2
+        else:
+            handle = everyone.isend(tensor, peer)
+            while time.perf_counter() < end_s:
+                torch.mm(work, work)
+            handle.wait()
+    overlap = not any(everyone.all_gather_object(late))
+    if everyone.size > 1:
+        bench.note("messages travel while the sender computes", "yes" if overlap else "no")
+    return overlap
 
 
 def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,13 +1,71 @@
-"""How much memory a rank may use for a model."""
+"""How much memory a rank may use for a model, and what is said when that is not enough."""
 
+import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from ptdmpi.comm.world import World
+from ptdmpi.config import Config, InputError
+from ptdmpi.model.kernels import widens
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.plan import relief
+from ptdmpi.plan.grid import Grid
+
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
+FAILED_SHARE = 0.9  # of what is needed: a rank that could not get all of it may have had so much
+
+
+class Memory:
+    """Of one rank of a run: what it may use, and what the model will take. Made by all ranks
+    together, before any of it is allocated.
+
+    Raises InputError on every rank if a node cannot hold what its ranks need.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, world: World, device: torch.device) -> None:
+        self.config, self.vocab_size = config, vocab_size
+        self.wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        grid = Grid(config.parallel.tensor, config.parallel.pipeline, config.data_size)
+        pipeline_rank = grid.coordinates(world.rank).pipeline
+        needed = relief.need(config, vocab_size, pipeline_rank, self.wide).total
+        self.capacity_bytes = rank_memory_bytes(device, world.local_size)
+        mine = (needed, self.capacity_bytes)
+        found = world.control.allgather(mine)
+        # ranks share their host's memory, and have a GPU's for themselves
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for rank, (place, of_rank) in enumerate(zip(world.places, found, strict=True)):
+            groups.setdefault(place.node if device.type == "cpu" else rank, []).append(of_rank)
+        fits = all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
+        world.on_root(lambda: self._require(fits))
+
+    def _require(self, fits: bool) -> None:
+        if not fits:
+            text = relief.explain(self.config, self.vocab_size, self.capacity_bytes, self.wide)
+            raise InputError(f"the model does not fit into memory\n{text}")
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """An exception for lack of memory gets a note of what fills it and which changes would
+        fit."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if _lacks_memory(error):
+                # something else has the rest of what this rank could have used
+                needed = relief.largest(self.config, self.vocab_size, self.wide).total
+                had = min(self.capacity_bytes, FAILED_SHARE * needed)
+                error.add_note(relief.explain(self.config, self.vocab_size, had, self.wide))
+            raise
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """CPU allocations fail with a RuntimeError that only its words tell from others."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def rank_memory_bytes(device: torch.device, local_ranks: int) -> int:

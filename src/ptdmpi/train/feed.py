@@ -85,26 +85,35 @@ class Feed:
             order=sequence_first(microbatch.order),
         )
 
-    def validation(self) -> Iterator[list[Microbatch]]:
-        """This data rank's validation microbatches, in groups of equal number on every rank."""
-        samples, data = self.config.log.validate_samples, self.axes.data
-        batches = ValidationBatches(
-            self.valid,
-            self.length,
-            self.config.batch.micro_size,
-            data.rank,
-            data.size,
-            None if samples == "all" else samples,
-        )
-        form = self._form([self.valid], partial(_first_samples, batches.samples))
-        group: list[Microbatch] = []
-        for microbatch in batches.microbatches():
-            group.append(form(microbatch))
-            if len(group) == VALIDATION_GROUP:
-                yield group
-                group = []
-        if group:
-            yield group
+    def drawn(self, steps: int) -> dict[str, list[float]]:
+        """What the first `steps` steps took of each training dataset."""
+        samples = self.order.counts(steps * self.config.batch.global_size)
+        sizes = [part.samples for part in self.order.parts]
+        epochs = [count / size for count, size in zip(samples, sizes, strict=True)]
+        return {"samples_drawn": samples, "epochs": epochs}
+
+    def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
+        """This data rank's validation microbatches, in groups of equal number on every rank, each
+        with the number of its dataset."""
+        data = self.axes.data
+        for number, dataset in enumerate(self.valid):
+            batches = self._validation(dataset, self.config.batch.micro_size, data.rank, data.size)
+            form = self._form([dataset], partial(_first_samples, batches.samples))
+            group: list[Microbatch] = []
+            for microbatch in batches.microbatches():
+                group.append(form(microbatch))
+                if len(group) == VALIDATION_GROUP:
+                    yield number, group
+                    group = []
+            if group:
+                yield number, group
+
+    def _validation(
+        self, dataset: Dataset, micro_size: int, data_rank: int, data_size: int
+    ) -> ValidationBatches:
+        samples, length = self.config.log.validate_samples, self.length
+        most = None if samples == "all" else samples
+        return ValidationBatches(dataset, length, micro_size, data_rank, data_size, most)
 
     def bigram_loss(self) -> float:
         """Nats per token of a bigram model of the training shards on the validation samples.
@@ -113,26 +122,26 @@ class Feed:
         """
         if self.axes.world.rank:
             return 0.0
-        config, samples = self.config, self.config.log.validate_samples
         bigram = Bigram(self.train)
-        everything = ValidationBatches(
-            self.valid, config.model.seq_length, 1, 0, 1, None if samples == "all" else samples
-        )
-        pairs = [(batch.inputs, batch.labels) for batch in everything.microbatches()]
-        tokens = len(pairs) * config.model.seq_length
+        pairs = [
+            (batch.inputs, batch.labels)
+            for dataset in self.valid
+            for batch in self._validation(dataset, 1, 0, 1).microbatches()
+        ]
+        tokens = len(pairs) * self.config.model.seq_length
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
 
-def open_datasets(config: Config) -> tuple[list[Dataset], Dataset | None]:
+def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """The training and validation datasets. Raises InputError if they do not go together."""
     use_mmap = config.data.reader == "mmap"
     train = [Dataset(part.path, use_mmap) for part in config.data.train]
-    valid = None if config.data.valid is None else Dataset(config.data.valid, use_mmap)
-    paths = [part.path for part in config.data.train] + [config.data.valid]
+    valid = [Dataset(path, use_mmap) for path in config.data.valid_paths]
+    paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
     wanted, owner = config.data.tokenizer_sha256, "data.tokenizer_sha256"
     if wanted is None:
         wanted, owner = train[0].tokenizer_sha256, paths[0]
-    for path, dataset in zip(paths, [*train, *([valid] if valid else [])], strict=False):
+    for path, dataset in zip(paths, [*train, *valid], strict=True):
         if dataset.tokenizer_sha256 != wanted:
             raise InputError(
                 f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "

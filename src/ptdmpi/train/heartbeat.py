@@ -2,11 +2,13 @@
 
 Rank 0 holds the table of all ranks. When nobody has begun anything for too long, or a rank has
 failed, it prints who is where and who holds up whom, has every rank write its stacks, and ends all.
+Rank 1 listens for rank 0, which nobody else would miss.
 """
 
 import atexit
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import statistics
@@ -44,6 +46,8 @@ SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
 # For the stacks of all ranks, once the verdict is there.
 COLLECT_S = 5.0
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
+LEAST_SILENCE_S = 5.0  # of rank 0: a busy machine may keep a thread waiting
 COMPUTE_STEPS = 20  # own work is judged by the median of so many steps
 
 
@@ -58,10 +62,13 @@ class Heartbeat:
         signals: StopRequest,
         directory: Path,
         judge: "Judge | None",
+        stall_s: float,
     ) -> None:
         self.axes, self.ranks, self.place = axes, ranks, place
         self.signals, self.directory, self.judge = signals, directory, judge
+        self.stall_s = stall_s
         self.mailbox = Mailbox(axes.world.control)
+        self._heard_s = math.inf  # when rank 0 last was, as rank 1 knows
         self.compute_s: deque[float] = deque(maxlen=COMPUTE_STEPS)
         self.lost: MPI.Exception | None = None
         self._noted: list[tuple[int, float]] = []
@@ -126,20 +133,42 @@ class Heartbeat:
         if came or (self._failure and not self._shown) or now_s >= self._due_s:
             self._due_s = now_s + self.ranks.beat_s
             self.mailbox.send(self._report(), 0)
+            if self.judge is not None and self.axes.world.size > 1:
+                self.mailbox.send(ALIVE, 1)
         for rank, message in self.mailbox.receive():
             if isinstance(message, Report):
                 self.judge.hear(rank, message, now_s)
+            elif message == ALIVE:
+                self._heard_s = now_s
             elif not self._shown:
                 self._shown = True
                 self._write_stacks()
                 self.mailbox.send(self._report(), 0)
         if self.judge is not None:
             self._follow(self.judge, now_s)
+        elif self.stall_s and now_s - self._heard_s > max(self.stall_s, LEAST_SILENCE_S):
+            self._replace_the_judge(now_s)
+
+    def _replace_the_judge(self, now_s: float) -> None:
+        """Rank 0 does not even say where it is: its process is stopped, or sits in a call that lets
+        no thread run. Only rank 1 has ever heard it."""
+        for rank in range(1, self.axes.world.size):
+            self.mailbox.send(WRITE_STACKS, rank)
+        print(
+            f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
+            "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
+            f"the others: {self.directory / 'stacks'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._write_stacks()
+        time.sleep(COLLECT_S)
+        self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
-                self.mailbox.send("write your stacks", rank)
+                self.mailbox.send(WRITE_STACKS, rank)
         if judge.stop_at_once:
             self.mailbox.abort(STOPPED_EXIT_CODE)
         if judge.verdict is not None and judge.complete(now_s):

@@ -5,7 +5,6 @@ else. No gradients, optimizer or schedule: stages pass activations on, one after
 the first ones go on with the next batch.
 """
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +121,14 @@ class InferenceModel:
             columns = self.stage.head(chosen)[0].float().t().contiguous()  # [V/t, b]
             return self.axes.tensor.all_gather(columns)[: self.vocab_size].t()
 
-    def log_probabilities(
-        self, batches: Iterable[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """For each (ids, labels), both [s, b]: log probabilities [s, b] of the labels, and where no
-        label is more probable, on the last stage; None on others."""
-        for ids, labels in batches:
-            x = self.hidden(ids)
-            if x is None:
-                yield None
-                continue
-            with torch.no_grad():
-                yield token_log_probabilities(self.stage.head(x), labels, self.axis)
-        self.finish()
+    def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+        """ids and labels [s, b]: log probabilities [s, b] of the labels, and where no label is more
+        probable, on the last stage; None on others. After the last call comes `finish`."""
+        x = self.hidden(ids)
+        if x is None:
+            return None
+        with torch.no_grad():
+            return token_log_probabilities(self.stage.head(x), labels, self.axis)
 
 
 def device_of(world: World) -> torch.device:
@@ -160,6 +154,10 @@ def open_inference(
         trained = stored.tree.get("precision", {}).get("compute", "fp32")
         sizes = _sizes(stored, world.size, layout)
         config = stored.config(world.size, precision or trained, **sizes)
+        if config.model.masked:
+            raise InputError(
+                f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
+            )
         return stored, config
 
     stored, config = world.on_root(prepare)

@@ -21,7 +21,8 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.plan.simulate import COMPUTE_KINDS
+from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -29,15 +30,21 @@ from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.lock import RunLock
-from ptdmpi.train.meter import Rates, RunDirectory, duration, peak_flops, peak_memory_bytes
+from ptdmpi.train.meter import (
+    Rates,
+    RunDirectory,
+    duration,
+    peak_flops,
+    peak_memory_bytes,
+    validation_record,
+)
 from ptdmpi.train.nonfinite import Skips
+from ptdmpi.train.recent import RecentSteps
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.stopwatch import Place, Stopwatch
 from ptdmpi.train.watch import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
 from ptdmpi.train.whereabouts import Ranks, slow_ranks
 
-# The timeline that is kept is that of the step of median duration among the last ones.
-TIMELINE_STEPS = 20
 # A rank is slow if its own work takes so many times that of the others; told once in a while.
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0
@@ -68,7 +75,7 @@ class Loop:
         self.requests = Requests(signals, self.path, hosts, config.run.max_minutes)
         self.judge = Judge(self.ranks, config.run.stall_s, self.say) if world.rank == 0 else None
         self.heartbeat = Heartbeat(
-            self.axes, self.ranks, self.place, signals, self.path, self.judge
+            self.axes, self.ranks, self.place, signals, self.path, self.judge, config.run.stall_s
         )
         if not self.heartbeat.start():
             self.say("warning: this MPI has no MPI_THREAD_MULTIPLE: hangs will not be explained")
@@ -84,7 +91,9 @@ class Loop:
         config, world = self.config, self.world
         world.on_root(self._take_lock)
         self.feed = Feed(config, self.axes, self.device)
-        self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
+        self.memory = Memory(config, self.feed.vocab_size, world, self.device)
+        with self.memory.explained():
+            self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
         self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
         start = handover or Handover(config.checkpoint.resume)
@@ -103,8 +112,8 @@ class Loop:
         for problem in skipped:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
-        self.bigram_pending = config.log.bigram_baseline and self.feed.valid is not None
-        self.recent: deque[tuple[float, list[Span]]] = deque(maxlen=TIMELINE_STEPS)
+        self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
+        self.recent = RecentSteps(self.axes)
         self.durations: deque[float] = deque(maxlen=100)
         self.told_slow_s = -math.inf
         # there the system's scheduler makes ranks slow, now this one and now that
@@ -145,7 +154,7 @@ class Loop:
                 result, batches, elapsed = self._step(step, feed)
                 self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
                 self._conclude(self.completed, batches)
-        self._keep_timeline()
+        self.recent.keep(self.path / "timeline", steps, self.say)
         self.place.enter("ending")
         self.heartbeat.finish()
         self.world.on_root(lambda: self.directory.finish(steps))
@@ -171,9 +180,12 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        result = self.engine.step(step, batches)
+        with self.memory.explained():
+            result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.recent.append((elapsed, watch.spans + result.spans))
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        tensor_s = computed - result.compute_s
+        self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)
         self.requests.stepped(elapsed)
         return result, batches, elapsed
@@ -223,7 +235,9 @@ class Loop:
             return
         if self.directory:
             self.requests.obeyed("STOP")
-        self.say(f"{asked.stop}: stopped on request after step {step}; the same command goes on")
+        anew = self.config.checkpoint.resume == "never"
+        then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.say(f"{asked.stop}: stopped on request after step {step}; {then}")
         self.place.enter("ending")
         self.heartbeat.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -243,10 +257,12 @@ class Loop:
             loss_scale=result.loss_scale,
             skipped=result.skipped,
             tokens=step * self.rates.tokens,
+            **self.feed.drawn(step),
             **rates,
             peak_memory_bytes=memory,
             rank_count=self.world.size,
             layout=layout_name(config),
+            vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
         )
         if step % config.log.every_steps == 0 or step == config.run.steps:
@@ -276,19 +292,16 @@ class Loop:
         return slow
 
     def _validate(self, step: int) -> Asked:
-        loss = tokens = 0.0
+        sums = [(0.0, 0.0) for _ in self.feed.valid]  # loss and tokens
         self.place.enter("validation")
-        for group in self.feed.validation():
+        for number, group in self.feed.validation():
             more = self.engine.evaluate(self.feed.place(group))
-            loss, tokens = loss + more[0], tokens + more[1]
+            sums[number] = (sums[number][0] + more[0], sums[number][1] + more[1])
             asked = self._vote()
             if asked.stop:
                 self.say(f"{asked.stop}: validation after step {step} broken off")
                 return asked
-        mean = loss / tokens
-        perplexity = math.exp(mean) if mean < 700 else math.inf
-        values = {"validation_loss": mean, "validation_perplexity": perplexity}
-        text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
+        values, text = validation_record(self.config.data.valid_paths, sums)
         if self.bigram_pending:
             values["bigram_validation_loss"] = self.feed.bigram_loss()
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"
@@ -297,27 +310,6 @@ class Loop:
         self.say(f"step {step}  {text}")
         self.place.enter("training")
         return asked
-
-    def _keep_timeline(self) -> None:
-        """Write the measured timeline of one step, of all ranks of one pipeline."""
-        if not self.recent:
-            return
-        times = [elapsed for elapsed, _ in self.recent]
-        place = times.index(statistics.median_low(times))
-        place = self.axes.world.broadcast_object(place)
-        here = self.axes.coordinates
-        parts = self.axes.pipeline.all_gather_object(self.recent[place][1])
-        if here.tensor == 0 and here.data == 0 and here.pipeline == 0:
-            step = self.config.run.steps - len(self.recent) + place + 1
-            spans = tuple(span for part in parts for span in part)
-            path = self.path / "timeline" / f"step-{step:08d}.json"
-            try:
-                path.parent.mkdir(exist_ok=True)
-                text = Timeline(spans, f"measured, step {step}").to_json()
-                path.write_text(text, encoding="utf-8")
-            except OSError as error:  # a picture less
-                self.say(f"the timeline of step {step} is not kept: {error}")
-                path.unlink(missing_ok=True)
 
     def _peak(self) -> float:
         precision = self.config.precision.compute

@@ -3,10 +3,12 @@
 import errno
 import functools
 import json
+import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,24 @@ def _replace(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def validation_record(
+    paths: Sequence[str], sums: Sequence[tuple[float, float]]
+) -> tuple[dict[str, Any], str]:
+    """A validation's values and its line, from the summed loss and the tokens of each dataset.
+
+    The mean is over all tokens; where there are several datasets, each one's own is given too.
+    """
+    mean = sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+    perplexity = math.exp(mean) if mean < 700 else math.inf
+    values: dict[str, Any] = {"validation_loss": mean, "validation_perplexity": perplexity}
+    text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
+    if len(paths) > 1:
+        means = {path: loss / tokens for path, (loss, tokens) in zip(paths, sums, strict=True)}
+        values["validation_losses"] = means
+        text += f"  ({', '.join(f'{path} {loss:.4f}' for path, loss in means.items())})"
+    return values, text
 
 
 def duration(seconds: float) -> str:

@@ -142,7 +142,7 @@ class Requests:
         now = time.monotonic()
         if now - self._looked_s >= LOOK_S:
             self._looked_s = now
-            self._files = tuple((self.directory / name).exists() for name in ("STOP", "SAVE"))
+            self._files = tuple((self.directory / name).is_file() for name in ("STOP", "SAVE"))
         return self._files
 
     def _late(self) -> bool:

@@ -99,9 +99,13 @@ def summary(run: Run) -> dict[str, Any]:
         "first_loss": run.steps[0]["loss"],
         "last_loss": last["loss"],
     }
+    if "samples_drawn" in last:
+        numbers["drawn"] = drawn(run.config["data"]["train"], last)
     if run.validations:
         numbers["validation_loss"] = run.validations[-1]["validation_loss"]
         numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
+        if "validation_losses" in run.validations[-1]:
+            numbers["validation_losses"] = run.validations[-1]["validation_losses"]
     for record in run.validations:
         if "bigram_validation_loss" in record:
             numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
@@ -113,6 +117,16 @@ def summary(run: Run) -> dict[str, Any]:
         numbers["bubble_fraction_measured"] = run.measured.bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
     return numbers
+
+
+def drawn(parts: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the run took of each dataset of its mixture, up to a step's record."""
+    counts, epochs = record["samples_drawn"], record["epochs"]
+    total = sum(counts)
+    return [
+        {"path": part["path"], "samples": count, "share": count / total, "epochs": read}
+        for part, count, read in zip(parts, counts, epochs, strict=True)
+    ]
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
@@ -129,7 +143,19 @@ def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
-        if key == "step_shares":
+        if key in ("step_shares", "comparison"):
+            continue
+        if key == "drawn":
+            rows += [
+                (
+                    f"drawn of {of['path']}",
+                    f"{of['samples']:,} samples, {of['share']:.2%}, {of['epochs']:.3g} epochs",
+                )
+                for of in value
+            ]
+            continue
+        if key == "validation_losses":
+            rows += [(f"validation loss of {path}", f"{loss:.4f}") for path, loss in value.items()]
             continue
         name = key.removesuffix("_bytes").removesuffix("_time_s").replace("_", " ")
         if key.endswith("_bytes"):
@@ -153,13 +179,15 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def write(run: Run) -> list[Path]:
-    """Draw the pictures and the trace into the run directory; returns their paths."""
+def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
+    """Draw the pictures and the trace into the run directory; returns their paths. `foreseen`, if
+    there is one, is drawn above what was measured."""
     paths = [run.path / "loss.png"]
     loss_curve(run, paths[0])
     if run.measured:
         paths += [run.path / "timeline.png", run.path / "trace.json"]
-        draw.figure([planned(run), compute_window(run.measured)], paths[1])
+        above = [] if foreseen is None else [compute_window(foreseen)]
+        draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
         draw.chrome_trace(run.measured, paths[2])
     return paths
 

@@ -1,0 +1,91 @@
+"""Tokenizers of other libraries, which are extras: tiktoken's encodings, SentencePiece's models."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import token_dtype
+
+_PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "  # where split patterns differ
+MISSING = "pip install 'ptdmpi[corpus]' brings it"
+
+
+class TiktokenTokenizer:
+    """An encoding that tiktoken knows by name: OpenAI's, from its cache (TIKTOKEN_CACHE_DIR), or
+    those of installed `tiktoken_ext` packages. Names of special tokens in the text are text."""
+
+    def __init__(self, encoding: str, end_of_document: Sequence[str]):
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
+        try:
+            self._encoding = tiktoken.get_encoding(encoding)
+        except Exception as error:  # of its cache, its download, its registry: no common class
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise InputError(
+                f"tokenizer tiktoken:{encoding}: {reason}; legal: {tiktoken.list_encoding_names()} "
+                "with their files in TIKTOKEN_CACHE_DIR"
+            ) from error
+        special = {name: self._encoding.encode_single_token(name) for name in self._special()}
+        known = self._encoding.n_vocab
+        self.eod_id = next((special[name] for name in end_of_document if name in special), known)
+        self.vocab_size = max(known, self.eod_id + 1)
+        self.name = f"tiktoken:{encoding}"
+        self.sha256 = self._hash()
+        self._dtype = token_dtype(self.vocab_size)
+
+    def _special(self) -> list[str]:
+        return sorted(self._encoding.special_tokens_set)
+
+    def _hash(self) -> str:
+        """Of every token's bytes and of how a text is split: whichever files they come from."""
+        digest = hashlib.sha256()
+        for token in self._encoding.token_byte_values():
+            rank = self._encoding.encode_single_token(token)
+            digest.update(rank.to_bytes(4, "little") + token + b"\n")
+        digest.update(" ".join(self._special()).encode())
+        digest.update(self._encoding.encode_to_numpy(_PROBE).tobytes())
+        return digest.hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        arrays = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        return [array.astype(self._dtype) for array in arrays]
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model` file. The end of document is its </s>, else a new id behind it."""
+
+    def __init__(self, path: Path):
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError as error:
+            raise InputError(f"tokenizer {path} needs sentencepiece: {MISSING}") from error
+        self._model = SentencePieceProcessor()
+        try:
+            content = path.read_bytes()
+            self._model.LoadFromSerializedProto(content)
+        except (OSError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
+        known = self._model.get_piece_size()
+        self.eod_id = self._model.eos_id() if self._model.eos_id() >= 0 else known
+        self.vocab_size = max(known, self.eod_id + 1)
+        self.name = path.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self._dtype = token_dtype(self.vocab_size)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        lists = self._model.encode(list(texts), out_type=int, num_threads=1)
+        return [np.array(ids, dtype=self._dtype) for ids in lists]
+
+    def decode(self, ids: np.ndarray) -> str:
+        pieces = np.split(ids, np.flatnonzero(ids == self.eod_id))
+        texts = [self._model.decode(piece[piece != self.eod_id].tolist()) for piece in pieces]
+        return "</s>".join(texts)

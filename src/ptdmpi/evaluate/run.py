@@ -1,0 +1,150 @@
+"""Everything that `ptdmpi evaluate` is asked for, on a model that is loaded once."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.comm.world import SharedInputError, World
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import Dataset
+from ptdmpi.evaluate import tasks
+from ptdmpi.evaluate.answers import Stop, compiled, extract, matches
+from ptdmpi.evaluate.choice import accuracies, requests
+from ptdmpi.evaluate.harness import Harness, simple_evaluate
+from ptdmpi.evaluate.perplexity import perplexity
+from ptdmpi.evaluate.scoring import score
+from ptdmpi.evaluate.tasks import Item
+from ptdmpi.generate.generator import Prompt, generate
+from ptdmpi.generate.sampling import Sampling
+from ptdmpi.generate.text import Text, find_text, tokenizer_sha256
+from ptdmpi.train.inference import InferenceModel, open_inference
+from ptdmpi.train.stored import StoredModel
+
+Options = Mapping[str, Any]
+
+
+def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
+    """`options` are those of `ptdmpi evaluate`; every rank calls it and gets the results.
+
+    Raises InputError on every rank, before anything is computed where that is possible.
+    """
+    work = world.on_root(lambda: _read(options))
+    model, stored = open_inference(run, world, options["layout"], options["precision"])
+    parallel = model.config.parallel
+    found: dict[str, Any] = {
+        "checkpoint": str(stored.checkpoint),
+        "step": stored.step,
+        "layout": f"t={parallel.tensor},p={parallel.pipeline},d={model.config.data_size}",
+        "precision": model.config.precision.compute,
+        "perplexity": [],
+        "tasks": [],
+    }
+    for path in options["data"]:
+        world.on_root(partial(_check_dataset, path, stored))
+        found["perplexity"].append(
+            perplexity(model, Dataset(path), options["stride"], options["words"])
+        )
+    if not (work or options["lm_eval"]):
+        return found
+    world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
+    text = find_text(stored, options["tokenizer"])
+    for path, (items, contexts) in work.items():
+        kind = _choices if items[0].choices else _answers
+        found["tasks"].append({"file": path, **kind(model, world, text, items, contexts, options)})
+    if options["lm_eval"]:
+        harness = Harness(model, text)
+        found["lm_eval"] = simple_evaluate(harness, options)
+    return found
+
+
+def _read(options: Options) -> dict[str, tuple[list[Item], list[str]]]:
+    """Of each task file the items and their contexts, solved examples included."""
+    if not (options["data"] or options["tasks"] or options["lm_eval"]):
+        raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")
+    if options["shots"] and options["shots_from"] is None:
+        raise InputError(f"--shots {options['shots']} needs --shots-from FILE")
+    if options["samples"] > 1 and not options["temperature"]:
+        raise InputError("--samples above 1 are all the same at --temperature 0")
+    if options["words"] is not None and len(options["data"]) != 1:
+        raise InputError("--words belongs to one --data")
+    compiled(options["extract"])
+    _sampling(options)
+    examples = tasks.read(options["shots_from"]) if options["shots"] else []
+    if len(examples) < options["shots"]:
+        raise InputError(f"{options['shots_from']} has {len(examples)} items of --shots")
+    found = {}
+    for path in options["tasks"]:
+        items = tasks.read(path)
+        shown = tasks.with_shots(items, examples, options["shots"], options["separator"])
+        found[str(path)] = items, shown
+    return found
+
+
+def _sampling(options: Options) -> Sampling:
+    keys = ("temperature", "top_k", "top_p", "seed")
+    return Sampling(**{key: options[key] for key in keys})
+
+
+def _check_dataset(path: Path, stored: StoredModel) -> None:
+    dataset = Dataset(path)
+    known = tokenizer_sha256(stored)
+    if known not in (None, dataset.tokenizer_sha256):
+        raise InputError(
+            f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "
+            f"{dataset.tokenizer_sha256[:12]}), the model knows {known[:12]}"
+        )
+
+
+def _choices(
+    model: InferenceModel,
+    world: World,
+    text: Text,
+    items: list[Item],
+    contexts: list[str],
+    options: Options,
+) -> dict[str, Any]:
+    wanted = world.on_root(
+        lambda: requests(text, items, contexts, options["separator"], options["neutral"])
+    )
+    cut_short = sum(len(one.ids) - 1 > model.seq_length for one in wanted)
+    scores = score(model, wanted)
+    return {
+        "kind": "choice",
+        "shots": options["shots"],
+        "truncated": cut_short,
+        **accuracies(items, scores),
+    }
+
+
+def _answers(
+    model: InferenceModel,
+    world: World,
+    text: Text,
+    items: list[Item],
+    contexts: list[str],
+    options: Options,
+) -> dict[str, Any]:
+    samples, length, until = options["samples"], options["max_new_tokens"], options["until"]
+    room = model.seq_length - length
+    if room < 1:
+        raise SharedInputError(f"--max-new-tokens {length}; legal: 1 to {model.seq_length - 1}")
+    encoded = world.on_root(
+        lambda: [text.prompt(one + options["separator"].rstrip(" ")) for one in contexts]
+    )
+    stop = Stop(text, until)
+    prompts = [
+        Prompt(ids[-room:], length, number * samples + k, stop)
+        for number, ids in enumerate(encoded)
+        for k in range(samples)
+    ]
+    found = generate(model, prompts, _sampling(options), text.ends)
+    pattern = compiled(options["extract"])
+    given = [extract(text.decode(one.ids), until, pattern) for one in found]
+    grouped = [given[start : start + samples] for start in range(0, len(given), samples)]
+    return {
+        "kind": "answers",
+        "shots": options["shots"],
+        "truncated": sum(len(ids) > room for ids in encoded),
+        **matches(items, grouped),
+    }

@@ -1,0 +1,84 @@
+"""Tasks from JSON lines: a context, and either choices with the number of the right one, or the
+answers that count."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import InputError
+
+BETWEEN_SHOTS = "\n\n"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question. Multiple choice: `choices`, of which number `answer` is right; else any of
+    `answers` is."""
+
+    context: str
+    choices: tuple[str, ...] = ()
+    answer: int = 0
+    answers: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> str:
+        """What an example shows as the answer."""
+        return self.choices[self.answer] if self.choices else self.answers[0]
+
+
+def read(path: Path) -> list[Item]:
+    """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    items = [_item(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise InputError(f"{path} holds no item")
+    if len({bool(item.choices) for item in items}) > 1:
+        raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
+    return items
+
+
+def _item(line: str, place: str) -> Item:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place}: not a JSON line: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("context"), str):
+        raise InputError(f"{place}: no JSON object with a text in the field 'context'")
+    if "choices" in values:
+        choices, answer = _texts(values["choices"], "choices", place), values.get("answer")
+        if isinstance(answer, bool) or not isinstance(answer, int):
+            raise InputError(f"{place}: 'answer' = {answer!r}; legal: the number of a choice")
+        if not 0 <= answer < len(choices):
+            raise InputError(f"{place}: 'answer' = {answer}; legal: 0 to {len(choices) - 1}")
+        return Item(values["context"], choices, answer)
+    if "answers" not in values:
+        raise InputError(f"{place}: neither 'choices' (with 'answer') nor 'answers'")
+    return Item(values["context"], answers=_texts(values["answers"], "answers", place))
+
+
+def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
+        raise InputError(f"{place}: {key!r} must be a list of texts that are not empty")
+    if not values:
+        raise InputError(f"{place}: {key!r} is empty")
+    return tuple(values)
+
+
+def with_shots(
+    items: Sequence[Item], examples: Sequence[Item], shots: int, separator: str
+) -> list[str]:
+    """The context of each item with the first `shots` solved examples before it; one that is the
+    item itself is left out."""
+    contexts = []
+    for item in items:
+        shown = [one for one in examples[: shots + 1] if one != item][:shots]
+        solved = (f"{one.context}{separator}{one.right}{BETWEEN_SHOTS}" for one in shown)
+        contexts.append("".join(solved) + item.context)
+    return contexts

@@ -1,0 +1,94 @@
+"""Collectives over several nodes as NCCL's own cost model has them.
+
+NCCL chooses algorithm and protocol by a model of its makers' measurements: what a step over a link
+and over a network takes, which share of a rate a protocol reaches, what trees reach at most. Its
+constants (v2.9, src/graph/tuning.cc) are data sheets of the software, so they stand here as they
+are there. Steps within a node are calibrated (`link_step_s`) and agree with them: 2.0 and 1.9 us.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a ring or a tree moves its bytes: "LL128" or "Simple"."""
+
+    link_steps: float  # a step over a link, in steps of a ring with LL128
+    hop_s: float  # a step over the network
+    share: float  # of the rate
+    lone_share: float  # of the rate, where a node has one rank of the group
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What a group of `ranks` on `nodes` has: bytes per second through each rank, a step over a
+    link, the least step over the network."""
+
+    ranks: int
+    nodes: int
+    rate: float
+    link_step_s: float
+    network_step_s: float
+    tree_rate: float
+
+    @property
+    def per_node(self) -> float:
+        return self.ranks / self.nodes
+
+    def share(self, protocol: Protocol) -> float:
+        return protocol.lone_share if self.per_node < 2 else protocol.share
+
+    def hop_s(self, protocol: Protocol) -> float:
+        return max(protocol.hop_s, self.network_step_s)
+
+
+RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0))
+TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
+TREE_SHARE = 0.9  # of the rate of a ring
+# A ring of Simple over several nodes waits longer where a rank's part fills its buffers.
+PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
+# Of the rate of trees, in tenths, by the logarithm of the size: 64 bytes, 128, ... 128 MiB.
+TREE_TENTHS = (
+    (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 5, 6, 6, 7, 7, 8, 9, 9, 10),
+    (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 5, 5, 6, 6, 7, 8, 9),
+)
+
+
+def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
+    """A ring: n - 1 steps, nodes - 1 of them over the network. Reduce-scatter takes as long."""
+    steps = fabric.ranks - 1
+    return min(_ring_s(gathered_bytes, fabric, protocol, steps) for protocol in RINGS)
+
+
+def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
+    """The fastest of rings, 2 (n - 1) steps, and double binary trees (Sanders et al. 2009), whose
+    depth grows with the logarithm of the nodes."""
+    steps = 2 * (fabric.ranks - 1)
+    rings = [_ring_s(summed_bytes, fabric, protocol, steps) for protocol in RINGS]
+    trees = [_tree_s(summed_bytes, fabric, kind) for kind in range(len(TREES))]
+    return min(*rings, *trees)
+
+
+def _ring_s(size: float, fabric: Fabric, protocol: Protocol, steps: int) -> float:
+    network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
+    latency_s = network_steps * fabric.hop_s(protocol)
+    latency_s += (steps - network_steps) * protocol.link_steps * fabric.link_step_s
+    summing = steps > fabric.ranks - 1
+    if summing and protocol is RINGS[1] and size >= fabric.ranks * PLATEAU_BYTES_PER_RANK:
+        latency_s *= PLATEAU
+    return latency_s + steps / fabric.ranks * size / (fabric.rate * fabric.share(protocol))
+
+
+def _tree_s(size: float, fabric: Fabric, kind: int) -> float:
+    protocol = TREES[kind]
+    depth_s = (fabric.per_node - 1) * protocol.link_steps * fabric.link_step_s
+    depth_s += math.log2(fabric.nodes) * fabric.hop_s(protocol)
+    # between the sizes of the table the rate is between theirs, so that more never takes less
+    power, tenths = math.log2(max(64.0, size) / 64), TREE_TENTHS[kind]
+    below = min(int(power), len(tenths) - 1)
+    above = tenths[below + 1] if below + 1 < len(tenths) else 10
+    part = min(1.0, power - below)
+    rate = min(fabric.rate * TREE_SHARE, fabric.tree_rate) * protocol.share
+    rate *= (tenths[below] * (1 - part) + above * part) / 10
+    return 2 * depth_s + 2 * size / rate

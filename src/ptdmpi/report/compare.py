@@ -1,0 +1,154 @@
+"""Measured beside predicted: the same timeline and parts of a step, and the largest difference."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import InputError, resolve
+from ptdmpi.plan import pipeline
+from ptdmpi.plan.cluster import Model, cluster_names, load_cluster
+from ptdmpi.plan.layout import Layout
+from ptdmpi.plan.price import Pricer
+from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.plan.table import lines
+
+# part -> kinds of spans; what is left of forwards and backwards without the tensor axis computes
+WAITING = "bubble and messages between stages"
+AFTERWARDS = ("reduce", "optimizer")
+PARTS = {
+    "computing": ("forward", "backward"),
+    "tensor axis": ("gather",),
+    WAITING: ("receive", "send"),
+    "data axis": ("reduce",),
+    "optimizer": ("optimizer",),
+    "data": ("data",),
+}
+
+
+def parts(timeline: Timeline) -> dict[str, float]:
+    """Seconds of a step by what they are spent on, the mean of the ranks; they add up to the step
+    with "other".
+
+    A rank that has nothing left to compute waits for the last one, in whatever comes next: until
+    then its time counts as bubble.
+    """
+    ranks, spent = timeline.ranks, dict.fromkeys(PARTS, 0.0)
+    part_of = {kind: name for name, kinds in PARTS.items() for kind in kinds}
+    computing = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    end_s = max((span.end_s for span in computing), default=timeline.start_s)
+    ends_s = dict.fromkeys(ranks, end_s)
+    ends_s |= {span.rank: span.end_s for span in sorted(computing, key=lambda s: s.end_s)}
+    for span in timeline.spans:
+        start_s = max(span.start_s, end_s) if span.kind in AFTERWARDS else span.start_s
+        if span.kind in part_of:
+            spent[part_of[span.kind]] += max(0.0, span.end_s - start_s)
+    inside_s = sum(timeline.tensor_s.values())
+    spent["computing"] -= inside_s
+    spent["tensor axis"] += inside_s
+    spent[WAITING] += sum(end_s - own_s for own_s in ends_s.values())
+    spent = {name: seconds / len(ranks) for name, seconds in spent.items()}
+    spent["other"] = timeline.makespan_s - sum(spent.values())
+    return spent
+
+
+def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
+    """The step of a run's configuration as its cluster file foresees it."""
+    parallel = config["parallel"]
+    run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
+    ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    checked = resolve({**config, "run": run}, ranks)
+    layout = Layout(
+        parallel["tensor"],
+        parallel["pipeline"],
+        parallel["data"],
+        parallel["virtual"],
+        config["batch"]["micro_size"],
+        parallel["schedule"],
+        config["recompute"]["mode"],
+        parallel["sequence_parallel"],
+        parallel["scatter_gather"],
+    )
+    model, batch = Model(run["name"], checked.model, vocab_size), config["batch"]["global_size"]
+    pricer = Pricer(load_cluster(cluster), model, batch, checked.precision.compute)
+    price, times = pricer.price(layout), pricer.stage_times(layout)
+    sizes = (layout.schedule, layout.pipeline, layout.virtual, layout.microbatches(batch))
+    timeline = pipeline.timeline(*sizes, times, f"predicted on {pricer.cluster.name}")
+    spans = list(timeline.spans)
+    end_s, tensor_s = timeline.makespan_s, {}
+    for rank in range(layout.pipeline):
+        own = pricer.stage_seconds(layout)[rank :: layout.pipeline]
+        messages_s = sum(forward.messages + backward.messages for forward, backward in own)
+        tensor_s[rank] = layout.microbatches(batch) * messages_s
+        behind_s = end_s + price.parts.data
+        spans.append(Span(rank, "reduce", "", end_s, behind_s))
+        spans.append(Span(rank, "optimizer", "", behind_s, behind_s + price.parts.optimizer))
+    return replace(timeline, spans=tuple(spans), tensor_s=tensor_s)
+
+
+def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
+    """The cluster that a run of directory `path` names, if its file is still there: where it was,
+    or in the run directory."""
+    name = config["run"].get("cluster", "")
+    if not name:
+        return None
+    places = (Path(name), path / Path(name).name)
+    if name in cluster_names():
+        return name
+    return next((str(place) for place in places if place.is_file()), None)
+
+
+def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
+    """Both as parts, and the part that differs most."""
+    found, guessed = parts(measured), parts(foreseen)
+    differences = {name: found[name] - guessed[name] for name in found}
+    largest = max(differences, key=lambda name: abs(differences[name]))
+    return {
+        "measured_s": found,
+        "predicted_s": guessed,
+        "step_error": foreseen.makespan_s / measured.makespan_s - 1,
+        "largest_difference": {"part": largest, "seconds": differences[largest]},
+    }
+
+
+def table(compared: dict[str, Any]) -> str:
+    """The comparison as lines of text."""
+    found, guessed = compared["measured_s"], compared["predicted_s"]
+    step_s = sum(found.values())
+    rows = [["part of the step", "measured", "predicted", "difference", ""]]
+    for name in found:
+        rows.append(_row(name, found[name], guessed[name], step_s))
+    rows.append(_row("step", step_s, sum(guessed.values()), step_s))
+    largest = compared["largest_difference"]
+    seconds, name = largest["seconds"], largest["part"]
+    more = "more" if seconds > 0 else "less"
+    return "\n".join(
+        [
+            *lines(rows),
+            "",
+            f"largest difference: {name} took {abs(seconds) * 1e3:.1f} ms {more} than predicted, "
+            f"{abs(seconds) / step_s:.1%} of the step",
+        ]
+    )
+
+
+def _row(name: str, found_s: float, guessed_s: float, step_s: float) -> list[str]:
+    return [
+        name,
+        f"{found_s * 1e3:.1f} ms",
+        f"{guessed_s * 1e3:.1f} ms",
+        f"{(found_s - guessed_s) * 1e3:+.1f} ms",
+        f"{(found_s - guessed_s) / step_s:+.1%}",
+    ]
+
+
+def foreseen(
+    path: Path, config: dict[str, Any], vocab_size: int | None, cluster: str | None
+) -> Timeline | None:
+    """What was predicted for the run of directory `path`: by `cluster`, else by the one that it
+    names; None if there is none. Raises InputError where `cluster` cannot be used."""
+    named = cluster or cluster_of(path, config)
+    if named is None:
+        return None
+    if vocab_size is None:
+        raise InputError(f"{path}: its records do not say vocab_size, so nothing can be predicted")
+    return predicted(config, vocab_size, named)

@@ -1,0 +1,225 @@
+"""The same scores in every layout, and equal to those of another forward pass."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from data_prep.vocabulary import ByteTokenizer
+from ptdmpi.comm.world import World
+from ptdmpi.commands.evaluate import command
+from ptdmpi.config import InputError
+from ptdmpi.convert.reference import FORWARD
+from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset
+from ptdmpi.evaluate import scoring
+from ptdmpi.evaluate.harness import Harness
+from ptdmpi.evaluate.perplexity import perplexity, windows
+from ptdmpi.evaluate.scoring import Request, score
+from ptdmpi.generate.text import Text
+from ptdmpi.train.inference import open_inference
+from tests import _stored
+from tests.parallel import mpirun, parallel
+
+V = 50
+LAYOUTS = ["t=2", "p=2", "d=2"]
+# (tokens, how many are given); all that does not fit 16 tokens loses its beginning
+REQUESTS = [(5, 1), (16, 3), (17, 1), (30, 20), (2, 1), (9, 8), (9, 2)]
+
+
+def shards(folder, vocab_size=V, tokenizer="t", lengths=(40, 17, 2)):
+    folder.mkdir()
+    for number, length in enumerate(lengths):
+        ids = np.random.default_rng(number).integers(0, vocab_size - 1, length)
+        with ShardWriter(
+            folder / f"{number}.h5", tokenizer, "0" * 64, vocab_size, vocab_size - 1
+        ) as writer:
+            writer.write(ids, np.array([length]))
+    return folder
+
+
+def requests():
+    generator = np.random.default_rng(5)
+    return [Request(generator.integers(0, V, n).tolist(), first) for n, first in REQUESTS]
+
+
+def reference(folder, ids):
+    """log softmax of the self-check's own forward pass: [tokens - 1] of ids[1:]."""
+    values = load_file(folder / "model.safetensors")
+    named = {key.removeprefix("model."): value.double() for key, value in values.items()}
+    config = json.loads((folder / "config.json").read_text())
+    logits = FORWARD["llama"](config, named.__getitem__, torch.tensor([ids[:-1]]))[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def expected_of(folder, data, wanted):
+    """The log-likelihoods of the requests, and the negative one of the shards for each stride."""
+    values = [
+        float(reference(folder, one.ids[-17:])[one.first - len(one.ids) :].sum()) for one in wanted
+    ]
+    totals = dict.fromkeys((16, 5), 0.0)
+    for stride in totals:
+        for shard, header in enumerate(Dataset(data).headers):
+            tokens = np.random.default_rng(shard).integers(0, V - 1, header.tokens).tolist()
+            for _, first, end, begin in windows(header.tokens, shard, 16, stride):
+                totals[stride] -= float(reference(folder, tokens[first:end])[begin - end :].sum())
+    return values, totals
+
+
+@parallel(ranks=[2], limit_s=120)
+def test_scores_are_those_of_the_reference_in_every_layout(comm, tmp_path):
+    run, data = tmp_path / "run", tmp_path / "data"
+    wanted, expected = requests(), None
+    if comm.rank == 0:
+        to_hf(_stored.stored(run, V, **_stored.LLAMA), tmp_path / "hf")
+        expected = expected_of(tmp_path / "hf", shards(data), wanted)
+    expected = comm.bcast(expected)
+    for where in LAYOUTS:
+        loaded, _ = open_inference(run, World(comm), where, None)
+        found = score(loaded, wanted)
+        assert [one.tokens for one in found] == [n - first for n, first in REQUESTS]
+        for one, value in zip(found, expected[0], strict=True):
+            assert one.log_likelihood == pytest.approx(value, rel=1e-5)
+        for stride, total in expected[1].items():
+            answer = perplexity(loaded, Dataset(data), stride, words=10)
+            assert answer["tokens"] == 39 + 16 + 1
+            assert answer["nats_per_token"] == pytest.approx(total / 56, rel=1e-5)
+            assert answer["perplexity"] == pytest.approx(math.exp(total / 56), rel=1e-4)
+            assert answer["word_perplexity"] == pytest.approx(math.exp(total / 10), rel=1e-3)
+        comm.Barrier()
+
+
+def one_rank(tmp_path, vocab_size=257, **keys):
+    run = _stored.stored(tmp_path / "run", vocab_size, **keys)
+    return open_inference(run, World(), None, None)[0]
+
+
+def test_batches_do_not_matter(tmp_path, monkeypatch):
+    loaded = one_rank(tmp_path, V)
+    together = score(loaded, requests())
+    monkeypatch.setattr(scoring, "BATCH_TOKENS", 1)
+    apart = score(loaded, requests())
+    for a, b in zip(together, apart, strict=True):
+        assert a.log_likelihood == pytest.approx(b.log_likelihood, rel=1e-5)
+        assert (a.tokens, a.greedy) == (b.tokens, b.greedy)
+    assert score(loaded, []) == []
+    for request, message in (
+        (Request([1, 2], 2), "nothing to score"),
+        (Request([1], 1), "nothing to score"),
+        (Request([1, V], 1), "id 51 is outside|id 50 is outside"),
+        (Request([1] * 20, 2), "18 tokens to score: the model has seq_length = 16"),
+    ):
+        with pytest.raises(InputError, match=message):
+            score(loaded, [request])
+    with pytest.raises(InputError, match=r"stride = 17; legal: 1 to seq_length = 16"):
+        perplexity(loaded, Dataset(shards(tmp_path / "data")), 17)
+    with pytest.raises(InputError, match=r"vocabulary of 257, the model one of 50"):
+        perplexity(loaded, Dataset(shards(tmp_path / "bytes", 257)))
+
+
+def test_harness_without_its_package(tmp_path):
+    """Its three questions, on one rank."""
+    loaded = one_rank(tmp_path, seq_length=32)
+    text = Text(ByteTokenizer(), (), frozenset({256}), 256)
+    harness = Harness(loaded, text)
+    pairs = [("ab", " cd"), ("ab cd", "e"), ("ab", " cde"), ("", "ab"), ("", "ab cde")]
+    (cd, _), (e, _), (cde, _), (ab, _), (whole, _) = harness.loglikelihood(pairs)
+    assert cd + e == pytest.approx(cde, rel=1e-5)
+    assert harness.loglikelihood_rolling(["ab", "ab cde"]) == pytest.approx([ab, whole], rel=1e-5)
+    long = "x" * 100  # windows of 32 tokens
+    parts = [*harness.loglikelihood([("", "x" * 32), ("x", "x" * 32)])]
+    (rolled,) = harness.loglikelihood_rolling([long])
+    tail = score(loaded, [Request([*b"x" * 33], 29)])[0].log_likelihood
+    assert rolled == pytest.approx(parts[0][0] + 2 * parts[1][0] + tail, rel=1e-5)
+    (greedy,) = harness.generate_until([("ab", {"max_gen_toks": 5})])
+    ids = [*b"ab", *greedy.encode(errors="surrogateescape")]
+    (again,) = harness.generate_until([("ab", {"max_gen_toks": 5, "until": greedy[1]})])
+    assert again == greedy[: greedy.index(greedy[1])]
+    assert harness.generate_until([("y" * 50, {"max_gen_toks": 4})])[0] != ""
+    assert len(ids) >= 2
+    options = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 5}
+    mixed = harness.generate_until([("ab", options), ("ab", {"max_gen_toks": 5}), ("ab", options)])
+    assert mixed[1] == greedy and mixed[0] != mixed[2]
+
+
+@pytest.fixture
+def run_of_bytes(tmp_path):
+    run = _stored.stored(tmp_path / "run", 257, seq_length=64)
+    folder = shards(tmp_path / "data", 257, "bytes", (200,))
+    with open(run / "config.toml", "a") as file:
+        file.write(f'[[data.train]]\npath = "{folder}"\n')
+    lines = [{"context": c, "choices": ["yes", "no", "perhaps"], "answer": 1} for c in "abcdef"]
+    (tmp_path / "choices.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    lines = [{"context": c, "answers": ["yes", "1"]} for c in "abc"]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return run
+
+
+def test_the_command(run_of_bytes):
+    folder = run_of_bytes.parent
+    words = [str(run_of_bytes), "--data", str(folder / "data"), "--words", "50", "--samples", "3"]
+    words += ["--tasks", str(folder / "choices.jsonl"), "--tasks", str(folder / "answers.jsonl")]
+    words += ["--shots", "2", "--shots-from", str(folder / "choices.jsonl"), "--json"]
+    words += ["--temperature", "0.9", "--max-new-tokens", "6", "--seed", "2"]
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code == 0, result.output
+    one = json.loads(result.output)
+    assert one["layout"] == "t=1,p=1,d=1" and one["step"] == 7
+    assert [task["kind"] for task in one["tasks"]] == ["choice", "answers"]
+    assert [task["shots"] for task in one["tasks"]] == [2, 2] and one["tasks"][1]["samples"] == 3
+    (found,) = one["perplexity"]
+    assert found["tokens"] == 199 and found["words"] == 50
+    shown = CliRunner().invoke(command, [*words[:5], *words[7:9]])
+    assert "accuracy per character" in shown.output and "word perplexity" in shown.output
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "nothing to evaluate: give --data, --tasks or --lm-eval"),
+        (["--data", "nowhere"], "dataset nowhere: no such directory"),
+        (["--tasks", "nowhere"], "nowhere: No such file"),
+        (["--data", "d", "--shots", "3"], "--shots 3 needs --shots-from FILE"),
+        (["--data", "d", "--samples", "3"], "--samples above 1 are all the same"),
+        (["--data", "d", "--data", "e", "--words", "3"], "--words belongs to one --data"),
+        (["--data", "d", "--top-p", "2"], "top_p = 2.0"),
+    ],
+)
+def test_bad_input_is_one_line(run_of_bytes, words, message):
+    result = CliRunner().invoke(command, [str(run_of_bytes), *words])
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert message in line
+
+
+def test_the_harness_itself(run_of_bytes):
+    """A task file of one's own, run by lm-evaluation-harness where it is installed."""
+    pytest.importorskip("lm_eval")
+    folder = run_of_bytes.parent
+    (folder / "tasks").mkdir()
+    (folder / "tasks/yesno.yaml").write_text(
+        f"""
+task: yesno
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {folder / "choices.jsonl"}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: context
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+    )
+    words = [str(run_of_bytes), "--lm-eval", "yesno", "--lm-eval-path", str(folder / "tasks")]
+    words += ["--tasks", str(folder / "choices.jsonl"), "--json"]
+    done = mpirun(2, ["-m", "ptdmpi", "evaluate", *words, "--layout", "t=2"], timeout_s=240)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    ours, (theirs_,) = found["tasks"][0], found["lm_eval"].values()
+    assert theirs_["acc,none"] == ours["accuracy"]
+    assert theirs_["acc_norm,none"] == ours["accuracy_per_character"]

@@ -1,0 +1,72 @@
+"""Too little memory: said before anything is allocated, or explained when an allocation fails."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.plan import relief
+from ptdmpi.train import capacity
+from ptdmpi.train.capacity import Memory
+from tests._configs import small
+from tests.parallel import mpirun
+
+CPU = torch.device("cpu")
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
+    config = small({"batch.micro_size": 8})
+    needed = relief.largest(config, 53).total
+    monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: needed)
+    memory = Memory(config, 53, World(), CPU)
+    monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: needed - 1)
+    with pytest.raises(InputError, match="does not fit into memory") as caught:
+        Memory(config, 53, World(), CPU)
+    text = str(caught.value)
+    assert "activations" in text and "batch.micro_size = 4" in text
+    assert text.count("\n  ") == 4 + 3
+
+    allocator = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12")
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), allocator):
+        with pytest.raises(type(error)) as caught, memory.explained():
+            raise error
+        assert "what would fit" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError) as caught, memory.explained():
+        raise RuntimeError("something else")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_an_address_limit_counts(tmp_path):
+    code = (
+        "import resource, torch; from ptdmpi.train.capacity import rank_memory_bytes as left;"
+        "cpu = torch.device('cpu'); before = left(cpu, 1); halves = left(cpu, 2);"
+        "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, -1));"
+        "print(before, halves, left(cpu, 1))"
+    )
+    before, halves, limited = map(int, mpirun(1, ["-c", code], timeout_s=60).stdout.split())
+    assert 0.4 * before < halves < 0.5 * before
+    assert limited <= min(before, 16 << 30)
+
+
+def test_control_groups_count(tmp_path, monkeypatch):
+    """The least of a group's own limit and those of the groups around it; "max" is none."""
+    process, groups = tmp_path / "self", tmp_path / "cgroup"
+    job = groups / "system" / "job"
+    job.mkdir(parents=True)
+    process.mkdir()
+    (process / "cgroup").write_text("0::/system/job\n")
+    (job / "memory.max").write_text("max\n")
+    (groups / "system" / "memory.max").write_text("123456\n")
+    monkeypatch.setattr(capacity, "PROCESS", process)
+    monkeypatch.setattr(capacity, "CGROUPS", groups)
+    assert capacity.host_memory_bytes() == 123456
+    (groups / "system" / "memory.max").write_text("max\n")
+    physical = capacity.host_memory_bytes()
+    (process / "cgroup").write_text("5:cpu,memory:/job\n")
+    old = groups / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("777\n")
+    assert capacity.host_memory_bytes() == 777 < physical
+    assert Path("/proc/meminfo").is_file()

@@ -22,7 +22,7 @@ LENGTHS = (500, 3, 130, 40, 20, 900, 8, 1)
 def dataset(tmp_path_factory):
     documents = [text(n, seed) for seed, n in enumerate(LENGTHS)]
     folder = tmp_path_factory.mktemp("masked") / "shards"
-    return byte_shards(folder, [["x", *documents, ""], [*documents[::-1], "y"]])
+    return byte_shards(folder, [[*"xxxxxxxx", *documents, ""], [*documents[::-1], "y"]])
 
 
 def form(dataset, **changes) -> MaskedSamples:
@@ -31,7 +31,7 @@ def form(dataset, **changes) -> MaskedSamples:
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
-def samples_of(dataset, made: MaskedSamples, numbers=range(2500)):
+def samples_of(dataset, made: MaskedSamples, numbers=range(1200)):
     """(window, documents, sample) of some global numbers, epoch after epoch."""
     length, count = S - 3, dataset.samples(S - 3)
     windows = Windows([dataset], lambda n: (np.zeros_like(n), n % count), length)
@@ -71,7 +71,7 @@ def test_a_sample_is_consecutive_text_of_one_document(dataset):
         assert any(len(one) == len(whole) and (one == whole).all() for one in texts)
         orders[sample.order] += 1
         seen.add(bytes(whole.astype(np.uint8)))
-    assert orders[0] == pytest.approx(orders[1], rel=0.1)
+    assert orders[0] == pytest.approx(orders[1], rel=0.15)
     assert orders[-1]  # documents of one word
     # nearly every document of every window by now, and each in the long run
     known = {
@@ -82,7 +82,7 @@ def test_a_sample_is_consecutive_text_of_one_document(dataset):
         for part in (window[documents == n] for n in np.unique(documents))
     }
     known -= {b""}
-    assert seen <= known and len(seen) > 0.9 * len(known)
+    assert seen <= known and len(seen) > 0.8 * len(known)
 
 
 def test_whole_words_are_hidden_and_few_of_them(dataset):
@@ -106,8 +106,8 @@ def test_whole_words_are_hidden_and_few_of_them(dataset):
         kinds.update(np.where(shown == MASK, "mask", np.where(shown == sample.labels, "same", "")))
     assert share > 0.9 * tokens
     total = sum(kinds.values())
-    assert kinds["mask"] / total == pytest.approx(0.8, abs=0.01)
-    assert kinds["same"] / total == pytest.approx(0.1, abs=0.01)
+    assert kinds["mask"] / total == pytest.approx(0.8, abs=0.02)
+    assert kinds["same"] / total == pytest.approx(0.1, abs=0.02)
 
 
 def test_grams_are_longer_where_more_words_may_go_together(dataset):
@@ -115,7 +115,8 @@ def test_grams_are_longer_where_more_words_may_go_together(dataset):
     together = []
     for most in (1, 3):
         made = form(dataset, **{"data.mask_ngram": most, "data.whole_words": False})
-        runs = [np.diff(sample.masked) == 1 for _, _, sample in samples_of(dataset, made)]
+        few = samples_of(dataset, made, range(400))
+        runs = [np.diff(sample.masked) == 1 for _, _, sample in few]
         together.append(np.concatenate(runs).mean())
     assert together[0] < 0.2 and together[1] > 1.5 * together[0]
 

@@ -107,3 +107,14 @@ def test_it_runs_without_heavy_packages():
         cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert json.loads(done.stdout)["layouts"][0]["layout"] == "t=8,p=1,d=1,v=1,b=1"
+
+
+def test_the_batch_of_a_preset_is_the_published_one():
+    where = ("--cluster", "selene", "--layout", "t=1,p=1,d=64,b=16", "--json")
+    runner = CliRunner()
+    found = runner.invoke(command, ["--model", "bert-336m", *where], catch_exceptions=False)
+    assert json.loads(found.stdout)["batch"] == 1024
+    with pytest.raises(InputError, match=r"give --batch.*llama3-8b"):
+        runner.invoke(
+            command, ["--model", "llama3-8b", *where], catch_exceptions=False, standalone_mode=False
+        )

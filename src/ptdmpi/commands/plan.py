@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ptdmpi.config import InputError
-from ptdmpi.config.presets import model_presets
+from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.plan import draw, draw_memory, pipeline, table
 from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
@@ -39,7 +39,7 @@ def _options(function: Any) -> Any:
 @click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
 @click.option("--ranks", type=click.IntRange(1), help="How many; in --layout d may say it.")
-@click.option("--batch", type=click.IntRange(1), required=True, help="Sequences per step.")
+@click.option("--batch", type=click.IntRange(1), help="Sequences per step; default: as published.")
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
 @click.option("--schedule", type=click.Choice([kind for kind in KINDS if kind != "forward"]))
@@ -56,10 +56,11 @@ def _options(function: Any) -> Any:
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def command(model: str, cluster: str, batch: int, as_json: bool, **options: Any) -> None:
+def command(model: str, cluster: str, batch: int | None, as_json: bool, **options: Any) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on."""
-    machine = load_cluster(cluster)
-    pricer = Pricer(machine, load_model(model), batch, _precision(machine, options["precision"]))
+    machine, shape = load_cluster(cluster), load_model(model)
+    batch = batch or _published_batch(model)
+    pricer = Pricer(machine, shape, batch, _precision(machine, options["precision"]))
     chosen = options["layout"] or options["why"]
     given = _layout(pricer, chosen, options) if chosen else None
     if given is not None:
@@ -85,6 +86,13 @@ def command(model: str, cluster: str, batch: int, as_json: bool, **options: Any)
         result["compute_optimal"] = _optimal(options["compute_budget"])
     _draw(pricer, prices[0].layout, options)
     click.echo(json.dumps(result) if as_json else table.report(result))
+
+
+def _published_batch(model: str) -> int:
+    batch = recipe(model)["batch"].get("global_size") if model in model_presets() else None
+    if batch is None:
+        raise InputError(f"give --batch, sequences per step: none is published of model {model}")
+    return batch
 
 
 def _precision(machine: Any, wanted: str | None) -> str:

@@ -253,12 +253,12 @@ def test_a_worker_ends_with_its_commands():
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        trainer = type("Trainer", (), {"rank": 3, "gemm_time_s": lambda self: 0.5})()
+        trainer = type("Trainer", (), {"rank": 3})()
         stream, other = ours.makefile("rw"), theirs.makefile("rw")
         other.write(json.dumps({"gemms": True}) + "\n")
         other.flush()
         theirs.shutdown(socket.SHUT_WR)
-        serve(stream, trainer)
+        serve(stream, trainer, lambda: 0.5)
         assert json.loads(other.readline())["rank"] == 3
         assert json.loads(other.readline())["gemm_time_s"] == 0.5
 

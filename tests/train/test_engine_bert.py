@@ -188,12 +188,11 @@ def check_logits(engine: Engine, batch: Batch, expected: Expected) -> None:
 
 
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("seed", range(2))
-def test_bert_equals_transformers(comm, seed):
+def test_bert_equals_transformers(comm):
     """On the first ranks that a layout needs."""
     layouts = [layout(), layout(t=2), layout(p=2), layout(t=2, p=2)]
     layouts.append(layouts[-1] | {"parallel.sequence_parallel": True})
-    shape = random_shape(seed)
+    shape = random_shape(seed=0)
     given = samples(shape, 4)
     expected = from_root(comm, expectation(shape, given) if comm.rank == 0 else None)
     for where in layouts:

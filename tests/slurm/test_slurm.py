@@ -109,9 +109,9 @@ def test_templates_are_accepted(cluster, template, folder):
 @slow
 def test_time_limit(whole, folder):
     """Slurm's own warning before the time limit, as often as it takes."""
-    twin = Run(folder, "long-straight", "run.steps=1500")
+    twin = Run(folder, "long-straight", "run.steps=600")
     twin.undisturbed()
-    run = Run(folder, "long", "run.steps=1500")
+    run = Run(folder, "long", "run.steps=600")
     run.submit(whole, "--time=1", "--signal=B:USR1@30")
     run.wait_for_log("is complete", COMPLETE_LIMIT_S)
     assert run.log.count("exit code 75,") >= 1

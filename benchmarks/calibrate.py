@@ -111,8 +111,8 @@ def kernels(
 
 
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
-    """(sections of the file, what Figure 7 counts). What the papers leave open, and the cluster
-    file states as `gradient_bytes`, is shown beside its alternative."""
+    """(sections of the file, what Figure 7 counts). What the papers leave open is shown beside its
+    alternative; of `gradient_bytes`, which the scripts of the runs tell, for comparison."""
     cluster, volta = load_cluster("selene"), load_cluster("v100-dgx2")
     ring = links("a100", cluster.node.link_bytes_per_s, {})
     known = {key: ring[key] for key in ("collective_s", "link_step_s")}

@@ -8,6 +8,7 @@ listed and never counted, runs that two figures show are counted once in the sum
 import statistics
 from collections import defaultdict
 
+from benchmarks.outside import outside_table
 from benchmarks.rows import Row, published
 from ptdmpi.plan.cluster import load_cluster
 from ptdmpi.plan.layout import Layout
@@ -69,9 +70,7 @@ def best_table() -> list[list[str]]:
             best = max(same, key=lambda row: row.value)
             guess = min(same, key=lambda row: predicted(row).step_time_s)
             verdict = "right" if guess == best else "WRONG"
-            rows.append(
-                [figure, str(batch), varied, str(best.layout), str(guess.layout), verdict]
-            )
+            rows.append([figure, str(batch), varied, str(best.layout), str(guess.layout), verdict])
     return rows
 
 
@@ -109,7 +108,7 @@ def memory_table() -> list[list[str]]:
 
 
 def main() -> None:
-    for table in (error_table(), best_table(), memory_table()):
+    for table in (error_table(), best_table(), memory_table(), outside_table()):
         print("\n".join(lines(table)), end="\n\n")
 
 

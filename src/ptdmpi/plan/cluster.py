@@ -65,7 +65,8 @@ class Software(Section):
     `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `gradient_bytes`
     is the size of a gradient in the sum over the data axis. The overlaps say which messages
     proceed while their rank computes. `balanced_stages` counts the output head as layers.
-    `zero_unit` is what ZeRO 3 gathers at once.
+    `zero_unit` is what ZeRO 3 gathers at once. `groups_per_adapter`: how many groups with some of a
+    node's ranks each choose the same adapter while others are idle.
     """
 
     attention: Literal["unfused", "flash"]
@@ -75,6 +76,7 @@ class Software(Section):
     overlap_tensor: bool
     balanced_stages: bool
     zero_unit: Literal["tensor", "layer"]
+    groups_per_adapter: Positive = 1
 
     @property
     def adds_in_place(self) -> bool:

@@ -15,6 +15,12 @@ from ptdmpi.plan.machine import Group, Machine
 
 WIDE_BYTES = 4  # softmax of the loss, in float32
 MASK_BYTES = 1
+# Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
+# divide the heads of a microbatch (megatron/model/fused_softmax.py).
+FUSED_KEYS, FUSED_HEADS = 2048, 4
+# Bytes per score of that kernel, and of those in its place, each forward and backward: to float32,
+# scale, mask, softmax, to half; going back the masked gradient is copied first.
+FUSED_SOFTMAX, PLAIN_SOFTMAX = (3.0, 4.0), (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,9 @@ class LayerTimes:
             return self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
         scores = batch * s * s
         gemm = self.machine.gemm_s
-        streams = [scores * e * (2.0 if backward else 1.5)]
+        fused = s <= FUSED_KEYS and batch % FUSED_HEADS == 0
+        softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
+        streams = [scores * softmax * e / 2]
         if self.software.dropout:
             streams.append(scores * (2 * e + MASK_BYTES))
         if backward:
@@ -137,6 +145,8 @@ class LayerTimes:
         local = self.local_tokens * self.model.hidden
         mask = MASK_BYTES if self.software.dropout else 0
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
+        if self.model.bias and self.software.attention == "unfused":  # of query, key, value
+            products += self._stream(t * self.qkv.outputs * 2 * e)
         norms = 2 * self._norm(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
         activation = self._activation((self.gates + 1) * e)
@@ -190,6 +200,13 @@ class LayerTimes:
         if mode == "full":
             return self.forward
         return Seconds(self.core_forward_s if mode == "selective" else 0.0)
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """Elements of a layer's weights, biases and norms on this rank."""
+        norms = (4 if self.model.norm == "layernorm" else 2) * [self.model.hidden]
+        biases = [w.outputs for w in self.linears] if self.model.bias else []
+        return [*(w.inputs * w.outputs for w in self.linears), *biases, *norms]
 
     @cached_property
     def table_elements(self) -> int:

@@ -142,6 +142,8 @@ class Machine:
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
+        if group.per_node < self.cluster.node.devices:
+            network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)
 
     def _fabric(self, group: Group) -> nccl.Fabric:
@@ -184,4 +186,5 @@ class Machine:
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate
         rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
+        rate /= self.cluster.software.groups_per_adapter
         return reached.collective_s + self.network_step_s + message_bytes / rate

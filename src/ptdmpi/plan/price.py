@@ -20,6 +20,7 @@ from ptdmpi.plan.pipeline import StageTimes
 from ptdmpi.plan.stages import head_in_layers, split_layers
 
 MASTER_BYTES = footprint.MASTER_BYTES
+VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
 
 @dataclass(frozen=True)
@@ -172,32 +173,38 @@ class Pricer:
             summed_s = times * machine.reduce_scatter_s(elements * gradient, group)
             summed_s += machine.all_gather_s(elements * weight, group)
         else:
-            gathers = 3 if layout.recompute == "full" else 2
-            tensors = self._gathered_tensors(layout)
-            one_s = machine.all_gather_s(elements * weight / tensors, group)
-            other_s = machine.reduce_scatter_s(elements * gradient / tensors, group)
-            copied_s = 0.0
-            if self.cluster.software.zero_unit == "tensor":
-                # torch's list collectives copy each rank's part by a kernel of its own
-                kernels_s = layout.data * self.cluster.device.kernel_s
-                copied_s = max(kernels_s, machine.stream_s(2 * elements * weight / tensors))
-            summed_s = microbatches * tensors * (gathers * one_s + other_s)
-            summed_s += microbatches * tensors * (gathers + 1) * copied_s
+            summed_s = microbatches * self._sharded_s(layout, elements)
         if layout.pipeline > 1 and self.model.config.tie_embeddings:
             table = self.layer(layout).table_elements * gradient
             one_node = layout.ranks <= self.cluster.node.devices
             summed_s += machine.all_reduce_s(table, Group(2, 1 + one_node))
         return summed_s
 
-    def _gathered_tensors(self, layout: Layout) -> int:
-        """Tensors that ZeRO 3 gathers one by one on a rank: weights, biases, norms of its
-        layers."""
-        config, layers = self.model.config, self.model.config.layers
+    def _sharded_s(self, layout: Layout, elements: int) -> float:
+        """ZeRO 3 of one microbatch: weights are gathered forwards and backwards, and to recompute,
+        and gradients summed, layer by layer or, as in DeepSpeed of 2021, tensor by tensor."""
+        machine, group = self.machine, self.data_group(layout)
+        weight, gradient = machine.element_bytes, self.cluster.software.gradient_bytes
+        gathers = 3 if layout.recompute == "full" else 2
+        layers = max(1, self.model.config.layers // layout.pipeline)
         if self.cluster.software.zero_unit == "layer":
-            return max(1, layers // layout.pipeline)
-        weights = 4 + (config.activation == "swiglu")
-        norms = 4 if config.norm == "layernorm" else 2
-        return (weights + (4 if config.bias else 0) + norms) * layers // layout.pipeline
+            one_s = gathers * machine.all_gather_s(elements * weight / layers, group)
+            one_s += machine.reduce_scatter_s(elements * gradient / layers, group)
+            return layers * one_s
+        tensors = [*self.layer(layout).tensors * layers, self.layer(layout).table_elements]
+        gathered_s, reduced_s = 0.0, 0.0
+        for size in tensors:  # a buffer is cleared for it, and its gradient divided
+            gathered_s += machine.all_gather_s(size * weight, group)
+            gathered_s += machine.stream_s(size * weight) + self._listed_s(size, layout.data)
+            reduced_s += machine.reduce_scatter_s(size * gradient, group)
+            reduced_s += machine.stream_s(2 * size * gradient) + self._listed_s(size, layout.data)
+        return gathers * gathered_s + reduced_s
+
+    def _listed_s(self, elements: int, ranks: int) -> float:
+        """torch's list collectives need a view of each rank's part, and copy it by a kernel."""
+        moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
+        copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
+        return ranks * VIEW_S + copied_s
 
     def optimizer_s(self, layout: Layout, elements: int) -> float:
         """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d

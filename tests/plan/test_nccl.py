@@ -1,5 +1,7 @@
 """Collectives over nodes: the formulas of NCCL's cost model, and what it chooses when."""
 
+from dataclasses import replace
+
 import pytest
 
 from ptdmpi.plan import nccl
@@ -28,6 +30,23 @@ def test_middle_sizes_take_ll128_and_its_steps():
     assert nccl.all_reduce_s(size, fabric(4)) == pytest.approx(expected)
     gathered = 3 * 4.0e-6 + 28 * LINK_S + 31 / 32 * size / (0.92 * 198e9)
     assert nccl.all_gather_s(size, fabric(4)) == pytest.approx(gathered)
+
+
+def test_ll128_reaches_so_much_with_each_ring():
+    """84 MB over four nodes, eight rings of 16.9, 15.2 and 18.3 GB/s: what LL128 no longer does
+    well, Simple does, with longer steps."""
+    size = 2048 * 20480 * 2
+    rates = (8 * 18.3e9, 8 * 15.2e9, 8 * 16.9e9)
+    four = replace(fabric(4, tree=1e9), ll128_rates=rates)
+    ll128_s = 6 * 4.0e-6 + 56 * LINK_S + 62 / 32 * size / rates[2]
+    simple_s = 1.9 * (6 * 9.6e-6 + 56 * 1.8 * LINK_S) + 62 / 32 * size / 198e9
+    assert nccl.all_reduce_s(size, four) == pytest.approx(min(ll128_s, simple_s))
+    assert nccl.all_reduce_s(size, four) > 1.1 * nccl.all_reduce_s(size, fabric(4, tree=1e9))
+    small = 1 << 20
+    halves = [f(small, four) for f in (nccl.all_gather_s, nccl.reduce_scatter_s)]
+    latency_s = 3 * 4.0e-6 + 28 * LINK_S
+    for half_s, rate in zip(halves, rates, strict=False):
+        assert half_s == pytest.approx(latency_s + 31 / 32 * small / rate)
 
 
 def test_small_sums_over_many_nodes_take_trees():

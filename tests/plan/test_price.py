@@ -106,7 +106,7 @@ def test_a_trillion_parameters_are_priced_in_seconds():
 def test_published_runs():
     """What docs/planning.md says; the bars are what is reached, with a little room."""
     reached = {row[0]: row[2] for row in error_table()[1:]}
-    bars = {"Table 1": 3, "Table 2, PTD-P": 2, "Table 2, ZeRO-3": 12, "Figures 11 to 18": 7}
+    bars = {"Table 1": 3, "Table 2, PTD-P": 2, "Table 2, ZeRO-3": 12, "Figures 11 to 18": 6}
     for dataset, bar in bars.items():
         assert float(reached[dataset].rstrip("%")) < bar, dataset
     verdicts = [row[-1] for row in best_table()[1:]]

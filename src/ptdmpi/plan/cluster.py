@@ -22,6 +22,7 @@ from ptdmpi.config.sections import Positive, Section
 
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 Duration = Annotated[float, Field(ge=0, strict=False)]
+Triple = Annotated[tuple[PositiveNumber, PositiveNumber, PositiveNumber], Field(strict=False)]
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
 
@@ -46,7 +47,9 @@ class Device(Section):
 class Node(Section):
     """`devices` joined by links (one direction), and the adapters that they share outwards.
 
-    `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most.
+    `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most;
+    `ll128_bytes_per_s`: and each ring over several nodes with NCCL's protocol LL128, in
+    all-gathers, reduce-scatters and all-reduces.
     """
 
     devices: Positive
@@ -57,6 +60,7 @@ class Node(Section):
     switch_latency_s: Duration
     switches: Annotated[int, Field(ge=0)]
     tree_bytes_per_s: PositiveNumber = math.inf
+    ll128_bytes_per_s: Triple = (math.inf, math.inf, math.inf)
 
 
 class Software(Section):

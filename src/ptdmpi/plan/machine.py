@@ -7,7 +7,7 @@ nodes what NCCL makes of it (`nccl`); several rings of one node share its adapte
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -147,28 +147,37 @@ class Machine:
         return network if group.per_node == 1 else min(network, self.link_rate)
 
     def _fabric(self, group: Group) -> nccl.Fabric:
+        rings = max(1.0, group.per_node * self.adapter_share)  # one for each adapter
+        node = self.cluster.node
         return nccl.Fabric(
             group.ranks,
             group.nodes,
             self.ring_rate(group),
             self.cluster.efficiency.link_step_s,
             self.network_step_s,
-            self.cluster.node.tree_bytes_per_s,
+            node.tree_bytes_per_s,
+            tuple(rings * rate for rate in node.ll128_bytes_per_s),
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
         """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps."""
+        return self._half_s(gathered_bytes, group, nccl.all_gather_s)
+
+    def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
+        """The mirror image of all-gather."""
+        return self._half_s(summed_bytes, group, nccl.reduce_scatter_s)
+
+    def _half_s(
+        self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
+    ) -> float:
+        """Half of an all-reduce."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
         if group.nodes > 1:
-            return reached.collective_s + nccl.all_gather_s(gathered_bytes, self._fabric(group))
-        moved_s = steps / group.ranks * gathered_bytes / self.ring_rate(group)
+            return reached.collective_s + between_nodes(size, self._fabric(group))
+        moved_s = steps / group.ranks * size / self.ring_rate(group)
         return reached.collective_s + steps * reached.link_step_s + moved_s
-
-    def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
-        """The mirror image of all-gather."""
-        return self.all_gather_s(summed_bytes, group)
 
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
         """A ring, 2 (n - 1) steps; over several nodes the fastest of what NCCL has."""

@@ -8,6 +8,15 @@ are there. Steps within a node are calibrated (`link_step_s`) and agree with the
 
 import math
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Collective(IntEnum):
+    """What a ring can do, and in how many rounds."""
+
+    ALL_GATHER = 0
+    REDUCE_SCATTER = 1
+    ALL_REDUCE = 2
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Protocol:
 @dataclass(frozen=True)
 class Fabric:
     """What a group of `ranks` on `nodes` has: bytes per second through each rank, a step over a
-    link, the least step over the network."""
+    link, the least step over the network, what its trees and its rings with LL128 reach at most."""
 
     ranks: int
     nodes: int
@@ -31,6 +40,7 @@ class Fabric:
     link_step_s: float
     network_step_s: float
     tree_rate: float
+    ll128_rates: tuple[float, float, float] = (math.inf, math.inf, math.inf)  # by `Collective`
 
     @property
     def per_node(self) -> float:
@@ -56,28 +66,38 @@ TREE_TENTHS = (
 
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
-    """A ring: n - 1 steps, nodes - 1 of them over the network. Reduce-scatter takes as long."""
-    steps = fabric.ranks - 1
-    return min(_ring_s(gathered_bytes, fabric, protocol, steps) for protocol in RINGS)
+    """A ring: n - 1 steps, nodes - 1 of them over the network."""
+    kind = Collective.ALL_GATHER
+    return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
+
+
+def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
+    """As many steps, but a sum in each of them."""
+    kind = Collective.REDUCE_SCATTER
+    return min(_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
     """The fastest of rings, 2 (n - 1) steps, and double binary trees (Sanders et al. 2009), whose
     depth grows with the logarithm of the nodes."""
-    steps = 2 * (fabric.ranks - 1)
-    rings = [_ring_s(summed_bytes, fabric, protocol, steps) for protocol in RINGS]
+    kind = Collective.ALL_REDUCE
+    rings = [_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS]
     trees = [_tree_s(summed_bytes, fabric, kind) for kind in range(len(TREES))]
     return min(*rings, *trees)
 
 
-def _ring_s(size: float, fabric: Fabric, protocol: Protocol, steps: int) -> float:
+def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -> float:
+    summing = kind is Collective.ALL_REDUCE
+    steps = (1 + summing) * (fabric.ranks - 1)
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)
     latency_s += (steps - network_steps) * protocol.link_steps * fabric.link_step_s
-    summing = steps > fabric.ranks - 1
     if summing and protocol is RINGS[1] and size >= fabric.ranks * PLATEAU_BYTES_PER_RANK:
         latency_s *= PLATEAU
-    return latency_s + steps / fabric.ranks * size / (fabric.rate * fabric.share(protocol))
+    rate = fabric.rate * fabric.share(protocol)
+    if protocol is RINGS[0]:
+        rate = min(rate, fabric.ll128_rates[kind])
+    return latency_s + steps / fabric.ranks * size / rate
 
 
 def _tree_s(size: float, fabric: Fabric, kind: int) -> float:

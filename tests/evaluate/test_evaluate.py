@@ -185,9 +185,12 @@ def test_the_command(run_of_bytes):
         (["--data", "nowhere"], "dataset nowhere: no such directory"),
         (["--tasks", "nowhere"], "nowhere: No such file"),
         (["--data", "d", "--shots", "3"], "--shots 3 needs --shots-from FILE"),
+        (["--data", "d", "--shots-from", "x.jsonl"], "--shots-from belongs to --shots N"),
         (["--data", "d", "--samples", "3"], "--samples above 1 are all the same"),
         (["--data", "d", "--data", "e", "--words", "3"], "--words belongs to one --data"),
         (["--data", "d", "--top-p", "2"], "top_p = 2.0"),
+        (["--data", "d", "--until", ""], "--until '' would end every answer"),
+        (["--data", "d", "--extract", "("], "--extract (: missing )"),
     ],
 )
 def test_bad_input_is_one_line(run_of_bytes, words, message):

@@ -13,7 +13,8 @@ from data_prep.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import token_dtype
 
-END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>")
+# The last one is BERT's: a model of its vocabulary has no room for a new id.
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>", "[SEP]")
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()

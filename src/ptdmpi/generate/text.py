@@ -11,7 +11,8 @@ import numpy as np
 
 from data_prep.vocabulary import BYTES, Tokenizer, load_tokenizer
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import ShardHeader, find_shards, read_header
+from ptdmpi.data.header import ShardHeader, read_header
+from ptdmpi.data.shards import find_shards
 from ptdmpi.train.stored import KEPT, StoredModel
 
 TOKENIZER = "tokenizer.json"

@@ -16,21 +16,35 @@ LLAMA = {
     "max_position_embeddings": 16,
     "vocab_size": V,
 }
+BERT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "vocab_size": V,
+}
 
 
-def model(family: str, dtype: str = "float32", **changes):
-    """A random model with weights large enough that each of them matters."""
+def model(family: str, dtype: str = "float32", masked_only: bool = False, **changes):
+    """A random model with weights large enough that each of them matters. `masked_only`: a BERT
+    without the head for two segments."""
     transformers = pytest.importorskip("transformers")
     import torch
 
     torch.manual_seed(0)
     if family == "gpt2":
         made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**COMMON, **GPT2 | changes))
-    else:
+    elif family == "llama":
         made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **LLAMA | changes))
+    else:
+        kind = transformers.BertForMaskedLM if masked_only else transformers.BertForPreTraining
+        made = kind(transformers.BertConfig(**BERT | changes))
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        if family == "bert":  # where nothing is tied they are apart, and only the second is used
+            made.cls.predictions.bias.copy_(made.cls.predictions.decoder.bias)
     return made.to(getattr(torch, dtype)).eval()
 
 

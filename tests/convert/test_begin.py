@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import tomllib
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.data.shard_writer import ShardWriter
 from tests import _stored
 from tests._configs import layout
 from tests._engines import logical
@@ -71,3 +74,42 @@ def test_train_from_a_converted_model(comm, tmp_path):
 
 def entry_of(made):
     return next(iter(made.engine.buffer.entries.values()))
+
+
+def test_a_bert_is_trained_further_with_its_own_tokenizer(tmp_path):
+    """WordPiece with [CLS], [SEP], [MASK]: shards of it have exactly the model's vocabulary."""
+    from mpi4py import MPI
+
+    from data_prep.vocabulary import load_tokenizer
+    from ptdmpi.data.shards import Dataset
+    from tests.convert._hugging_face import saved
+    from tests.data.test_words import TEXT, word_piece
+
+    source = saved(tmp_path / "hf", "bert", vocab_size=word_piece().get_vocab_size())
+    (source / "tokenizer.json").write_text(word_piece().to_str())
+    from_hf(source, tmp_path / "ours")
+    tokenizer = load_tokenizer(source / "tokenizer.json")
+    (tmp_path / "train").mkdir()
+    shutil.copy(source / "tokenizer.json", tmp_path / "train")
+    text = [*tokenizer.encode([TEXT])[0].tolist(), tokenizer.eod_id]
+    with ShardWriter(
+        tmp_path / "train/a.h5", "tokenizer.json", tokenizer.sha256, tokenizer.vocab_size, text[-1]
+    ) as writer:
+        writer.write(np.array(text * 40), np.arange(1, 41) * len(text))
+    assert Dataset(tmp_path / "train").vocab_size == word_piece().get_vocab_size()
+    model = tomllib.loads((tmp_path / "ours/config.toml").read_text())["model"]
+    changes = {f"model.{key}": value for key, value in model.items()}
+    changes |= {"checkpoint.initial": str(tmp_path / "ours"), "run.steps": 16}
+    with loop(MPI.COMM_SELF, tmp_path, changes) as made:
+        made.run()
+    steps = [one for one in records(tmp_path / "run") if "loss" in one]
+    losses, orders = ([one[key] for one in steps] for key in ("loss", "sentence_order_loss"))
+    assert sum(losses[-4:]) < sum(losses[:4])
+    assert all(0 < one < loss for one, loss in zip(orders, losses, strict=True))
+    to_hf(tmp_path / "run", tmp_path / "back")
+    before, back = (load_file(tmp_path / one / "model.safetensors") for one in ("hf", "back"))
+    assert before.keys() == back.keys()
+    for name in ("cls.seq_relationship.weight", "bert.embeddings.word_embeddings.weight"):
+        assert (before[name] != back[name]).any()
+    for file in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (source / file).read_bytes()

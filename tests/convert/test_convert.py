@@ -15,7 +15,7 @@ from ptdmpi.commands.convert import command
 from ptdmpi.config import InputError
 from ptdmpi.convert import check, tensors
 from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.reference import FORWARD
+from ptdmpi.convert.reference import FORWARD, Asked
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.train import checkpoint_check
 from ptdmpi.train.stored import open_model
@@ -44,7 +44,23 @@ CASES = {
         },
     ),
     "llama-sharded-v51": ("llama", {"shard": "15KB", "vocab_size": 51}),
+    "bert": ("bert", {}),
+    "bert-masked-only-bf16": ("bert", {"masked_only": True, "dtype": "bfloat16"}),
+    "bert-untied-tanh-eps-types": (
+        "bert",
+        {
+            "tie_word_embeddings": False,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-3,
+            "type_vocab_size": 3,
+        },
+    ),
+    "bert-sharded-v51-one-type": (
+        "bert",
+        {"shard": "15KB", "vocab_size": 51, "type_vocab_size": 1, "masked_only": True},
+    ),
 }
+PREFIXES = {"gpt2": "transformer.", "llama": "model.", "bert": "bert."}
 
 
 def contents(folder):
@@ -58,10 +74,10 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     (source / "tokenizer.json").write_text("{}")
     done = from_hf(source, tmp_path / "ours")
     assert done.family == family and done.difference < 1e-5
-    assert (
-        done.parameters
-        == model(family, **{k: v for k, v in changes.items() if k != "shard"}).num_parameters()
-    )
+    theirs = model(family, **{k: v for k, v in changes.items() if k != "shard"})
+    # an untied BERT of theirs has two biases before its output, of which one is used
+    twice = family == "bert" and not theirs.config.tie_word_embeddings
+    assert done.parameters == theirs.num_parameters() - twice * theirs.config.vocab_size
     assert checkpoint_check.problems(open_model(tmp_path / "ours").checkpoint) == []
     back = to_hf(tmp_path / "ours", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
@@ -75,13 +91,18 @@ def test_the_reference_is_transformers(tmp_path, case):
     family, changes = CASES[case]
     theirs = model(family, **{k: v for k, v in changes.items() if k not in ("shard", "dtype")})
     theirs.double()
-    ids = check.prompts(theirs.config.vocab_size, 16)
-    prefix = {"gpt2": "transformer.", "llama": "model."}[family]
-    named = {k.removeprefix(prefix): v for k, v in theirs.state_dict().items()}
+    ids, words = check.prompts(theirs.config.vocab_size, 16), {}
+    if family == "bert":
+        words = {"token_type_ids": check.segments(ids, theirs.config.type_vocab_size)}
+    order = family == "bert" and not changes.get("masked_only")
+    named = {k.removeprefix(PREFIXES[family]): v for k, v in theirs.state_dict().items()}
     with torch.no_grad():
-        found = FORWARD[family](theirs.config.to_dict(), named.__getitem__, ids)
-        expected = theirs(ids).logits
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-6
+        asked = Asked(ids, words.get("token_type_ids"), order)
+        found = FORWARD[family](theirs.config.to_dict(), named.__getitem__, asked)
+        expected = theirs(ids, **words).to_tuple()
+    for ours, one in zip(found, expected[: len(found)], strict=True):
+        assert float((ours - one).abs().max() / one.abs().max()) < 1e-6
+    assert len(found) == 1 + order
 
 
 def test_old_files(tmp_path):
@@ -114,7 +135,7 @@ def test_old_files(tmp_path):
 def test_pieces_of_tensors(tmp_path, monkeypatch):
     """Slabs of a few rows give the same files: what is in memory does not grow with a tensor."""
     monkeypatch.setattr(tensors, "SLAB_BYTES", 1000)
-    for family in ("gpt2", "llama"):
+    for family in PREFIXES:
         source = saved(tmp_path / family, family)
         from_hf(source, tmp_path / f"{family}-ours")
         to_hf(tmp_path / f"{family}-ours", tmp_path / f"{family}-back")
@@ -128,7 +149,7 @@ def changed(path, **keys):
 
 
 CONFIG_MISTAKES = {
-    "model_type": ("mamba", r"model_type = 'mamba' is not supported; legal: gpt2, llama"),
+    "model_type": ("mamba", r"model_type = 'mamba' is not supported; legal: gpt2, llama, bert"),
     "hidden_act": ("gelu", r"hidden_act = 'gelu' is not supported; legal: 'silu'"),
     "rope_parameters": ({"rope_type": "llama3", "rope_theta": 1e4}, r"rope_parameters = .*llama3"),
     "rope_scaling": ({"type": "linear", "factor": 2.0}, r"rope_scaling = .*linear.* legal"),

@@ -13,7 +13,7 @@ from data_prep.vocabulary import ByteTokenizer
 from ptdmpi.comm.world import World
 from ptdmpi.commands.evaluate import command
 from ptdmpi.config import InputError
-from ptdmpi.convert.reference import FORWARD
+from ptdmpi.convert.reference import FORWARD, Asked
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
@@ -53,7 +53,7 @@ def reference(folder, ids):
     values = load_file(folder / "model.safetensors")
     named = {key.removeprefix("model."): value.double() for key, value in values.items()}
     config = json.loads((folder / "config.json").read_text())
-    logits = FORWARD["llama"](config, named.__getitem__, torch.tensor([ids[:-1]]))[0]
+    ((logits,),) = FORWARD["llama"](config, named.__getitem__, Asked(torch.tensor([ids[:-1]])))
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
@@ -185,9 +185,12 @@ def test_the_command(run_of_bytes):
         (["--data", "nowhere"], "dataset nowhere: no such directory"),
         (["--tasks", "nowhere"], "nowhere: No such file"),
         (["--data", "d", "--shots", "3"], "--shots 3 needs --shots-from FILE"),
+        (["--data", "d", "--shots-from", "x.jsonl"], "--shots-from belongs to --shots N"),
         (["--data", "d", "--samples", "3"], "--samples above 1 are all the same"),
         (["--data", "d", "--data", "e", "--words", "3"], "--words belongs to one --data"),
         (["--data", "d", "--top-p", "2"], "top_p = 2.0"),
+        (["--data", "d", "--until", ""], "--until '' would end every answer"),
+        (["--data", "d", "--extract", "("], "--extract (: missing )"),
     ],
 )
 def test_bad_input_is_one_line(run_of_bytes, words, message):

@@ -1,5 +1,6 @@
 """The same text in every layout, from logits that do not depend on the cache."""
 
+import hashlib
 import json
 import re
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from data_prep.vocabulary import train_bpe
 from ptdmpi.comm.world import World
 from ptdmpi.commands.generate import command
 from ptdmpi.config import InputError
@@ -117,7 +119,7 @@ def test_ends_by_what_a_caller_looks_for(tmp_path):
     for prompt, message in (
         (Prompt([], 1), "empty prompt"),
         (Prompt([1] * 10, 7), "16; legal: at most 6 new"),
-        (Prompt([1] * 16, 1), "at most 0"),
+        (Prompt([1] * 16, 1), "a prompt of 16 tokens: .* 16; legal: at most 15"),
         (Prompt([V], 1), "a prompt has id 51: the model has a vocabulary of 51"),
         (Prompt([1], 0), "max_new_tokens = 0"),
     ):
@@ -150,11 +152,36 @@ def test_the_command(run_of_bytes):
         assert f"-- {number + 1} of 4\n{one['prompt']}{one['text']}\n" in done.stdout
 
 
+def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
+    """ptdmpi-data copies my-own.json to tokenizer.json; other files of that name are not it."""
+    run = _stored.stored(tmp_path / "run", 300, seq_length=64)
+    content, _ = train_bpe(["some text, some more text"] * 3, 300)
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    (tmp_path / "shards").mkdir()
+    with ShardWriter(tmp_path / "shards/a.h5", "my-own.json", sha256, 300, 0) as writer:
+        writer.write(np.arange(100), np.array([100]))
+    with open(run / "config.toml", "a") as file:
+        file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n')
+    (run / "tokenizer.json").write_text(content + " ")
+    refused = CliRunner().invoke(command, [str(run), "--prompt", "some"])
+    assert refused.exit_code == 2 and "does not lie beside the shards; give" in refused.stderr
+    (tmp_path / "shards/tokenizer.json").write_text(content)
+    result = CliRunner().invoke(command, [str(run), "--prompt", "some text", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["samples"][0]["prompt_tokens"] < len("some text")
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--max-new-tokens", "64"], "legal: at most 63 new tokens"),
         (["--temperature", "-1"], "temperature = -1.0; legal"),
+        (["--temperature", "nan"], "temperature = nan; legal"),
+        (["--top-p", "0"], "top_p = 0.0; legal: above 0, up to 1"),
+        (["--top-p", "1.01"], "top_p = 1.01; legal"),
+        (["--top-k", "0"], "top_k = 0; legal: 1 or more"),
+        (["--prompt", "x" * 70], "a prompt of 70 tokens: .* legal: at most 63"),
+        (["--prompt", "caf\udce9"], "is no UTF-8: surrogates not allowed"),
         (["--layout", "t=2"], r"parallel.tensor \* pipeline"),
         (["--layout", "t=1,v=2"], "here only t, p and d count"),
         (["--tokenizer", "nowhere.json"], "nowhere.json: .*No such file"),

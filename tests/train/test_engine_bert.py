@@ -209,12 +209,14 @@ def check(world, where, shape, given, expected: Expected) -> None:
     batches = microbatches(given, engine.config.batch.micro_size)
     if not engine.config.parallel.sequence_parallel:
         check_logits(engine, batches[0], expected)
-    summed, valid = engine.evaluate(batches)
-    assert valid == int((given[3] >= 0).sum())
-    assert summed == pytest.approx(expected.summed, rel=1e-5)
-    # and so the sum of both losses holds for that of the sentence orders too
+    found = engine.evaluate(batches)
+    assert (found.tokens, found.orders) == (int((given[3] >= 0).sum()), len(given[4]))
+    assert found.loss == pytest.approx(expected.summed, rel=1e-5)
+    order = expected.loss - expected.summed / found.tokens
+    assert found.order_loss / found.orders == pytest.approx(order, rel=1e-5)
     result = engine.step(0, batches)
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.order_loss == pytest.approx(order, rel=1e-5)
     gradients = dict(expected.gradients)
     ours = logical(engine, engine.buffer.gradients)
     assert ours.keys() == gradients.keys()

@@ -18,7 +18,7 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and n
 
 @click.group(short_help="Models of Hugging Face, both ways.")
 def command() -> None:
-    """Convert models from and to Hugging Face (GPT-2, LLaMA), without MPI or a GPU.
+    """Convert models from and to Hugging Face (GPT-2, LLaMA, BERT), without MPI or a GPU.
 
     Each conversion checks itself: both sides must give the same logits on fixed prompts. If they do
     not, nothing is written and the exit code is 1.
@@ -69,6 +69,8 @@ def _print(done: Converted, as_json: bool) -> None:
         f"{done.vocab_size}, {done.bytes / 1e6:,.1f} MB in {done.files} file"
         f"{'s' * (done.files > 1)}; logits of both sides agree to {done.difference:.1e}"
     )
+    if done.note:
+        print(f"note: {done.note}")
 
 
 def _fail(error: CheckFailed) -> None:

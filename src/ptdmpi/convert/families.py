@@ -1,107 +1,24 @@
-"""Families of Hugging Face as data: their names of our parameters, and what config.json says.
+"""GPT-2, LLaMA and BERT of Hugging Face as data: their names of our parameters, and what their
+config.json says.
 
 Another family is another `Family` in FAMILIES and a forward pass in `reference.py`.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.model.parameters import Declaration
-from ptdmpi.model.stage import TIED_NAME
-from ptdmpi.train.checkpoint_data import Slices
+from ptdmpi.convert.family import ConfigJson, Family
 
-Json = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Family:
-    """`modules`: our module -> theirs, one for each part of ours that they keep apart (such as q, k
-    and v). `prefix` stands before the names of the base model, which leaves it out when it is saved
-    alone; `head` has none. `transposed`: their linears hold [inputs, outputs]. `buffers`: tensors
-    of older files that are no parameters. `keys` makes [model] of a config.json, `config` the
-    reverse."""
-
-    model_type: str
-    architecture: str
-    prefix: str
-    modules: Mapping[str, tuple[str, ...]]
-    head: str
-    transposed: bool
-    buffers: re.Pattern[str]
-    keys: Callable[["ConfigJson"], dict[str, Any]]
-    config: Callable[[ModelConfig, int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Place:
-    """One of their tensors: the box of our logical tensor `ours` that it holds, transposed or not.
-    `theirs` is without prefix."""
-
-    ours: str
-    whole: tuple[int, ...]
-    box: Slices
-    theirs: str
-    transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of their tensor."""
-        size = tuple(part.stop - part.start for part in self.box)
-        return size[::-1] if self.transposed else size
-
-    def inside(self, part: Slices) -> Slices:
-        """A part of the box, in the whole of our tensor."""
-        return tuple(
-            slice(box.start + one.start, box.start + one.stop)
-            for box, one in zip(self.box, part, strict=True)
-        )
-
-
-class ConfigJson:
-    """A config.json, read key by key; `name` stands in messages."""
-
-    def __init__(self, values: Json, name: str) -> None:
-        self.values, self.name = values, name
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        if self.values.get(key) is None:
-            raise InputError(f"{self.name}: {key} is missing")
-        return self.values[key]
-
-    def only(self, key: str, *legal: Any) -> Any:
-        """The value, the first of `legal` where there is none; InputError for any other."""
-        value = self.get(key, legal[0])
-        if value not in legal:
-            shown = " or ".join(repr(one) for one in legal)
-            raise InputError(f"{self.name}: {key} = {value!r} is not supported; legal: {shown}")
-        return value
-
-
-def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]:
-    """Where each parameter of the model stands in their files. Raises InputError for a parameter
-    that the family has not."""
-    for name, declaration in needed.items():
-        module, _, kind = name.rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", module)
-        general = module.replace(layer[0], "layers.{i}.", 1) if layer else module
-        if general not in family.modules:
-            raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
-        theirs = family.modules[general]
-        shape, start = declaration.shape, 0
-        sizes = declaration.split.parts if len(theirs) > 1 else (shape[0],)
-        transposed = family.transposed and layer is not None and len(shape) == 2
-        for one, size in zip(theirs, sizes, strict=True):
-            box = (slice(start, start + size), *(slice(0, length) for length in shape[1:]))
-            base = one.replace("{i}", layer[1]) if layer else one
-            yield Place(name, shape, box, f"{base}.{kind}", transposed)
-            start += size
+# What GPT-2 and LLaMA both are.
+DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+}
 
 
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
@@ -130,6 +47,7 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     _require(
         model,
         "gpt2",
+        **DECODER,
         norm="layernorm",
         activation="gelu_exact" if model.activation == "gelu_exact" else "gelu",
         positions="learned",
@@ -137,6 +55,7 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         kv_heads=model.heads,
     )
     return {
+        "architectures": ["GPT2LMHeadModel"],
         "activation_function": "gelu" if model.activation == "gelu_exact" else "gelu_new",
         "vocab_size": vocab_size,
         "n_layer": model.layers,
@@ -209,8 +128,9 @@ def _rope_theta(config: ConfigJson) -> float:
 
 
 def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    _require(model, "llama", norm="rmsnorm", activation="swiglu", positions="rope")
+    _require(model, "llama", **DECODER, norm="rmsnorm", activation="swiglu", positions="rope")
     return {
+        "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
         "vocab_size": vocab_size,
         "num_hidden_layers": model.layers,
@@ -230,28 +150,77 @@ def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# What both families are.
-DECODER = {
-    "attention": "causal",
-    "block_norm": "pre",
-    "embedding_norm": False,
-    "output_head": "linear",
-    "token_types": 0,
-}
+# -- BERT (Devlin et al. 2019) ---------------------------------------------------------------------
+
+
+def _bert_keys(config: ConfigJson) -> dict[str, Any]:
+    activation = config.only("hidden_act", "gelu", "gelu_new", "gelu_pytorch_tanh")
+    config.only("position_embedding_type", "absolute")
+    config.only("is_decoder", False)
+    config.only("add_cross_attention", False)
+    config.only("pruned_heads", {})
+    return {
+        "kind": "bert",
+        "layers": config.need("num_hidden_layers"),
+        "hidden": config.need("hidden_size"),
+        "heads": config.need("num_attention_heads"),
+        "activation": "gelu_exact" if activation == "gelu" else "gelu",
+        "ffn_hidden": config.need("intermediate_size"),
+        "seq_length": config.need("max_position_embeddings"),
+        "token_types": config.get("type_vocab_size", 2),
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def _bert_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    _require(
+        model,
+        "bert",
+        attention="bidirectional",
+        block_norm="post",
+        embedding_norm=True,
+        output_head="mlm",
+        token_types=model.token_types or 2,
+        norm="layernorm",
+        activation="gelu" if model.activation == "gelu" else "gelu_exact",
+        positions="learned",
+        bias=True,
+        kv_heads=model.heads,
+    )
+    return {
+        "architectures": ["BertForPreTraining" if model.sentence_order else "BertForMaskedLM"],
+        "hidden_act": "gelu" if model.activation == "gelu_exact" else "gelu_new",
+        "vocab_size": vocab_size,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.ffn_hidden,
+        "max_position_embeddings": model.seq_length,
+        "type_vocab_size": model.token_types,
+        "layer_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "initializer_range": model.init_std,
+        "pad_token_id": None,
+    }
 
 
 def _require(model: ModelConfig, family: str, **needed: Any) -> None:
-    for key, value in {**DECODER, **needed}.items():
+    for key, value in needed.items():
         if getattr(model, key) != value:
             raise InputError(
                 f"model.{key} = {getattr(model, key)!r}: a {family} of Hugging Face has {value!r}"
             )
 
 
+# The first BERT files have the names of TensorFlow's.
+GREEK = {"gamma": "weight", "beta": "bias"}
+
 FAMILIES = {
     "gpt2": Family(
         model_type="gpt2",
-        architecture="GPT2LMHeadModel",
         prefix="transformer.",
         modules={
             "embedding.word": ("wte",),
@@ -265,7 +234,6 @@ FAMILIES = {
             "final_norm": ("ln_f",),
             "head": ("lm_head",),
         },
-        head="lm_head.weight",
         transposed=True,
         buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
         keys=_gpt2_keys,
@@ -273,7 +241,6 @@ FAMILIES = {
     ),
     "llama": Family(
         model_type="llama",
-        architecture="LlamaForCausalLM",
         prefix="model.",
         modules={
             "embedding.word": ("embed_tokens",),
@@ -286,11 +253,41 @@ FAMILIES = {
             "final_norm": ("norm",),
             "head": ("lm_head",),
         },
-        head="lm_head.weight",
         transposed=False,
         buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
         keys=_llama_keys,
         config=_llama_config,
+    ),
+    "bert": Family(
+        model_type="bert",
+        prefix="bert.",
+        modules={
+            "embedding.word": ("embeddings.word_embeddings",),
+            "embedding.position": ("embeddings.position_embeddings",),
+            "embedding.token_type": ("embeddings.token_type_embeddings",),
+            "embedding.norm": ("embeddings.LayerNorm",),
+            "layers.{i}.attention.qkv": tuple(
+                f"encoder.layer.{{i}}.attention.self.{x}" for x in ("query", "key", "value")
+            ),
+            "layers.{i}.attention.out": ("encoder.layer.{i}.attention.output.dense",),
+            "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.output.LayerNorm",),
+            "layers.{i}.mlp.up": ("encoder.layer.{i}.intermediate.dense",),
+            "layers.{i}.mlp.down": ("encoder.layer.{i}.output.dense",),
+            "layers.{i}.mlp_norm": ("encoder.layer.{i}.output.LayerNorm",),
+            "mlm.dense": ("cls.predictions.transform.dense",),
+            "mlm.norm": ("cls.predictions.transform.LayerNorm",),
+            "head": ("cls.predictions.decoder",),
+            "sentence.pooler": ("pooler.dense",),
+            "sentence.order": ("cls.seq_relationship",),
+        },
+        transposed=False,
+        # a pooler without the head behind it has no part in any loss
+        buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
+        keys=_bert_keys,
+        config=_bert_config,
+        again={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+        told_by={"sentence_order": "cls.seq_relationship.weight"},
+        renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
     ),
 }
 
@@ -309,10 +306,6 @@ def family_of(config: ConfigJson) -> Family:
 
 def family_for(model: ModelConfig) -> Family:
     """The family of a model that was trained here; its `config` refuses what does not fit."""
+    if model.masked:
+        return FAMILIES["bert"]
     return FAMILIES["llama" if model.norm == "rmsnorm" else "gpt2"]
-
-
-def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Their tensor that holds another one's values again, where a file has both."""
-    word = f"{family.modules[TIED_NAME.removesuffix('.weight')][0]}.weight"
-    return {family.head: word} if model.tie_embeddings else {}

@@ -25,7 +25,7 @@ BUFFERS = "buffers.safetensors"
 @dataclass(frozen=True)
 class Converted:
     """`difference`: of the logits of both sides, over their magnitude; `files`, `bytes`: of the
-    weights."""
+    weights; `note`: what else is to be known."""
 
     path: Path
     family: str
@@ -34,6 +34,7 @@ class Converted:
     files: int
     bytes: int
     difference: float
+    note: str = ""
 
 
 @contextlib.contextmanager

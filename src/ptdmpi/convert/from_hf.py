@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
-from ptdmpi.convert.families import ConfigJson, family_of
+from ptdmpi.convert.families import family_of
+from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
+from ptdmpi.model.parameters import Declaration
 from ptdmpi.train import checkpoint_files as files
 from ptdmpi.train.checkpoint_data import Block, Slices, write
 from ptdmpi.train.checkpoint_files import Progress
@@ -36,12 +38,9 @@ def from_hf(source: Path, target: Path) -> Converted:
     vocab_size = config.need("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
-    try:
-        ours = config_of(family.keys(config))
-    except InputError as error:
-        raise InputError(f"{config.name}: {error}") from None
-    model, needed = ours.model, declarations(ours, vocab_size)
+    keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
+        model, needed = _model(keys, family, theirs, config.name, vocab_size)
         plan = make_plan(family, model, needed, theirs.tensors, str(source))
         for head, word in plan.again.items():
             _require_equal(theirs, head, word)
@@ -55,12 +54,27 @@ def from_hf(source: Path, target: Path) -> Converted:
     return Converted(target, family.model_type, count, vocab_size, 1, size, difference)
 
 
+def _model(
+    keys: Mapping, family: Family, theirs: WeightFiles, name: str, vocab_size: int
+) -> tuple[ModelConfig, Mapping[str, Declaration]]:
+    """The model of some keys of [model], with those that only the tensors tell."""
+    bases = {family.base(one) for one in theirs.tensors}
+    told = {key: tensor in bases for key, tensor in family.told_by.items()}
+    try:
+        ours = config_of({**keys, **told})
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
+    if ours.model.layers > len(bases):  # a slip of the pen, found before so many are declared
+        raise InputError(f"{name}: {ours.model.layers} layers, but {len(bases)} tensors in all")
+    return ours.model, declarations(ours, vocab_size)
+
+
 def _require_equal(theirs: WeightFiles, head: str, word: str) -> None:
     for slab in slabs(theirs.tensors[head].shape, 8):
         if not torch.equal(theirs.read(head, slab), theirs.read(word, slab)):
             raise InputError(
-                f"{theirs.directory}: {head} and {word} differ, though config.json ties them "
-                "(tie_word_embeddings)"
+                f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
+                "legal: equal ones, or an output of its own with tie_word_embeddings = false"
             )
 
 

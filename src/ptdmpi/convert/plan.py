@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.convert.families import Family, Place, places, tied_to
+from ptdmpi.convert.family import Family, Place, places, tied_to
 from ptdmpi.convert.tensors import TYPES, Stored
 from ptdmpi.model.parameters import Declaration
 
@@ -27,17 +27,18 @@ def make_plan(
     where: str,
 ) -> Plan:
     """Raises InputError where a tensor is missing, unexpected, or of another shape or type."""
-    full = {name.removeprefix(family.prefix): name for name in tensors}
+    full = {family.base(name): name for name in tensors}
     if len(full) < len(tensors):
-        twice = next(name for name in tensors if full[name.removeprefix(family.prefix)] != name)
-        raise InputError(f"{where} holds {twice} with and without {family.prefix}")
+        twice = next(name for name in tensors if full[family.base(name)] != name)
+        raise InputError(f"{where}: {twice} and {full[family.base(twice)]} are one parameter")
     aliases = tied_to(family, model)
     alone = {word: head for head, word in aliases.items()}
     by_name: dict[str, Place] = {}
     for place in places(family, needed):
         held = place.theirs if place.theirs in full else alone.get(place.theirs)
         if held not in full:
-            raise InputError(f"{where}: tensor {family.prefix}{place.theirs} is missing")
+            bare = "" if any(map(family.of_head, full)) else ": a base model, without a head"
+            raise InputError(f"{where}: tensor {family.full(place.theirs)} is missing{bare}")
         _require(where, full[held], tensors[full[held]], place)
         by_name[full[held]] = place
     again = {}

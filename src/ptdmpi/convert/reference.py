@@ -8,6 +8,7 @@ these passes against `transformers`.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,15 +18,23 @@ Get = Callable[[str], Tensor]  # their name, without the base model's prefix -> 
 Json = Mapping[str, Any]
 
 
-def gpt2(config: Json, get: Get, ids: Tensor) -> Tensor:
-    """ids [b, s] -> logits [b, s, V]. Radford et al. 2019."""
-    eps = config.get("layer_norm_epsilon", 1e-5)
+@dataclass(frozen=True)
+class Asked:
+    """Token ids [b, s]; their types [b, s], where the model has any; whether it has a head for the
+    order of two segments."""
+
+    ids: Tensor
+    types: Tensor | None = None
+    order: bool = False
+
+
+def gpt2(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
+    """Logits [b, s, V]. Radford et al. 2019."""
+    eps, ids = config.get("layer_norm_epsilon", 1e-5), asked.ids
     heads, width = config["n_head"], config["n_embd"]
 
     def norm(name: str, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        deviation = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
-        return centred / deviation * get(f"{name}.weight") + get(f"{name}.bias")
+        return _layer_norm(get, name, x, eps)
 
     def conv(name: str, x: Tensor) -> Tensor:
         return x @ get(f"{name}.weight") + get(f"{name}.bias")
@@ -35,17 +44,14 @@ def gpt2(config: Json, get: Get, ids: Tensor) -> Tensor:
         q, k, v = conv(f"h.{i}.attn.c_attn", norm(f"h.{i}.ln_1", x)).split(width, dim=-1)
         x = x + conv(f"h.{i}.attn.c_proj", _attention(q, k, v, heads, heads))
         y = conv(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))
-        if config.get("activation_function", "gelu_new") == "gelu":
-            y = 0.5 * y * (1.0 + torch.erf(y / math.sqrt(2.0)))
-        else:
-            y = 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * y**3)))
+        y = _gelu(y, config.get("activation_function", "gelu_new"))
         x = x + conv(f"h.{i}.mlp.c_proj", y)
     tied = config.get("tie_word_embeddings", True)
-    return norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t()
+    return (norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t(),)
 
 
-def llama(config: Json, get: Get, ids: Tensor) -> Tensor:
-    """ids [b, s] -> logits [b, s, V]. Touvron et al. 2023."""
+def llama(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
+    """Logits [b, s, V]. Touvron et al. 2023."""
     eps, heads = config.get("rms_norm_eps", 1e-6), config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
 
@@ -56,7 +62,7 @@ def llama(config: Json, get: Get, ids: Tensor) -> Tensor:
         y = x @ get(f"{name}.weight").t()
         return y + get(f"{name}.bias") if config.get(bias) else y
 
-    x = get("embed_tokens.weight")[ids]
+    x = get("embed_tokens.weight")[asked.ids]
     for i in range(config["num_hidden_layers"]):
         name = f"layers.{i}.self_attn"
         y = norm(f"layers.{i}.input_layernorm", x)
@@ -69,7 +75,50 @@ def llama(config: Json, get: Get, ids: Tensor) -> Tensor:
         y = gate * torch.sigmoid(gate) * linear(f"{name}.up_proj", y, "mlp_bias")
         x = x + linear(f"{name}.down_proj", y, "mlp_bias")
     tied = config.get("tie_word_embeddings", False)
-    return norm("norm", x) @ get("embed_tokens.weight" if tied else "lm_head.weight").t()
+    return (norm("norm", x) @ get("embed_tokens.weight" if tied else "lm_head.weight").t(),)
+
+
+def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
+    """Logits [b, s, V], and of a second head [b, 2]. Devlin et al. 2019."""
+    heads, eps = config["num_attention_heads"], config.get("layer_norm_eps", 1e-12)
+    activation = config.get("hidden_act", "gelu")
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return _layer_norm(get, f"{name}.LayerNorm", x, eps)
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ get(f"{name}.weight").t() + get(f"{name}.bias")
+
+    x = get("embeddings.word_embeddings.weight")[asked.ids]
+    x = x + get("embeddings.position_embeddings.weight")[: x.shape[1]]
+    x = norm("embeddings", x + get("embeddings.token_type_embeddings.weight")[asked.types])
+    for i in range(config["num_hidden_layers"]):
+        name = f"encoder.layer.{i}"
+        q, k, v = (linear(f"{name}.attention.self.{n}", x) for n in ("query", "key", "value"))
+        y = linear(f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, False))
+        x = norm(f"{name}.attention.output", x + y)
+        y = _gelu(linear(f"{name}.intermediate.dense", x), activation)
+        x = norm(f"{name}.output", x + linear(f"{name}.output.dense", y))
+    head = "cls.predictions"
+    y = norm(f"{head}.transform", _gelu(linear(f"{head}.transform.dense", x), activation))
+    tied = config.get("tie_word_embeddings", True)
+    table = get("embeddings.word_embeddings.weight" if tied else f"{head}.decoder.weight")
+    logits = y @ table.t() + get(f"{head}.bias")
+    if not asked.order:
+        return (logits,)
+    return logits, linear("cls.seq_relationship", torch.tanh(linear("pooler.dense", x[:, 0])))
+
+
+def _layer_norm(get: Get, name: str, x: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    deviation = (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return centred / deviation * get(f"{name}.weight") + get(f"{name}.bias")
+
+
+def _gelu(x: Tensor, form: str) -> Tensor:
+    if form == "gelu":
+        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
@@ -84,15 +133,19 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1).flatten(2)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Causal, [b, s, heads * head size]; each key head serves heads / kv_heads query heads."""
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, causal: bool = True
+) -> Tensor:
+    """[b, s, heads * head size]; each key head serves heads / kv_heads query heads."""
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     k, v = (x.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for x in (k, v))
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, dim=-1)
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-FORWARD = {"gpt2": gpt2, "llama": llama}
+FORWARD = {"gpt2": gpt2, "llama": llama, "bert": bert}

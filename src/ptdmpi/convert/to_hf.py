@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor
 from ptdmpi.config import InputError
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
-from ptdmpi.convert.families import ConfigJson, Family, family_for, family_of, places
+from ptdmpi.convert.families import family_for, family_of
+from ptdmpi.convert.family import ConfigJson, Family, places
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
@@ -34,12 +35,14 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 @dataclass(frozen=True)
 class Form:
     """What the directory shall hold: config.json, the header of each weight file, and the other
-    files of the directory `kept`."""
+    files of the directory `kept`, or those of `others`. `note`: what it lacks."""
 
     family: Family
     config: dict[str, Any]
     headers: dict[str, str]
     kept: Path | None
+    others: Mapping[str, bytes] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -60,9 +63,9 @@ def to_hf(
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
     form = _form_of(kept) if kept else _new_form(stored, needed)
-    form = form if dtype is None else _in_type(form, dtype)
     where = str(kept or stored.checkpoint)
     plan = make_plan(form.family, stored.config().model, needed, form.tensors, where)
+    form = form if dtype is None else _in_type(form, plan, dtype)
     damaged = checkpoint_check.problems(stored.checkpoint)
     if damaged:
         raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
@@ -78,7 +81,9 @@ def to_hf(
             difference = compare(stored, form.family, config, written, plan)
     count = sum(math.prod(one.shape) for one in needed.values())
     name, vocab_size = form.family.model_type, stored.vocab_size
-    return Converted(target, name, count, vocab_size, len(form.headers), size, difference)
+    return Converted(
+        target, name, count, vocab_size, len(form.headers), size, difference, form.note
+    )
 
 
 def _kept(stored: StoredModel, like: Path | None) -> Path | None:
@@ -98,35 +103,41 @@ def _form_of(kept: Path) -> Form:
     config = tensors.read_json(kept / "config.json")
     family = family_of(ConfigJson(config, str(kept / "config.json")))
     headers = tensors.read_json(kept / HEADERS)
+    if any(Path(name).name != name or type(text) is not str for name, text in headers.items()):
+        raise InputError(f"{kept / HEADERS} is not what convert from-hf writes")
     return Form(family, config, headers, kept)
 
 
 def _new_form(stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
+    # reads a shard by h5py, which a conversion of others' models does without
+    from ptdmpi.convert.tokenizer import tokenizer_of
+
     model = stored.config().model
-    family = family_for(model)
+    family, tokenizer = family_for(model), tokenizer_of(stored)
     config = {
-        "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.config(model, stored.vocab_size),
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "bos_token_id": tokenizer.eod_id,
+        "eos_token_id": tokenizer.eod_id,
         "dtype": "float32",
     }
     found = {}
     for place in places(family, needed):
-        prefix = "" if place.theirs == family.head else family.prefix
         size = 4 * math.prod(place.shape)
-        found[prefix + place.theirs] = Stored("F32", place.shape, size)
-    return Form(family, config, tensors.new_headers(found), None)
+        found[family.full(place.theirs)] = Stored("F32", place.shape, size)
+    if not model.tie_embeddings:  # then some versions of `transformers` read only the repetitions
+        for name, one in family.again.items():
+            found[family.full(name)] = found[family.full(one)]
+    headers = tensors.new_headers(found)
+    return Form(family, config, headers, None, tokenizer.files, tokenizer.note)
 
 
-def _in_type(form: Form, dtype: str) -> Form:
+def _in_type(form: Form, plan: Plan, dtype: str) -> Form:
     """With all parameters in another type; buffers stay."""
     kind, found = DTYPES[dtype], form.tensors
-    for name, one in found.items():
-        if not form.family.buffers.fullmatch(name.removeprefix(form.family.prefix)):
-            size = math.prod(one.shape) * TYPES[kind].itemsize
-            found[name] = Stored(kind, one.shape, size)
+    for name in plan.by_name:
+        size = math.prod(found[name].shape) * TYPES[kind].itemsize
+        found[name] = Stored(kind, found[name].shape, size)
     headers = {
         file: tensors.make_header((name, found[name]) for name, _ in tensors.entries(text))
         for file, text in form.headers.items()
@@ -143,6 +154,8 @@ def _write_others(form: Form, folder: Path) -> None:
                 shutil.copyfile(path, folder / path.name)
         if form.config == tensors.read_json(form.kept / "config.json"):
             return
+    for name, content in form.others.items():
+        files.write_synced(folder / name, content.decode())
     _write_json(folder / "config.json", form.config)
     if len(form.headers) > 1:
         _write_json(folder / tensors.INDEX, tensors.index_json(form.headers))

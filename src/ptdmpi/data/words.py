@@ -79,7 +79,7 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
         return {}, {}
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        ids = dict(_tokens(tree))
+        ids = dict(tokens_of(tree))
         if not all(type(token) is str and type(number) is int for token, number in ids.items()):
             raise TypeError("a token's id is no number")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -91,8 +91,9 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     return tree, ids
 
 
-def _tokens(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each token and its id: vocabularies are tables, or of Unigram models lists with scores."""
+def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Each token of a `tokenizer.json` and its id: vocabularies are tables, or, of Unigram models,
+    lists with scores."""
     vocabulary = tree["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}

@@ -1,6 +1,7 @@
 """Everything that `ptdmpi evaluate` is asked for, on a model that is loaded once."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from ptdmpi.evaluate.scoring import score
 from ptdmpi.evaluate.tasks import Item
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text, find_text, tokenizer_sha256
+from ptdmpi.generate.text import Text, find_text
 from ptdmpi.train.inference import InferenceModel, open_inference
 from ptdmpi.train.stored import StoredModel
+from ptdmpi.train.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
 
@@ -49,9 +51,10 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         return found
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
+    questions = _Questions(model, world, text, options)
     for path, (items, contexts) in work.items():
-        kind = _choices if items[0].choices else _answers
-        found["tasks"].append({"file": path, **kind(model, world, text, items, contexts, options)})
+        ask = questions.choices if items[0].choices else questions.answers
+        found["tasks"].append({"file": path, "shots": options["shots"], **ask(items, contexts)})
     if options["lm_eval"]:
         harness = Harness(model, text)
         found["lm_eval"] = simple_evaluate(harness, options)
@@ -64,10 +67,14 @@ def _read(options: Options) -> dict[str, tuple[list[Item], list[str]]]:
         raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")
     if options["shots"] and options["shots_from"] is None:
         raise InputError(f"--shots {options['shots']} needs --shots-from FILE")
+    if options["shots_from"] is not None and not options["shots"]:
+        raise InputError("--shots-from belongs to --shots N")
     if options["samples"] > 1 and not options["temperature"]:
         raise InputError("--samples above 1 are all the same at --temperature 0")
     if options["words"] is not None and len(options["data"]) != 1:
         raise InputError("--words belongs to one --data")
+    if "" in options["until"]:
+        raise InputError("--until '' would end every answer before it begins; legal: some text")
     compiled(options["extract"])
     _sampling(options)
     examples = tasks.read(options["shots_from"]) if options["shots"] else []
@@ -96,55 +103,42 @@ def _check_dataset(path: Path, stored: StoredModel) -> None:
         )
 
 
-def _choices(
-    model: InferenceModel,
-    world: World,
-    text: Text,
-    items: list[Item],
-    contexts: list[str],
-    options: Options,
-) -> dict[str, Any]:
-    wanted = world.on_root(
-        lambda: requests(text, items, contexts, options["separator"], options["neutral"])
-    )
-    cut_short = sum(len(one.ids) - 1 > model.seq_length for one in wanted)
-    scores = score(model, wanted)
-    return {
-        "kind": "choice",
-        "shots": options["shots"],
-        "truncated": cut_short,
-        **accuracies(items, scores),
-    }
+@dataclass(frozen=True)
+class _Questions:
+    """Asks the items of a file behind their contexts; every rank calls it and gets the scores."""
 
+    model: InferenceModel
+    world: World
+    text: Text
+    options: Options
 
-def _answers(
-    model: InferenceModel,
-    world: World,
-    text: Text,
-    items: list[Item],
-    contexts: list[str],
-    options: Options,
-) -> dict[str, Any]:
-    samples, length, until = options["samples"], options["max_new_tokens"], options["until"]
-    room = model.seq_length - length
-    if room < 1:
-        raise SharedInputError(f"--max-new-tokens {length}; legal: 1 to {model.seq_length - 1}")
-    encoded = world.on_root(
-        lambda: [text.prompt(one + options["separator"].rstrip(" ")) for one in contexts]
-    )
-    stop = Stop(text, until)
-    prompts = [
-        Prompt(ids[-room:], length, number * samples + k, stop)
-        for number, ids in enumerate(encoded)
-        for k in range(samples)
-    ]
-    found = generate(model, prompts, _sampling(options), text.ends)
-    pattern = compiled(options["extract"])
-    given = [extract(text.decode(one.ids), until, pattern) for one in found]
-    grouped = [given[start : start + samples] for start in range(0, len(given), samples)]
-    return {
-        "kind": "answers",
-        "shots": options["shots"],
-        "truncated": sum(len(ids) > room for ids in encoded),
-        **matches(items, grouped),
-    }
+    def choices(self, items: list[Item], contexts: list[str]) -> dict[str, Any]:
+        separator, neutral = self.options["separator"], self.options["neutral"]
+        wanted = self.world.on_root(
+            lambda: requests(self.text, items, contexts, separator, neutral)
+        )
+        cut_short = sum(len(one.ids) - 1 > self.model.seq_length for one in wanted)
+        scores = score(self.model, wanted)
+        return {"kind": "choice", "truncated": cut_short, **accuracies(items, scores)}
+
+    def answers(self, items: list[Item], contexts: list[str]) -> dict[str, Any]:
+        options, length = self.options, self.options["max_new_tokens"]
+        samples, until = options["samples"], options["until"]
+        room = self.model.seq_length - length
+        if room < 1:
+            most = self.model.seq_length - 1
+            raise SharedInputError(f"--max-new-tokens {length}; legal: 1 to {most}")
+        ends = options["separator"].rstrip(" ")
+        encoded = self.world.on_root(lambda: [self.text.prompt(one + ends) for one in contexts])
+        stop = Stop(self.text, until)
+        prompts = [
+            Prompt(ids[-room:], length, number * samples + k, stop)
+            for number, ids in enumerate(encoded)
+            for k in range(samples)
+        ]
+        found = generate(self.model, prompts, _sampling(options), self.text.ends)
+        pattern = compiled(options["extract"])
+        given = [extract(self.text.decode(one.ids), until, pattern) for one in found]
+        grouped = [given[start : start + samples] for start in range(0, len(given), samples)]
+        cut_short = sum(len(ids) > room for ids in encoded)
+        return {"kind": "answers", "truncated": cut_short, **matches(items, grouped)}

@@ -51,6 +51,8 @@ def _item(line: str, place: str) -> Item:
         raise InputError(f"{place}: not a JSON line: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("context"), str):
         raise InputError(f"{place}: no JSON object with a text in the field 'context'")
+    if "choices" in values and "answers" in values:
+        raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")
     if "choices" in values:
         choices, answer = _texts(values["choices"], "choices", place), values.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, int):

@@ -45,10 +45,15 @@ def check(prompt: Prompt, model: InferenceModel) -> None:
             "was it trained with this tokenizer?"
         )
     room = model.seq_length - len(prompt.ids)
+    if room < 1:
+        raise SharedInputError(
+            f"a prompt of {len(prompt.ids)} tokens: the model has seq_length = {model.seq_length}; "
+            f"legal: at most {model.seq_length - 1}, which leaves room for one more"
+        )
     if prompt.max_new_tokens > room:
         raise SharedInputError(
             f"a prompt of {len(prompt.ids)} tokens and {prompt.max_new_tokens} new ones: the model "
-            f"has seq_length = {model.seq_length}; legal: at most {max(0, room)} new tokens"
+            f"has seq_length = {model.seq_length}; legal: at most {room} new tokens"
         )
 
 

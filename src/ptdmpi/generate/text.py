@@ -1,20 +1,18 @@
-"""The tokenizer that belongs to a model: found where its shards or its conversion have left it."""
+"""Text in and out of a model, by its own tokenizer."""
 
-import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.vocabulary import BYTES, Tokenizer, load_tokenizer
+from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import ShardHeader, find_shards, read_header
-from ptdmpi.train.stored import KEPT, StoredModel
-
-TOKENIZER = "tokenizer.json"
+from ptdmpi.data.header import ShardHeader
+from ptdmpi.train.stored import StoredModel
+from ptdmpi.train.tokenizer import TOKENIZER, find_tokenizer, kept_files, shard_header
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,12 @@ class Text:
     eod: int
 
     def encode(self, text: str) -> list[int]:
-        """Without the prefix."""
+        """Without the prefix. Raises InputError for what is no text (half of a UTF-16 pair, or a
+        byte of a command line that is not UTF-8)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{text[:40]!r} is no UTF-8: {error.reason}") from None
         return self.tokenizer.encode([text])[0].tolist()
 
     def prompt(self, text: str) -> list[int]:
@@ -50,14 +53,14 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
 
     Raises InputError where none is known, or where it is not of this model.
     """
-    kept = _kept(stored)
-    header = _header(stored)
+    kept = kept_files(stored)
+    header = shard_header(stored)
     if given is not None:
         name = given
-    elif header is not None and header.tokenizer == BYTES:
-        name = BYTES
+    elif header is not None and tokenizer_file(header.tokenizer) is None:
+        name = header.tokenizer
     elif header is not None:
-        name = str(_file_of(header, stored, kept))
+        name = _file_of(header, stored)
     elif kept is not None and (kept / TOKENIZER).is_file():
         name = str(kept / TOKENIZER)
     else:
@@ -81,52 +84,11 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
-def tokenizer_sha256(stored: StoredModel) -> str | None:
-    """Of the tokenizer that the model knows, where that can be told."""
+def _file_of(header: ShardHeader, stored: StoredModel) -> str:
     try:
-        header = _header(stored)
-    except InputError:  # its shards have gone elsewhere
-        return None
-    if header is not None:
-        return header.tokenizer_sha256
-    kept = _kept(stored)
-    if kept is None or not (kept / TOKENIZER).is_file():
-        return None
-    return hashlib.sha256((kept / TOKENIZER).read_bytes()).hexdigest()
-
-
-def _kept(stored: StoredModel) -> Path | None:
-    """What came from Hugging Face beside the weights, of this model or the one it began from."""
-    began = stored.tree.get("checkpoint", {}).get("initial")
-    folders = [stored.path / KEPT, *([Path(began) / KEPT] if began else [])]
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def _header(stored: StoredModel) -> ShardHeader | None:
-    """Of the first shard that the model was trained on; None where it was not trained here.
-
-    Raises InputError where it was, and the shards are gone.
-    """
-    datasets = stored.tree.get("data", {}).get("train", [])
-    return read_header(find_shards(datasets[0]["path"])[0]) if datasets else None
-
-
-def _file_of(header: ShardHeader, stored: StoredModel, kept: Path | None) -> Path:
-    for path in _candidates(header, stored, kept):
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == (
-            header.tokenizer_sha256
-        ):
-            return path
-    raise InputError(
-        f"the tokenizer of {header.path} ({header.tokenizer}, sha256 "
-        f"{header.tokenizer_sha256[:12]}) does not lie beside the shards; give --tokenizer FILE"
-    )
-
-
-def _candidates(header: ShardHeader, stored: StoredModel, kept: Path | None) -> Iterator[Path]:
-    shards = header.path.absolute()
-    for folder in (stored.path, *([kept] if kept else []), *list(shards.parents)[:3]):
-        yield folder / header.tokenizer
+        return str(find_tokenizer(header, stored))
+    except InputError as error:
+        raise InputError(f"{error}; give --tokenizer FILE") from None
 
 
 def _ends(kept: Path) -> set[int]:
@@ -142,11 +104,12 @@ def _ends(kept: Path) -> set[int]:
 
 def _prefix(name: str) -> tuple[int, ...]:
     """What the tokenizer itself puts before a text."""
-    if name == BYTES:
+    file = tokenizer_file(name)
+    if file is None or file.suffix == ".model":
         return ()
     from tokenizers import Tokenizer as HuggingFace
 
-    found = HuggingFace.from_file(name).encode("a")
+    found = HuggingFace.from_file(str(file)).encode("a")
     special = takewhile(
         lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True)
     )

@@ -110,6 +110,7 @@ class Stage(nn.Module):
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
+        self.order_losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
 
@@ -161,7 +162,7 @@ class Stage(nn.Module):
         self._step = step
         self._loss_scale = loss_scale
         self._order_weight = order_weight
-        self.losses = {}
+        self.losses, self.order_losses = {}, {}
 
     @property
     def in_flight(self) -> int:
@@ -201,21 +202,29 @@ class Stage(nn.Module):
             rotary = tuple(part[batch.documents.positions, 0] for part in self.rotary)
         return Context(stream, batch.documents, rotary)
 
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What each head makes of the last stage's activations, without sequence parallelism: the
+        logits of this rank's part of the vocabulary at all positions [s, b, V/t], and those of a
+        sentence order [b, 2]."""
+        tokens = self._token_logits(x)
+        return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
+
     def _token_logits(self, x: Tensor) -> Tensor:
         return self.head(x if self.mlm is None else self.mlm(x))
 
-    def _loss(self, batch: Batch, x: Tensor) -> Tensor:
-        """The summed loss of the last stage's activations."""
+    def _loss(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The summed loss of the tokens, and that of the sentence orders, where they are asked for,
+        of the last stage's activations."""
         if batch.masked is None:
-            return cross_entropy(self._token_logits(x), batch.labels, batch.weights, self.axis)
+            logits = self._token_logits(x)
+            return cross_entropy(logits, batch.labels, batch.weights, self.axis), None
         first = torch.zeros_like(batch.masked[:1])
         x = select_positions(x, torch.cat((first, batch.masked)), self.axis)
         loss = cross_entropy(self._token_logits(x[1:]), batch.labels, batch.weights, self.axis)
-        if self.sentence is None or not self._order_weight:
-            return loss
+        if self.sentence is None:
+            return loss, None
         logits = self.sentence(x[0]).to(loss.dtype)
-        order = F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
-        return loss + self._order_weight * order
+        return loss, F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
 
     def forward_microbatch(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """F: the output to pass on, or None on the last stage, which keeps the loss instead.
@@ -228,7 +237,10 @@ class Stage(nn.Module):
             x.requires_grad_()
         y = self.hidden(batch, x, self._step)
         if self.last:
-            y = self._loss(batch, y)
+            y, order = self._loss(batch, y)
+            if order is not None:
+                self.order_losses[microbatch] = order.detach()
+                y = y + self._order_weight * order
             self.losses[microbatch] = y.detach()
         if training:
             # only the graph is kept: the output itself can go once it has been passed on

@@ -110,13 +110,16 @@ def summary(run: Run) -> dict[str, Any]:
         "first_loss": run.steps[0]["loss"],
         "last_loss": last["loss"],
     }
+    if "sentence_order_loss" in last:
+        numbers["last_sentence_order_loss"] = last["sentence_order_loss"]
     if "samples_drawn" in last:
         numbers["drawn"] = drawn(run.config["data"]["train"], last)
     if run.validations:
         numbers["validation_loss"] = run.validations[-1]["validation_loss"]
         numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
-        if "validation_losses" in run.validations[-1]:
-            numbers["validation_losses"] = run.validations[-1]["validation_losses"]
+        for key in ("validation_sentence_order_loss", "validation_losses"):
+            if key in run.validations[-1]:
+                numbers[key] = run.validations[-1][key]
     for record in run.validations:
         if "bigram_validation_loss" in record:
             numbers["bigram_validation_loss"] = record["bigram_validation_loss"]

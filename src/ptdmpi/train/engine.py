@@ -1,10 +1,11 @@
 """The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
+from torch import Tensor
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
@@ -26,7 +27,8 @@ class StepResult:
     """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
     ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
     that is fp16's, and a smaller loss scale may mend it. `spans`: this rank's timeline; `compute_s`
-    of it went into its own F and B, without waiting."""
+    of it went into its own F and B, without waiting. `order_loss`, part of `loss`: in nats per
+    sentence order, where the model is asked for any."""
 
     loss: float
     grad_norm: float
@@ -36,6 +38,22 @@ class StepResult:
     overflow: bool
     spans: list[Span]
     compute_s: float
+    order_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Losses in nats, summed over all data ranks' microbatches, and over how many: of tokens, and
+    of sentence orders."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    order_loss: float = 0.0
+    orders: int = 0
+
+    def __add__(self, other: "Sums") -> "Sums":
+        mine, more = astuple(self), astuple(other)
+        return Sums(*(a + b for a, b in zip(mine, more, strict=True)))
 
 
 class Engine:
@@ -98,11 +116,12 @@ class Engine:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
         watch = Stopwatch(self.axes.pipeline.rank, self.place)
         scale = self.loss_scale.value
-        spans, valid = self.accumulate(step, batches)
+        spans, valid, orders = self.accumulate(step, batches)
         watch.spans += spans
         with watch.span("reduce"):
             self.reduction.reduce()
-            loss = self._loss(valid)
+            total, order_total = self._summed_losses()
+            loss = total / valid
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
             if scale != 1.0:
@@ -126,12 +145,13 @@ class Engine:
             overflow,
             watch.spans,
             self.runner.compute_s,
+            order_total / orders if orders else None,
         )
 
-    def accumulate(self, step: int, batches: Sequence[Batch]) -> tuple[list[Span], float]:
+    def accumulate(self, step: int, batches: Sequence[Batch]) -> tuple[list[Span], float, int]:
         """Forward and backward of all microbatches; this rank's sums are left in the buffer.
 
-        Returns what happened when, and the valid tokens of the global batch.
+        Returns what happened when, and the valid tokens and sentence orders of the global batch.
         """
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
@@ -140,11 +160,11 @@ class Engine:
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
             stage.begin_step(step, list(batches), self.loss_scale.value / valid, order_weight)
-        return self.runner.run(self.schedule, self.program), valid
+        return self.runner.run(self.schedule, self.program), valid, orders
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """(summed loss in nats, valid tokens) of all data ranks' `batches`; equal on all ranks.
-        Of tokens alone, so that its exponential is a perplexity: no sentence orders."""
+    def evaluate(self, batches: Sequence[Batch]) -> Sums:
+        """Of all data ranks' `batches`; equal on all ranks. `loss` is that of tokens alone, so that
+        its exponential is a perplexity."""
         schedule = schedules.build(
             "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
         )
@@ -152,7 +172,9 @@ class Engine:
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
             self.runner.run(schedule, self._program(schedule))
-        return self._loss(1.0), self._valid_tokens(batches)
+        loss, order_loss = self._summed_losses()
+        tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
+        return Sums(loss, tokens, order_loss, orders)
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
         """Valid tokens of the global batch; counted only where something is masked."""
@@ -169,14 +191,28 @@ class Engine:
         mine = sum(int((batch.order >= 0).sum()) for batch in batches)
         return sum(self.axes.data.all_gather_object(mine))
 
-    def _loss(self, valid: float) -> float:
-        """The summed loss over `valid`, added up in order of the global batch's microbatches."""
+    def _summed_losses(self) -> tuple[float, float]:
+        """What counts as loss, and the sentence orders' alone, added up in order of the global
+        batch's microbatches."""
         last = self.stages.get(self.schedule.stages - 1)
-        total = 0.0
+        sums = (0.0, 0.0)
         if last is not None:
-            mine = torch.stack([last.losses[i] for i in sorted(last.losses)]).double().tolist()
-            for losses in self.axes.data.all_gather_object(mine):
-                for loss in losses:
-                    total += loss
+            mine = [_values(kept) for kept in (last.losses, last.order_losses)]
+            every = self.axes.data.all_gather_object(mine)
+            sums = tuple(_added(one[kind] for one in every) for kind in (0, 1))
         # the last stage stands on the last rank of the pipeline axis
-        return self.axes.pipeline.broadcast_object(total / valid, self.axes.pipeline.size - 1)
+        return self.axes.pipeline.broadcast_object(sums, self.axes.pipeline.size - 1)
+
+
+def _values(losses: dict[int, Tensor]) -> list[float]:
+    """In order of the microbatches."""
+    return torch.stack([losses[i] for i in sorted(losses)]).double().tolist() if losses else []
+
+
+def _added(parts: Iterable[list[float]]) -> float:
+    """One after the other, in the same order on every layout."""
+    total = 0.0
+    for losses in parts:
+        for loss in losses:
+            total += loss
+    return total

@@ -24,7 +24,7 @@ from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.simulate import COMPUTE_KINDS
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.checkpoint import Checkpoints
-from ptdmpi.train.engine import Engine, StepResult
+from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
 from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
 from ptdmpi.train.inference import device_of
@@ -248,10 +248,12 @@ class Loop:
             return
         slow = self._slow_ranks(step)
         rates = self.rates.of(elapsed)
+        order = {} if result.order_loss is None else {"sentence_order_loss": result.order_loss}
         self.judge.step_s = max(self.durations)
         self.directory.record(
             step=step,
             loss=result.loss,
+            **order,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             loss_scale=result.loss_scale,
@@ -292,11 +294,10 @@ class Loop:
         return slow
 
     def _validate(self, step: int) -> Asked:
-        sums = [(0.0, 0.0) for _ in self.feed.valid]  # loss and tokens
+        sums = [Sums() for _ in self.feed.valid]
         self.place.enter("validation")
         for number, group in self.feed.validation():
-            more = self.engine.evaluate(self.feed.place(group))
-            sums[number] = (sums[number][0] + more[0], sums[number][1] + more[1])
+            sums[number] += self.engine.evaluate(self.feed.place(group))
             asked = self._vote()
             if asked.stop:
                 self.say(f"{asked.stop}: validation after step {step} broken off")

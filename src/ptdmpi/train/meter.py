@@ -16,6 +16,7 @@ import torch
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.costs import hardware_flops, model_flops
+from ptdmpi.train.engine import Sums
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
 PEAK_FLOPS = {
@@ -166,19 +167,21 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def validation_record(
-    paths: Sequence[str], sums: Sequence[tuple[float, float]]
-) -> tuple[dict[str, Any], str]:
-    """A validation's values and its line, from the summed loss and the tokens of each dataset.
+def validation_record(paths: Sequence[str], sums: Sequence[Sums]) -> tuple[dict[str, Any], str]:
+    """A validation's values and its line, from the sums of each dataset.
 
     The mean is over all tokens; where there are several datasets, each one's own is given too.
     """
-    mean = sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+    whole = sum(sums, Sums())
+    mean = whole.loss / whole.tokens
     perplexity = math.exp(mean) if mean < 700 else math.inf
     values: dict[str, Any] = {"validation_loss": mean, "validation_perplexity": perplexity}
     text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
+    if whole.orders:
+        values["validation_sentence_order_loss"] = order = whole.order_loss / whole.orders
+        text += f"  sentence order loss {order:.4f}"
     if len(paths) > 1:
-        means = {path: loss / tokens for path, (loss, tokens) in zip(paths, sums, strict=True)}
+        means = {path: one.loss / one.tokens for path, one in zip(paths, sums, strict=True)}
         values["validation_losses"] = means
         text += f"  ({', '.join(f'{path} {loss:.4f}' for path, loss in means.items())})"
     return values, text

@@ -82,6 +82,9 @@ def test_zero_divides_what_it_says():
     assert at[2].gradients == pytest.approx(at[0].gradients / 64)
     assert at[3].weights == pytest.approx(at[0].weights / 64)
     assert (at[1].gradients, at[2].weights) == (at[0].gradients, at[0].weights)
+    largest = 4 * 5120**2  # elements of the first linear behind the attention, 2 bytes each
+    whole = [memory.working - at[0].working for memory in at]
+    assert whole == pytest.approx([0, 0, 2 * largest, 4 * largest])
 
 
 def test_what_helps_helps(gpt3):

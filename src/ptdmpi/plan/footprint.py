@@ -68,8 +68,21 @@ class Footprints:
             gradients=elements * (max(summed, self.compute_bytes) + widened) / shards[1],
             optimizer=elements * masters * wide / shards[0],
             activations=kept,
-            working=working,
+            working=working + self._whole_bytes(layout),
         )
+
+    def _whole_bytes(self, layout: Layout) -> float:
+        """What a backward pass has whole for a moment though it is sharded: the weight that ZeRO 3
+        gathers at once, and its gradient before ZeRO 2 and 3 share it out."""
+        if layout.data == 1 or layout.zero < 2:
+            return 0.0
+        config = self.model.config
+        unit = layer_elements(self.model, layout.tensor)
+        if self.software.zero_unit == "tensor":
+            gates = 2 if config.activation == "swiglu" else 1
+            unit = config.hidden * gates * config.ffn_hidden // layout.tensor
+        gradient = max(self.software.gradient_bytes, self.compute_bytes)
+        return unit * (gradient + self.compute_bytes * (layout.zero == 3))
 
     def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
         """Bytes of activations that one microbatch leaves in each stage."""

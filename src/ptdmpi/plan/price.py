@@ -305,7 +305,7 @@ class Pricer:
             compute=busy_s - tensor_s,
             tensor=tensor_s,
             pipeline=ways_s,
-            bubble=makespan_s - busy_s - ways_s,
+            bubble=max(0.0, makespan_s - busy_s - ways_s),  # not -0.0 by rounding
             data=data_s,
             optimizer=optimizer_s,
         )
@@ -315,7 +315,7 @@ class Pricer:
             layout=layout,
             step_time_s=makespan_s + data_s + optimizer_s,
             parts=parts,
-            bubble_fraction=(makespan_s - mean_s) / mean_s,
+            bubble_fraction=max(0.0, makespan_s - mean_s) / mean_s,
             memory=self.memory(layout),
             capacity_bytes=self.capacity_bytes,
             model_flops_per_rank=costs.model_flops(config, self.model.vocab_size, tokens)

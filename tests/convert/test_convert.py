@@ -165,6 +165,14 @@ CONFIG_MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("key", ["model_type", "head_dim", "attention_bias", "num_hidden_layers"])
+def test_config_json_of_wrong_types(tmp_path, key):
+    source = saved(tmp_path / "hf", "llama")
+    changed(source / "config.json", **{key: [[4]]})
+    with pytest.raises(InputError, match=r"config.json: .* = \[\[4\]\]|\[\[4\]\] with"):
+        from_hf(source, tmp_path / "ours")
+
+
 @pytest.mark.parametrize("key", CONFIG_MISTAKES)
 def test_what_config_json_may_not_say(tmp_path, key):
     value, message = CONFIG_MISTAKES[key]

@@ -79,13 +79,14 @@ def _llama_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
     hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
     head_size = config.get("head_dim")
-    if head_size is not None and head_size * heads != hidden:
+    whole = isinstance(head_size, int) and isinstance(heads, int)
+    if head_size is not None and not (whole and head_size * heads == hidden):
         raise InputError(
             f"{config.name}: head_dim = {head_size} is not supported with hidden_size = {hidden} "
             f"and {heads} heads; legal: hidden_size / num_attention_heads"
         )
     biases = {key: config.get(key, False) for key in ("attention_bias", "mlp_bias")}
-    if len(set(biases.values())) > 1:
+    if biases["attention_bias"] != biases["mlp_bias"]:
         raise InputError(
             f"{config.name}: attention_bias = {biases['attention_bias']} with mlp_bias = "
             f"{biases['mlp_bias']} is not supported; legal: both true or both false"
@@ -297,7 +298,7 @@ def family_of(config: ConfigJson) -> Family:
     name = config.need("model_type")
     if config.get("quantization_config"):
         raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"{config.name}: model_type = {name!r} is not supported; legal: {', '.join(FAMILIES)}"
         )

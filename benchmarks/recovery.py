@@ -83,7 +83,7 @@ class Setup:
 SETUPS = [
     Setup(6, deaths=5),
     Setup(6, pipeline=2, deaths=4),
-    Setup(5, spare=2, deaths=4),
+    Setup(5, spare=2, deaths=3),
     Setup(6, tensor=2, deaths=4),
     Setup(6, tensor=2, pipeline=2, spare=2, deaths=2),
 ]
@@ -174,9 +174,11 @@ class Job:
         return f"exit code {code}" if code else ""
 
 
-def kill_one(job: Job, choice: random.Random) -> float:
-    """Kill a rank that lives; returns when."""
-    victim = choice.choice(sorted(job.ranks().items()))[1]
+def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
+    """Kill a living rank of those that trained from the start; returns when. (Nobody waits for a
+    spare rank: its death is noticed with the next one.)"""
+    trained = range(setup.ranks - setup.spare)
+    victim = choice.choice([pid for rank, pid in sorted(job.ranks().items()) if rank in trained])
     now = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     return now
@@ -207,7 +209,7 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
             break
         time.sleep(choice.uniform(0, 0.3))
         told = len(job.losses())
-        since = kill_one(job, choice)
+        since = kill_one(job, setup, choice)
         trial.deaths += 1
         # sometimes the next one dies while the others recover from this one: no time is taken then
         alone, soon = not soon, death + 1 < setup.deaths and choice.random() < 0.25
@@ -222,7 +224,7 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
     trial = Trial(f"restart, {setup.name}")
     job = Job(folder, f"restart-{number}", setup, "abort")
     job.wait_for(lambda: len(job.steps()) >= choice.randrange(12, STEPS - 25))
-    since = kill_one(job, choice)
+    since = kill_one(job, setup, choice)
     trial.deaths += 1
     job.process.wait(LIMIT_S)
     job = Job(folder, f"restart-{number}", setup, "abort")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,17 @@ from ptdmpi.config import InputError
 if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions
 
+
+class _NamedPath(click.Path):
+    """A path that is not empty: `--output "$DIR"` with DIR unset would mean the directory here."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if str(value) == "":
+            self.fail("it is empty; a path is needed", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+_PATH = _NamedPath(path_type=Path)
 _INPUTS = click.argument("inputs", nargs=-1, required=True, type=click.Path())
 _TEXT_FIELD = click.option(
     "--text-field",
@@ -38,12 +50,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of every command that makes shards: the fields of OutputOptions, and --json."""
     options = (
-        click.option(
-            "--output", required=True, type=click.Path(path_type=Path), help="For the shards."
-        ),
-        click.option(
-            "--valid-output", type=click.Path(path_type=Path), help="Directory for held-out shards."
-        ),
+        click.option("--output", required=True, type=_PATH, help="For the shards."),
+        click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
         click.option(
             "--valid-fraction",
             type=float,
@@ -52,7 +60,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--shard-tokens",
-            type=click.IntRange(1),
+            type=click.IntRange(1, 1 << 48),
             default=1 << 28,
             show_default=True,
             help="A shard ends at the first document end from here.",
@@ -104,7 +112,9 @@ def commands() -> None:
     help="'bytes', a Hugging Face tokenizer.json, a SentencePiece .model, or tiktoken:NAME.",
 )
 @click.option(
-    "--workers", type=click.IntRange(1), help="Processes [default: one per core; 1 under MPI]."
+    "--workers",
+    type=click.IntRange(1, 4096),
+    help="Processes [default: one per core; 1 under MPI].",
 )
 @click.option(
     "--deduplicate",
@@ -159,8 +169,8 @@ def import_megatron(
 
 
 @commands.command("export-megatron")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--output", required=True, type=click.Path(path_type=Path), help="The PREFIX.")
+@click.argument("directory", type=_PATH)
+@click.option("--output", required=True, type=_PATH, help="The PREFIX.")
 @_JSON
 def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
     """Write a directory of shards as Megatron's PREFIX.bin and PREFIX.idx."""
@@ -184,9 +194,7 @@ def _cell(value: Any) -> str:
 
 @commands.command("train-tokenizer")
 @_INPUTS
-@click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="The tokenizer.json to make."
-)
+@click.option("--output", required=True, type=_PATH, help="The tokenizer.json to make.")
 @click.option(
     "--vocab-size", required=True, type=int, help="Entries, of which 257 are bytes and the end."
 )
@@ -203,9 +211,10 @@ def train_tokenizer(
     inputs: tuple[str, ...], output: Path, vocab_size: int, as_json: bool, **given: Any
 ) -> None:
     """Train a byte-level BPE tokenizer with the special token <|endoftext|>."""
-    from data_prep.state import write_file
+    from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
+    require_writable(output)  # before the work, not after it
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +253,7 @@ def _training_texts(
 
 
 @commands.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_PATH)
 @_JSON
 def inspect(path: Path, as_json: bool) -> None:
     """Show what a directory of shards, or one shard, holds."""
@@ -255,7 +264,7 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @commands.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_PATH)
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
     """Read all of a dataset, or of one shard, and check it. Exit code 2 if anything is wrong."""
@@ -273,7 +282,9 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 bad input, 130 interrupted."""
+    """Entry point. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 others."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
         commands.main(standalone_mode=False)
     except InputError as error:
@@ -281,6 +292,16 @@ def main() -> None:
         sys.exit(2)
     except click.UsageError as error:
         click.echo(f"ptdmpi-data: error: {error.format_message()}", err=True)
+        sys.exit(2)
+    except ChildProcessError as error:
+        click.echo(f"ptdmpi-data: error: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:  # who read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        click.echo(f"ptdmpi-data: error: {text}", err=True)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
         click.echo("ptdmpi-data: interrupted; the same command again goes on", err=True)

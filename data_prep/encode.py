@@ -19,7 +19,7 @@ from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_do
 from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import token_dtype
+from ptdmpi.data.header import token_dtype
 
 _TASKS_PER_WORKER = 3  # under way: one is encoded, one waits, one is written
 

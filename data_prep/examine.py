@@ -9,14 +9,8 @@ import numpy as np
 from data_prep.state import TOKENIZER_COPY
 from data_prep.vocabulary import BYTES, BYTES_SHA256, Tokenizer, load_tokenizer
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import (
-    Dataset,
-    ShardHeader,
-    find_shards,
-    map_tokens,
-    read_header,
-    verify,
-)
+from ptdmpi.data.header import ShardHeader, confirmed, read_header
+from ptdmpi.data.shards import Dataset, find_shards, map_tokens, verify
 
 _SHOWN_TOKENS = 16
 
@@ -31,7 +25,10 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
-        if hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256:
+        if (
+            copy.is_file()
+            and hashlib.sha256(copy.read_bytes()).hexdigest() == header.tokenizer_sha256
+        ):
             return load_tokenizer(copy)
     return None
 
@@ -96,7 +93,8 @@ def problems(path: Path) -> list[str]:
     found = [problem for shard in paths for problem in verify(shard)]
     if not found and path.is_dir():
         try:
-            Dataset(path)
+            for header in Dataset(path).headers:
+                confirmed(header)
         except InputError as error:  # each shard is sound, but they do not go together
             found.append(str(error))
     return found

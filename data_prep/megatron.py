@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import Dataset, ShardHeader, map_documents, map_tokens
+from ptdmpi.data.header import ShardHeader, confirmed
+from ptdmpi.data.shards import Dataset, map_documents, map_tokens
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -258,7 +259,8 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     exist, a full disk, a document or an id that is too large; then neither file is there.
     """
     dataset = Dataset(directory)
-    dtype = max((header.dtype for header in dataset.headers), key=lambda kind: kind.itemsize)
+    headers = [confirmed(header) for header in dataset.headers]
+    dtype = max((header.dtype for header in headers), key=lambda kind: kind.itemsize)
     dtype = np.dtype("<u2" if dtype.itemsize == 2 else "<i4")
     paths = (bin_path(prefix), idx_path(prefix))
     for path in paths:
@@ -270,8 +272,8 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             undo.callback(path.unlink, missing_ok=True)
         try:
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            _write_tokens(dataset.headers, dtype, temporary[0])
-            documents = _write_index(dataset.headers, dataset.eod_id, dtype, temporary[1])
+            _write_tokens(headers, dtype, temporary[0])
+            documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             for path, name in zip(temporary, paths, strict=True):
                 os.replace(path, name)
         except OSError as error:

@@ -14,7 +14,7 @@ from data_prep.sources import document_share
 from data_prep.state import Counters, files_identity
 from data_prep.vocabulary import Vocabulary, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import token_dtype
+from ptdmpi.data.header import token_dtype
 
 
 @dataclass(frozen=True)

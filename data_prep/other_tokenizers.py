@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import token_dtype
+from ptdmpi.data.header import token_dtype
 
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "  # where split patterns differ
 MISSING = "pip install 'ptdmpi[corpus]' brings it"

@@ -109,6 +109,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     sources: list[Source] = []
     if "" in map(str, inputs):
         raise InputError("an input without a name; give files or directories")
+    if "" in suffixes:
+        raise InputError("--suffix: it is empty, and every file ends so; give one such as .py")
     for given in map(Path, inputs):
         if given.is_dir():
             paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]

@@ -13,15 +13,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import UNFINISHED, read_header
+from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
+from ptdmpi.data.lock import FileLock
+from ptdmpi.data.shards import UNFINISHED
 
-SUMMARY = "tokenize.json"
 TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,36 @@ class Progress:
     complete: bool = False
 
 
+Record = TypeVar("Record", Counters, Progress)
+
+
+def _restored(kind: type[Record], known: Any, path: Path) -> Record:
+    """A record that `asdict` made JSON of. Raises InputError for anything else."""
+    types = {name: type(value) for name, value in asdict(kind()).items()}
+    if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
+        raise _foreign(path)
+    if "counters" in known:
+        known = {**known, "counters": _restored(Counters, known["counters"], path)}
+    return kind(**known)
+
+
+def _foreign(path: Path) -> InputError:
+    return InputError(
+        f"{path}: is not what this version of ptdmpi-data writes there; use --force to begin anew"
+    )
+
+
+def require_writable(path: Path) -> None:
+    """Raises InputError where a file could not be made, as far as one can tell beforehand."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a directory; the name of a file is needed")
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: cannot be written: {folder} does not allow it")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Replace a small file as a whole. Raises InputError if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
@@ -74,14 +106,17 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
-    """None if there is no such file. Raises InputError if it is damaged."""
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if there is no such file. Raises InputError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}; use --force to begin anew") from error
+    if not isinstance(value, dict):
+        raise _foreign(path)
+    return value
 
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
@@ -107,7 +142,10 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
     """Raises InputError if a finished output lacks what was made there."""
     if summary is None:
         raise InputError(f"{output}: {SUMMARY} is gone; use --force to begin anew")
-    gone = [name for name in summary["shards"] if not (output / name).is_file()]
+    shards = summary.get("shards")
+    if not isinstance(shards, dict | list):
+        raise _foreign(output / SUMMARY)
+    gone = [name for name in shards if not (output / str(name)).is_file()]
     if gone:
         raise InputError(
             f"{output}: {gone[0]}, made by an earlier run, is gone; use --force to begin anew"
@@ -128,16 +166,30 @@ class RunState:
         ]
         self.folder = main / UNFINISHED
         self._failed = self.folder / "failed"
+        self._locks: dict[Path, FileLock] = {}  # of the outputs that are being written
 
     def begin(self, force: bool) -> Counters | None:
         """Make or check the output directories; the sums if everything is done already.
 
         Raises InputError where they hold something else: shards of other inputs or options (unless
-        `force`, which removes them), or files that ptdmpi-data did not make.
+        `force`, which removes them), or files that ptdmpi-data did not make; and where another
+        process writes to them.
         """
+        try:
+            done = self._begin(force)
+        except BaseException:
+            self.release()
+            raise
+        if done is not None:
+            self.release()
+        return done
+
+    def _begin(self, force: bool) -> Counters | None:
         for output in self.outputs:
             if output.exists() and not output.is_dir():
                 raise InputError(f"{output}: is no directory; shards go into one")
+            if (output / UNFINISHED).is_dir():
+                self._hold(output)
         if force:
             self._remove_all()
         known = [self._known(output) for output in self.outputs]
@@ -152,10 +204,11 @@ class RunState:
         if summaries[0] is not None:
             for output, summary in zip(self.outputs, summaries, strict=True):
                 _require_shards(output, summary)
-            return Counters(**summaries[0]["counters"])
+            return _restored(Counters, summaries[0].get("counters"), self.outputs[0] / SUMMARY)
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
+                self._hold(output)
                 for leftover in output.glob(f"{SHARDS}.tmp"):
                     leftover.unlink()
             self._failed.unlink(missing_ok=True)
@@ -165,13 +218,42 @@ class RunState:
             write_json(output / UNFINISHED / IDENTITY, identity)
         return None
 
+    def _hold(self, output: Path) -> None:
+        """Keep others out of an output. Raises InputError if somebody is at work in it."""
+        if output in self._locks:
+            if self._locks[output].still_there():
+                return
+            self._locks.pop(output).close()
+        try:
+            lock = FileLock(output / UNFINISHED / LOCK)
+        except OSError as error:
+            raise InputError(f"{output}: cannot be written: {error}") from error
+        if not lock.take():
+            holder = lock.holder()
+            lock.close()
+            raise InputError(
+                f"{output}: {holder} is writing to it; wait for its end, or give another directory"
+            )
+        self._locks[output] = lock
+
+    def release(self) -> None:
+        """Let others work in the outputs."""
+        while self._locks:
+            self._locks.popitem()[1].close()
+
     def _summary(self, output: Path) -> dict[str, Any] | None:
         """What a finished run left in an output; None: there is none, or it is not finished."""
         return None if (output / UNFINISHED).exists() else read_json(output / SUMMARY)
 
     def _known(self, output: Path) -> dict[str, Any] | None:
         """Whose shards an output holds; None where ptdmpi-data has not been."""
-        return read_json(output / UNFINISHED / IDENTITY) or read_json(output / SUMMARY)
+        for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
+            known = read_json(path)
+            if known is not None and "holds" not in known:
+                raise _foreign(path)
+            if known is not None:
+                return known
+        return None
 
     def _remove_all(self) -> None:
         """Remove what earlier runs made; what is not ours is refused later, not removed."""
@@ -202,7 +284,7 @@ class RunState:
         known = read_json(self._group_path(group))
         if known is None:
             return Progress()
-        return Progress(**{**known, "counters": Counters(**known["counters"])})
+        return _restored(Progress, known, self._group_path(group))
 
     def save(self, group: int, progress: Progress) -> None:
         write_json(self._group_path(group), asdict(progress))
@@ -219,7 +301,10 @@ class RunState:
         """Everything is in shards: copy the tokenizer's file beside them, write the summary, remove
         the state; the sums over all groups. Raises InputError for an output without a token."""
         sums = sum((self.load(group).counters for group in range(groups)), Counters())
-        self._require_all(sums)
+        headers = [
+            [read_header(path) for path in sorted(output.glob(SHARDS))] for output in self.outputs
+        ]
+        self._require_all(sums, headers)
         reason = None
         if sums.train_tokens == 0:
             reason = "the corpus yields no token to train on: its documents are empty or held out"
@@ -232,19 +317,21 @@ class RunState:
             if tokenizer is not None:
                 suffix = ".model" if tokenizer.suffix == ".model" else ".json"
                 write_file(output / (TOKENIZER_COPY + suffix), tokenizer.read_bytes())
-        for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
-            shards = sorted(path.name for path in output.glob(SHARDS))
-            summary = {**identity, "counters": asdict(sums), "shards": shards}
+        every = zip(self.outputs, self._identities, headers, strict=True)
+        for output, identity, shards in reversed([*every]):
+            summary = {**identity, "counters": asdict(sums), "shards": listing(shards)}
             write_json(output / SUMMARY, summary)
         for output in reversed(self.outputs):
             shutil.rmtree(output / UNFINISHED)
+        self.release()
         return sums
 
-    def _require_all(self, sums: Counters) -> None:
+    def _require_all(self, sums: Counters, headers: Sequence[Sequence[ShardHeader]]) -> None:
         """Raises InputError if a shard that was finished has gone since."""
         counted = (sums.train_tokens, sums.valid_tokens)
-        for output, tokens in zip(self.outputs, counted, strict=False):  # perhaps none held out
-            there = sum(read_header(path).tokens for path in output.glob(SHARDS))
+        # perhaps none held out
+        for output, shards, tokens in zip(self.outputs, headers, counted, strict=False):
+            there = sum(header.tokens for header in shards)
             if there != tokens:
                 raise InputError(
                     f"{output}: its shards have {there} of {tokens} tokens: some that an earlier "
@@ -253,9 +340,9 @@ class RunState:
 
     def clean(self) -> None:
         """After a failure: leave finished shards for a restart; without any, leave nothing."""
-        if any(any(output.glob(SHARDS)) for output in self.outputs):
-            return
-        for output in self.outputs:
-            shutil.rmtree(output / UNFINISHED, ignore_errors=True)
-            if output.is_dir() and not any(output.iterdir()):
-                output.rmdir()
+        if not any(any(output.glob(SHARDS)) for output in self.outputs):
+            for output in self.outputs:
+                shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+                if output.is_dir() and not any(output.iterdir()):
+                    output.rmdir()
+        self.release()

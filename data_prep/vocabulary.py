@@ -11,7 +11,7 @@ import numpy as np
 
 from data_prep.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import token_dtype
+from ptdmpi.data.header import token_dtype
 
 # The last one is BERT's: a model of its vocabulary has no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>", "[SEP]")
@@ -93,8 +93,11 @@ class HuggingFaceTokenizer:
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # "fast": without the offsets, which nobody reads here
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            # "fast": without the offsets, which nobody reads here
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # plain Exception, for a character without a token, say
+            raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:

@@ -1,11 +1,12 @@
 """Damaged and random files for every reader of data: text or tokens, or the documented error.
 
-    make fuzz                                     10^5 inputs
-    python -m tests.fuzz --inputs 1000 --seed 7
+    make fuzz                                     10^5 inputs, on all cores
+    python -m tests.fuzz shards --inputs 1000 --seed 7
 
 Each input is a good file with bytes changed, cut out, put in or cut off, or random bytes. A reader
 may raise InputError in one line, which names the file; any other exception is a finding, and so are
-a crash of the process, tokens that are not bytes of the file, and ids outside the vocabulary.
+a crash of the process, tokens that are not bytes of the file, and ids outside the vocabulary. An
+input is a function of seed, target and its number alone: a finding says how to make it again.
 """
 
 import argparse
@@ -13,54 +14,54 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import zstandard
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from data_prep.encode import EncodeOptions, read_pieces
 from data_prep.megatron import MegatronIndex, export
 from data_prep.sources import find_sources, read_tasks, split_sources
 from ptdmpi.config import InputError
+from ptdmpi.data.header import SUMMARY, listing, read_header
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.data.shards import Dataset, map_documents, read_header, verify
+from ptdmpi.data.shards import Dataset, map_documents, verify
 
 INTERESTING = [0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1]
-CHANGES = st.lists(
-    st.one_of(
-        st.tuples(st.just("byte"), st.integers(0, 1 << 20), st.integers(0, 255)),
-        st.tuples(st.just("word"), st.integers(0, 1 << 20), st.sampled_from(INTERESTING)),
-        st.tuples(st.just("drop"), st.integers(0, 1 << 20), st.integers(1, 64)),
-        st.tuples(st.just("insert"), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=16)),
-        st.tuples(st.just("cut"), st.integers(0, 1 << 20), st.just(0)),
-    ),
-    min_size=1,
-    max_size=5,
-)
+KINDS = ("byte", "word", "drop", "insert", "cut")
+PIECE_INPUTS = 1000  # that a process is given at a time
+
+TryOne = Callable[[random.Random], bool]  # makes an input and has it read; whether it was refused
 
 
-def changed(content: bytes, changes: list, spread: Callable[[int], int] = lambda at: at) -> bytes:
-    """The content with changes applied; `spread` maps positions to where damage is worth most."""
+def changed(
+    content: bytes, chance: random.Random, spread: Callable[[int], int] = lambda at: at
+) -> bytes:
+    """The content with some changes; `spread` maps positions to where damage is worth most."""
     data = bytearray(content)
-    for kind, position, value in changes:
-        at = spread(position) % max(1, len(data))
-        match kind:
+    for _ in range(chance.randint(1, 5)):
+        at = spread(chance.randrange(1 << 20)) % max(1, len(data))
+        match chance.choice(KINDS):
             case "byte":
-                data[at : at + 1] = bytes([value])
+                data[at : at + 1] = bytes([chance.randrange(256)])
             case "word":
+                value = chance.choice(INTERESTING)
                 width = 8 if value > 0xFFFFFFFF else 4
                 data[at : at + width] = value.to_bytes(width, "little")
             case "drop":
-                del data[at : at + value]
+                del data[at : at + chance.randint(1, 64)]
             case "insert":
-                data[at:at] = value
+                data[at:at] = chance.randbytes(chance.randint(1, 16))
             case "cut":
                 del data[at:]
     return bytes(data)
@@ -83,13 +84,12 @@ def _shard_bytes(folder: Path, vocab_size: int) -> bytes:
     return path.read_bytes()
 
 
-def fuzz_shards(inputs: int, folder: Path, number: int) -> tuple[int, int]:
-    """Header, samples, documents, `verify`. Returns inputs tried, inputs refused."""
+def fuzz_shards(folder: Path) -> TryOne:
+    """Header, samples, documents, `verify`."""
     good = [_shard_bytes(folder, size) for size in (1000, 100_000)]
     place = folder / "shards"
     place.mkdir()
     path = place / "x.h5"
-    tried = [0, 0]
 
     def everything(content: bytes) -> None:
         header = read_header(path)
@@ -108,9 +108,8 @@ def fuzz_shards(inputs: int, folder: Path, number: int) -> tuple[int, int]:
             last = np.frombuffer(content, header.dtype, 17, at)
             assert (rows[-1] == last).all()
 
-    @_many(inputs, number)
-    @given(st.sampled_from(good), CHANGES, st.booleans())
-    def one(content: bytes, changes: list, structure: bool) -> None:
+    def try_one(chance: random.Random) -> bool:
+        content = chance.choice(good)
         # the tokens begin at byte 4096; what is before and behind them is HDF5's and ours
         size = len(content) - 4096
         behind = 4096 + 900 * (2 if content is good[0] else 4)
@@ -118,13 +117,37 @@ def fuzz_shards(inputs: int, folder: Path, number: int) -> tuple[int, int]:
         def important(at: int) -> int:
             return at % 2048 if at % 2 else behind + at % size
 
-        damaged = changed(content, changes, important if structure else lambda at: at)
+        spread = important if chance.random() < 0.5 else lambda at: at
+        damaged = changed(content, chance, spread)
         path.write_bytes(damaged)
-        tried[1] += documented(path, lambda: everything(damaged))
-        tried[0] += 1
+        return documented(path, lambda: everything(damaged))
 
-    one()
-    return tried[0], tried[1]
+    return try_one
+
+
+def fuzz_lists(folder: Path) -> TryOne:
+    """The list beside the shards: right, refused, or found to differ from a shard when that is
+    read."""
+    place = folder / "lists"
+    place.mkdir()
+    for name in "abc":
+        (place / f"{name}.h5").write_bytes(_shard_bytes(folder, 1000))
+    headers = [read_header(path) for path in sorted(place.glob("*.h5"))]
+    path = place / SUMMARY
+    good = json.dumps({"shards": listing(headers)}, indent=1).encode()
+
+    def everything() -> None:
+        dataset = Dataset(place)
+        for shard in range(3):
+            assert (dataset.shard_tokens(shard)[:900] == np.arange(900)).all()
+            assert dataset.documents(shard)[-1] == 900
+        assert dataset.samples(16) == 3 * (899 // 16)
+
+    def try_one(chance: random.Random) -> bool:
+        path.write_bytes(changed(good, chance))
+        return documented(path, everything)
+
+    return try_one
 
 
 TEXT = "".join(f"line {n} of ünïcode 日本 text\n" for n in range(40)).encode()
@@ -141,7 +164,7 @@ COMPRESSIONS = {
 }
 
 
-def fuzz_corpora(inputs: int, folder: Path, number: int) -> tuple[int, int]:
+def fuzz_corpora(folder: Path) -> TryOne:
     """Text and lines, plain and compressed, whole and in slices."""
     good = {
         f"x{kind}{suffix}": compress(content)
@@ -150,7 +173,6 @@ def fuzz_corpora(inputs: int, folder: Path, number: int) -> tuple[int, int]:
     }
     place = folder / "corpora"
     place.mkdir()
-    tried = [0, 0]
 
     def everything(path: Path, errors: str, slice_bytes: int) -> None:
         options = EncodeOptions("bytes", "text", errors, 0.5)
@@ -159,28 +181,23 @@ def fuzz_corpora(inputs: int, folder: Path, number: int) -> tuple[int, int]:
                 for piece in read_pieces(task, options):
                     assert len(piece.text.encode()) >= 0
 
-    @_many(inputs, number)
-    @given(
-        st.sampled_from(sorted(good)),
-        st.one_of(CHANGES, st.binary(max_size=200)),
-        st.sampled_from(["strict", "replace"]),
-        st.integers(1, 3000),
-    )
-    def one(name: str, damage: list | bytes, errors: str, slice_bytes: int) -> None:
+    def try_one(chance: random.Random) -> bool:
+        name = chance.choice(sorted(good))
         path = place / name
-        path.write_bytes(damage if isinstance(damage, bytes) else changed(good[name], damage))
-        tried[1] += documented(path, lambda: everything(path, errors, slice_bytes))
-        tried[0] += 1
+        random_bytes = chance.random() < 0.2
+        path.write_bytes(
+            chance.randbytes(chance.randrange(200)) if random_bytes else changed(good[name], chance)
+        )
+        errors, slice_bytes = chance.choice(["strict", "replace"]), chance.randint(1, 3000)
+        return documented(path, lambda: everything(path, errors, slice_bytes))
 
-    one()
-    return tried[0], tried[1]
+    return try_one
 
 
-def fuzz_megatron(inputs: int, folder: Path, number: int) -> tuple[int, int]:
+def fuzz_megatron(folder: Path) -> TryOne:
     """Index and tokens of Megatron."""
-    place = folder / "megatron"
+    place, shards = folder / "megatron", folder / "to-export"
     place.mkdir()
-    shards = folder / "to-export"
     shards.mkdir()
     with ShardWriter(shards / "a.h5", "t", "0" * 64, 1000, 7) as writer:
         tokens = np.arange(900) % 1000
@@ -188,69 +205,79 @@ def fuzz_megatron(inputs: int, folder: Path, number: int) -> tuple[int, int]:
         writer.write(tokens, np.array([100, 130, 900]))
     export(shards, place / "good")
     index, data = ((place / f"good.{suffix}").read_bytes() for suffix in ("idx", "bin"))
-    tried = [0, 0]
 
     def everything() -> None:
-        megatron = MegatronIndex(place / "x")
-        for block in megatron.blocks():
+        for block in MegatronIndex(place / "x").blocks():
             assert block.tokens.size == block.lengths.sum()
             int(block.tokens.sum())
 
-    @_many(inputs, number)
-    @given(CHANGES, st.booleans())
-    def one(changes: list, in_index: bool) -> None:
-        (place / "x.idx").write_bytes(changed(index, changes) if in_index else index)
-        (place / "x.bin").write_bytes(data if in_index else changed(data, changes))
-        tried[1] += documented(place / "x.idx", everything)
-        tried[0] += 1
+    def try_one(chance: random.Random) -> bool:
+        in_index = chance.random() < 0.5
+        (place / "x.idx").write_bytes(changed(index, chance) if in_index else index)
+        (place / "x.bin").write_bytes(data if in_index else changed(data, chance))
+        return documented(place / "x.idx", everything)
 
-    one()
-    return tried[0], tried[1]
+    return try_one
 
 
-def _many(inputs: int, number: int) -> Callable:
-    """So many random examples, without shrinking time, a database or limits per example."""
-
-    def decorate(test: Callable) -> Callable:
-        profile = settings(
-            max_examples=inputs,
-            deadline=None,
-            database=None,
-            derandomize=False,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )
-        return seed(number)(profile(test))
-
-    return decorate
+TARGETS = {
+    "shards": fuzz_shards,
+    "lists": fuzz_lists,
+    "corpora": fuzz_corpora,
+    "megatron": fuzz_megatron,
+}
+SHARES = {"shards": 0.4, "lists": 0.1, "corpora": 0.35, "megatron": 0.15}
 
 
-TARGETS = {"shards": fuzz_shards, "corpora": fuzz_corpora, "megatron": fuzz_megatron}
-SHARES = {"shards": 0.4, "corpora": 0.4, "megatron": 0.2}
-
-
-def run(name: str, inputs: int, number: int) -> tuple[int, int]:
-    """Fuzz one kind of reader; inputs tried, inputs refused."""
+def run(name: str, numbers: range, seed: int) -> int:
+    """Have the inputs of these numbers read by one kind of reader; how many were refused."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        return TARGETS[name](inputs, folder, number)
+        try_one, refused = TARGETS[name](folder), 0
+        for number in numbers:
+            try:
+                refused += try_one(random.Random(f"{seed} {name} {number}"))
+            except BaseException as error:
+                raise AssertionError(f"a finding: {_command(name, number, 1, seed)}") from error
+        return refused
     finally:
         shutil.rmtree(folder)
 
 
+def _command(name: str, first: int, inputs: int, seed: int) -> str:
+    return f"python -m tests.fuzz {name} --first {first} --inputs {inputs} --seed {seed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("targets", nargs="*", help=f"of {', '.join(TARGETS)} [default: all]")
+    parser.add_argument("target", nargs="?", choices=TARGETS, help="[default: all]")
     parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     arguments = parser.parse_args()
-    print(f"seed {arguments.seed}", flush=True)
-    for name in arguments.targets or TARGETS:
-        begun = time.perf_counter()
-        tried, refused = run(name, int(arguments.inputs * SHARES[name]), arguments.seed)
-        seconds = time.perf_counter() - begun
-        print(f"{name:<9} {tried:>7,} inputs, {refused:,} refused, {seconds:.0f} s", flush=True)
+    seed, begun = arguments.seed, time.perf_counter()
+    print(f"seed {seed}", flush=True)
+    shares = SHARES if arguments.target is None else {arguments.target: 1.0}
+    pieces: dict[str, list[tuple[range, Future[int]]]] = {}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        for name, share in shares.items():
+            end = arguments.first + round(arguments.inputs * share)
+            starts = range(arguments.first, end, PIECE_INPUTS)
+            numbers = [range(at, min(at + PIECE_INPUTS, end)) for at in starts]
+            pieces[name] = [(piece, pool.submit(run, name, piece, seed)) for piece in numbers]
+        for name, of in pieces.items():
+            refused = 0
+            for piece, answer in of:
+                try:
+                    refused += answer.result()
+                except BrokenProcessPool:
+                    sys.exit(
+                        "a process crashed, perhaps in one of these or of the next "
+                        f"{PIECE_INPUTS} inputs: {_command(name, piece.start, len(piece), seed)}"
+                    )
+            tried, seconds = sum(len(piece) for piece, _ in of), time.perf_counter() - begun
+            print(f"{name:<9} {tried:>7,} inputs, {refused:,} refused, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

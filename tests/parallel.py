@@ -11,7 +11,7 @@ that every rank calls with the world communicator:
 Besides `comm`, the function takes parametrised arguments (any picklable values) and `tmp_path`, one
 folder for all ranks. Other fixtures live in the pytest process and do not reach the ranks.
 
-Starting N interpreters that import torch takes seconds, so the selected tests of one module at one
+Starting N interpreters that import torch takes seconds, so the selected tests of one folder at one
 number of ranks share one mpirun, and each is still reported as its own pytest item. A failure ends
 all ranks; the tests behind it get a new mpirun.
 """
@@ -153,7 +153,7 @@ def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
     body = getattr(getattr(other, "obj", None), "parallel_body", None)
     return (
         body is not None
-        and other.path == item.path
+        and other.path.parent == item.path.parent
         and other.callspec.params["ranks"] == ranks
         and not _foreign_arguments(other)
     )
@@ -174,17 +174,11 @@ def _check_arguments(item: pytest.Function) -> None:
 
 
 def _run_batch(ranks: int, batch: Sequence[pytest.Function]) -> list[Outcome]:
-    """Run tests of one module under one mpirun: their outcomes, up to the first failure."""
+    """Run tests under one mpirun: their outcomes, up to the first failure."""
     with tempfile.TemporaryDirectory(prefix="ptdmpi-tests-") as folder:
         place = Path(folder)
         tests = [_describe(item, place / f"tmp{i}") for i, item in enumerate(batch)]
-        job = {
-            "module_file": str(batch[0].path),
-            "module_name": batch[0].module.__name__,
-            "path": sys.path,
-            "tests": [(name, pickle.dumps(arguments)) for name, arguments in tests],
-        }
-        (place / "job.pickle").write_bytes(pickle.dumps(job))
+        (place / "job.pickle").write_bytes(pickle.dumps({"path": sys.path, "tests": tests}))
         limits_s = [item.obj.parallel_limit_s for item in batch]
         error = ""
         try:
@@ -200,13 +194,15 @@ def _run_batch(ranks: int, batch: Sequence[pytest.Function]) -> list[Outcome]:
         return _outcomes(place, ranks, len(batch), error)
 
 
-def _describe(item: pytest.Function, tmp_path: Path) -> tuple[str, dict[str, object]]:
-    """Name of the test function and the arguments that the ranks call it with."""
+def _describe(item: pytest.Function, tmp_path: Path) -> tuple[str, str, str, bytes]:
+    """Name and file of the module, name of the test function, and the arguments that the ranks call
+    it with (pickled by themselves, for their types may be the module's)."""
     arguments = {k: v for k, v in item.callspec.params.items() if k != "ranks"}
     if "tmp_path" in inspect.signature(item.obj.parallel_body).parameters:
         tmp_path.mkdir()
         arguments["tmp_path"] = tmp_path
-    return item.obj.parallel_body.__name__, arguments
+    name = item.obj.parallel_body.__name__
+    return item.module.__name__, str(item.path), name, pickle.dumps(arguments)
 
 
 def _events(place: Path, rank: int) -> list[dict]:

@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 ABORT_DELAY_S = 0.5  # time for the other ranks to report the same failure before all are ended
 
@@ -33,13 +32,14 @@ def main() -> None:
         # A program of ours wrote this file a moment ago; pickle lets parameters be any value.
         job = pickle.loads((place / "job.pickle").read_bytes())
         sys.path[:] = job["path"]
-        module = _load(job["module_name"], Path(job["module_file"]))
+        for module, file, *_ in job["tests"]:
+            _load(module, Path(file))
         with open(place / f"rank{world.rank}.jsonl", "w", buffering=1) as events:
             world.Barrier()
-            for test, (name, arguments) in enumerate(job["tests"]):
+            for test, (module, _, name, arguments) in enumerate(job["tests"]):
                 offset = _flush_and_tell()
                 _report(events, test=test, kind="start", offset=offset)
-                body = getattr(module, name).parallel_body
+                body = getattr(sys.modules[module], name).parallel_body
                 try:
                     end = _call(body, world.Dup(), pickle.loads(arguments))
                 except BaseException:
@@ -48,7 +48,7 @@ def main() -> None:
                 _report(events, test=test, **end)
                 world.Barrier()  # a rank that is ahead must not count as hung in the next test
     except BaseException as error:
-        where = "start-up" if test < 0 else job["tests"][test][0]
+        where = "start-up" if test < 0 else job["tests"][test][2]
         print(f"rank {world.rank} of {world.size} failed in {where}:", file=sys.stderr)
         try:
             traceback.print_exception(error)
@@ -59,13 +59,12 @@ def main() -> None:
             world.Abort(1)
 
 
-def _load(name: str, file: Path) -> ModuleType:
-    """Import the test module under the name that pytest gave it, as pickled values refer to it."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def _load(name: str, file: Path) -> None:
+    """Import a test module under the name that pytest gave it, as pickled values refer to it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
 
 
 def _call(body: Callable, comm: object, arguments: dict[str, object]) -> dict[str, str]:

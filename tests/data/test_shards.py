@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
+from ptdmpi.data.header import read_header
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.data.shards import Dataset, read_header, verify
+from ptdmpi.data.shards import Dataset, verify
 
 VOCABULARY = {
     "tokenizer": "t.json",

@@ -18,6 +18,7 @@ from ptdmpi.plan.memory import (
     stages_of,
     total_bytes,
 )
+from ptdmpi.plan.schedule import FORWARD, KINDS, default_kind
 from ptdmpi.plan.state import state_bytes
 from tests import _configs
 
@@ -124,6 +125,29 @@ def test_first_rank_holds_what_its_schedule_has_in_flight(p, v, m, schedule, in_
         assert Fraction(in_flight, p * v) == 1 + Fraction(p - 1, p * v)
     elif schedule == "1f1b":
         assert in_flight == p
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (4, 1), (3, 2), (4, 3)])
+def test_many_microbatches_need_no_more_than_a_few(p, v):
+    """Op by op through a step that is longer than what is looked at."""
+    m = 7 * p + (v == 1)
+    changes = _configs.layout(p=p, v=v) | {"model.layers": p * v + 1, "batch.global_size": m}
+    sizes = Sizes(_small(changes, ranks=p))
+    for rank in range(p):
+        stages = stages_of(sizes.config, VOCAB_SIZE, rank)
+        keeps = {
+            s: total_bytes(stage_activations(sizes, VOCAB_SIZE, own)) for s, own in stages.items()
+        }
+        held = peak = 0
+        for kind, stage, _ in KINDS[default_kind(v)](p, v, m, rank):
+            if kind == FORWARD:
+                held += keeps[stage]
+            works = backward_working_bytes(sizes, VOCAB_SIZE, stages[stage])
+            peak = max(peak, held + works * (kind != FORWARD))
+            held -= keeps[stage] * (kind != FORWARD)
+        boundary = sizes.local_tokens * sizes.config.model.hidden * sizes.compute_bytes
+        sides = (any(s > 0 for s in stages)) + (any(s + 1 < p * v for s in stages))
+        assert peak_activation_bytes(sizes, VOCAB_SIZE, rank) == peak + 2 * boundary * sides
 
 
 def test_one_stage_has_no_messages():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdmpi.plan import pipeline
 from ptdmpi.plan.pipeline import StageTimes, makespan_s, timeline
 from ptdmpi.plan.schedule import default_kind
 
@@ -53,6 +54,23 @@ def test_equal_to_the_simulation_that_is_drawn_and_above_its_bound(case, kind):
     quick = makespan_s(kind, p, v, m, times)
     assert quick == pytest.approx(timeline(kind, p, v, m, times, "").makespan_s)
     assert times.lower_bound_s(p, m) <= quick * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "v"), [("1f1b", 4, 1), ("interleaved", 3, 2), ("gpipe", 4, 1)]
+)
+@pytest.mark.parametrize("m", [200, 203])
+def test_long_steps_go_on_as_they_began(monkeypatch, kind, p, v, m):
+    """Uneven stages, of which the second is slowest."""
+    stages = p * v
+    forward = tuple(1.0 + 0.1 * (stage == 1) for stage in range(stages))
+    ways = (0.0, *[0.05] * (stages - 1))
+    times = StageTimes(forward, (2.0,) * stages, ways, ways[::-1], overlap=False)
+    whole = makespan_s(kind, p, v, m, times)
+    monkeypatch.setattr(pipeline, "MOST_OPS", 20 * stages * p)
+    assert makespan_s(kind, p, v, m, times) == pytest.approx(whole)
+    monkeypatch.undo()
+    assert makespan_s(kind, p, v, 10**9, times) == pytest.approx(10**9 / m * whole, rel=0.1)
 
 
 def test_the_bound_is_the_time_of_even_stages():

@@ -78,6 +78,21 @@ def test_why_explains():
     assert "the single changes that help most" in result.stdout
 
 
+def test_why_takes_two_changes_where_one_is_too_few():
+    """88 GiB of activations at b = 16: neither full recomputation nor b = 8 alone suffices."""
+    model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=4,b=4")
+    result = run(*model)
+    assert "no single change makes it fit; the pairs of changes" in result.stdout
+    why = json.loads(run(*model, "--json").stdout)["why"]
+    assert why["changes_at_once"] == 2 and not why["layout"]["fits"]
+    assert all(entry["fits"] for entry in why["changes"])
+
+
+def test_small_models_are_not_rounded_away():
+    text = run("--layout", "t=1,d=1", "--model", "l=2,h=64,a=2").stdout
+    assert " MiB" in text and " 0.0 " not in text.partition("memory")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -86,6 +101,16 @@ def test_why_explains():
         (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t p d = 12"),
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),
+        (("--ranks", "0"), "--ranks 0: must be a whole number of at least 1"),
+        (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),
+        (("--ranks", "1000000000"), "is legal on 1000000000 ranks.* 2048 ranks are the most"),
+        (("--layout", "d=1", "--batch", "10001", "--png", "a.png"), "--batch of at most 10000"),
+        (("--ranks", "8", "--batch", "-1"), "--batch -1: must be"),
+        (("--ranks", "8", "--tokens", "nan"), "--tokens nan: must be a finite number above 0"),
+        (("--ranks", "8", "--tokens", "0"), "--tokens 0: must be"),
+        (("--ranks", "8", "--tokens", "inf"), "--tokens inf: must be"),
+        (("--ranks", "8", "--compute-budget", "-1"), "--compute-budget -1: must be"),
+        (("--ranks", "8", "--zero", "4"), "--zero 4: must be 0 to 3"),
     ],
 )
 def test_bad_input_is_one_line(arguments, word):

@@ -13,6 +13,7 @@ from ptdmpi.plan.search import (
     Space,
     chunked,
     compute_optimal,
+    difference,
     groups,
     heuristic,
     improvements,
@@ -71,7 +72,7 @@ def test_what_is_given_is_kept():
 
 
 def test_nothing_fits_or_is_legal():
-    with pytest.raises(InputError, match=r"no layout .* fits on 8 ranks .* GiB per rank"):
+    with pytest.raises(InputError, match=r"no layout .* fits on 8 ranks .* MiB per rank"):
         search(small(MODELS[0], 1e6), Space(8))
     with pytest.raises(InputError, match="is legal"):
         search(small(MODELS[0], 80e9, batch=1), Space(13))
@@ -80,14 +81,43 @@ def test_nothing_fits_or_is_legal():
 def test_single_changes_make_a_layout_fit_or_faster():
     pricer = Pricer(SELENE, load_model("megatron-145b"), 64, "fp16")
     slow = pricer.price(Layout(8, 16, 1))
-    for _, other in improvements(slow, pricer):
-        assert other.fits and other.step_time_s < slow.step_time_s
+    at_once, changes = improvements(slow, pricer)
+    assert at_once == 1 and changes
+    assert all(other.fits and other.step_time_s < slow.step_time_s for other in changes)
     too_much = pricer.price(Layout(8, 16, 1, micro_size=4))
     assert not too_much.fits
-    changes = improvements(too_much, pricer)
-    assert changes and all(other.fits for _, other in changes)
-    for _, layout in neighbours(too_much.layout, pricer):
+    at_once, changes = improvements(too_much, pricer)
+    assert at_once == 1 and changes and all(other.fits for other in changes)
+    for layout in neighbours(too_much.layout, pricer):
         assert layout.ranks == 128
+
+
+@pytest.mark.parametrize("memory_bytes", [3e9, 0.6e9])
+def test_two_changes_where_no_single_one_suffices(memory_bytes):
+    """The best pairs, found by trying all; where there are none, what saves most memory."""
+    pricer = small(MODELS[1], memory_bytes)
+    price = pricer.price(Layout(1, 2, 4, micro_size=3))
+    single = set(neighbours(price.layout, pricer))
+    assert not any(pricer.fits(layout) for layout in (price.layout, *single))
+    pairs = {two for one in single for two in neighbours(one, pricer)}
+    times = sorted(pricer.price(layout).step_time_s for layout in pairs if pricer.fits(layout))
+    at_once, changes = improvements(price, pricer)
+    if times:
+        assert at_once == 2
+        assert [other.step_time_s for other in changes] == pytest.approx(times[:3])
+    else:
+        assert at_once == 1
+        least = min(pricer.memory(layout).total for layout in single)
+        assert changes[0].memory.total == least
+    assert bool(times) == (memory_bytes > 1e9)
+
+
+def test_a_difference_names_what_is_other():
+    layout = Layout(8, 16, 1)
+    assert difference(layout, replace(layout, tensor=4, data=2)) == "t=4, d=2"
+    other = replace(layout, recompute="full", sequence_parallel=True, scatter_gather=False, zero=1)
+    words = "recompute full, --sequence-parallel, --no-scatter-gather, --zero 1"
+    assert difference(layout, other) == words
 
 
 def test_the_papers_rules():

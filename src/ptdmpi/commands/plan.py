@@ -1,6 +1,7 @@
 """`ptdmpi plan`: which layout, how long, how much memory, and why; before a node-hour is spent."""
 
 import json
+import math
 from typing import Any
 
 import click
@@ -16,11 +17,38 @@ from ptdmpi.plan.schedule import KINDS
 from ptdmpi.plan.search import (
     Space,
     compute_optimal,
+    difference,
     heuristic,
     improvements,
     microbatch_model,
     search,
 )
+
+MOST_DRAWN = 10_000  # microbatches of a step
+
+
+class Number(click.ParamType):
+    """A finite number of at least `least`, or above 0; one line for anything else."""
+
+    name = "number"
+
+    def __init__(self, least: int | None = None, most: int | None = None) -> None:
+        self.least, self.most = least, most
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        whole = self.least is not None
+        try:
+            number = int(value) if whole else float(value)
+        except ValueError:
+            number = math.nan
+        below = number < self.least if whole else number <= 0
+        if math.isfinite(number) and not below and not (self.most and number > self.most):
+            return number
+        legal = f"a whole number of at least {self.least}" if whole else "a finite number above 0"
+        if self.most:
+            legal = f"{self.least} to {self.most}"
+        raise InputError(f"{param.opts[0]} {value}: must be {legal}")
+
 
 SWITCHES = (
     ("sequence-parallel", None, "Shard norms over the tensor axis too; default: either, if best."),
@@ -38,20 +66,20 @@ def _options(function: Any) -> Any:
 @click.command("plan")
 @click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
-@click.option("--ranks", type=click.IntRange(1), help="How many; in --layout d may say it.")
-@click.option("--batch", type=click.IntRange(1), help="Sequences per step; default: as published.")
+@click.option("--ranks", type=Number(1), help="How many; in --layout d may say it.")
+@click.option("--batch", type=Number(1), help="Sequences per step; default: as published.")
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
 @click.option("--schedule", type=click.Choice([kind for kind in KINDS if kind != "forward"]))
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]))
 @_options
-@click.option("--zero", type=click.IntRange(0, 3), default=0, show_default=True)
+@click.option("--zero", type=Number(0, 3), default=0, show_default=True)
 @click.option(
     "--precision",
     help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
 )
-@click.option("--tokens", type=float, help="Of the whole training: adds days and rank-hours.")
-@click.option("--compute-budget", type=float, metavar="FLOPS", help="Adds the optimal model size.")
+@click.option("--tokens", type=Number(), help="Of the whole training: adds days and rank-hours.")
+@click.option("--compute-budget", type=Number(), metavar="FLOPS", help="Adds the best model size.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
@@ -112,15 +140,17 @@ def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
 
 
 def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """The layout's own numbers and the single changes that help most."""
+    """The layout's own numbers and the changes that help most, few at once."""
     price = pricer.price(layout)
+    at_once, found = improvements(price, pricer)
     changes = [
-        {"change": text, **table.numbers(other, pricer, None)}
-        for text, other in improvements(price, pricer)
+        {"change": difference(layout, other.layout), **table.numbers(other, pricer, None)}
+        for other in found
     ]
     return {
         "layout": table.numbers(price, pricer, None),
         "slower_than_best": price.step_time_s / best.step_time_s - 1,
+        "changes_at_once": at_once,
         "changes": changes,
     }
 
@@ -153,11 +183,18 @@ def _optimal(flops: float) -> dict[str, Any]:
 
 
 def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
+    if not any(options[key] for key in ("png", "memory_png", "trace")):
+        return
+    microbatches = layout.microbatches(pricer.batch)
+    if microbatches > MOST_DRAWN:
+        raise InputError(
+            f"layout {layout}: a step of {microbatches} microbatches is too long to be drawn; "
+            f"give a --batch of at most {MOST_DRAWN * layout.data * layout.micro_size}"
+        )
     if options["memory_png"] is not None:
         draw_memory.draw(pricer, layout, options["memory_png"])
     if options["png"] is None and options["trace"] is None:
         return
-    microbatches = layout.microbatches(pricer.batch)
     sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
     timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), str(layout))
     if options["png"] is not None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import Dataset, ShardHeader
+from ptdmpi.data.header import ShardHeader
+from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
 from ptdmpi.train.stored import StoredModel
 from ptdmpi.train.tokenizer import TOKENIZER, find_tokenizer, shard_header

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,9 +47,7 @@ class _Block(NamedTuple):
     """Consecutive steps that were read together."""
 
     steps: range
-    ids: np.ndarray  # int64 [n]
-    inputs: np.ndarray  # int64 [n, s]
-    labels: np.ndarray  # int64 [n, s]
+    microbatches: list[Microbatch]
 
 
 class TrainBatches:
@@ -81,10 +79,11 @@ class TrainBatches:
         self._global_size = global_size
         self._micro_size = micro_size
         self._rank_size = global_size // data_size
+        self._count = self._rank_size // micro_size  # microbatches of a step
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
         self._window: _Window | None = None
-        self._block = _Block(range(0), *3 * (np.empty(0, np.int64),))
+        self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
         """Where the samples of some consecutive steps are: a cache of a pure function."""
@@ -108,7 +107,11 @@ class TrainBatches:
         part = slice(place * self._rank_size, (place + steps) * self._rank_size)
         places = zip(*(column[part] for column in window.places), strict=True)
         rows = gather(self._datasets, list(places), self._seq_length + 1)
-        return _Block(range(first, first + steps), window.ids[part], rows[:, :-1], rows[:, 1:])
+        # views are cheapest to make by going through an array
+        ids = window.ids[part].reshape(-1, self._micro_size)
+        rows = rows.reshape(*ids.shape, -1)  # [microbatches, b, s + 1]
+        parts = map(Microbatch, ids, rows[..., :-1], rows[..., 1:], repeat(None))
+        return _Block(range(first, first + steps), list(parts))
 
     def step(self, k: int) -> list[Microbatch]:
         """This rank's m microbatches of step k. Raises InputError for ids outside the
@@ -124,10 +127,8 @@ class TrainBatches:
             except InputError:  # of this step, or of a later one: then it has time until that one
                 block = self._read(k, 1)
             self._block = block
-        first, size = (k - block.steps.start) * self._rank_size, self._micro_size
-        ids, inputs, labels = block.ids, block.inputs, block.labels
-        parts = [slice(at, at + size) for at in range(first, first + self._rank_size, size)]
-        return [Microbatch(ids[part], inputs[part], labels[part], None) for part in parts]
+        first = (k - block.steps.start) * self._count
+        return block.microbatches[first : first + self._count]
 
 
 class ValidationBatches:

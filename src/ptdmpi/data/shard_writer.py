@@ -20,13 +20,14 @@ import h5py
 import numpy as np
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import FORMAT_VERSION, format_checksum, token_dtype
+from ptdmpi.data.disk import start_writing_out, sync_directory
+from ptdmpi.data.header import FORMAT_VERSION, format_checksum, token_dtype
 
 _ALIGNMENT_BYTES = (
     4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
 )
-_BUFFER_BYTES = 1 << 20  # gathers short writes
-_PIECE_TOKENS = 1 << 16  # checked, converted, summed and written while they are in the cache
+_PIECE_BYTES = 1 << 18  # given; checked, converted, summed, written while they are in the cache
+_OUT_BYTES = 1 << 23  # so often the kernel is told to begin with the disk's part
 
 
 def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
@@ -50,14 +51,6 @@ def _tokens_offset() -> int:
     """Where HDF5 places `tokens` in a file that `ShardWriter` began: asked of a file in memory."""
     with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
         return _create_tokens(file, 1, np.dtype("<u2"))
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class ShardWriter:
@@ -89,12 +82,13 @@ class ShardWriter:
         self._ends = [np.zeros(1, dtype="<u8")]
         self._waiting: list[np.ndarray] = []  # short blocks
         self._waiting_ends: list[np.ndarray] = []
-        self._waiting_tokens = 0
+        self._waiting_bytes = 0
         self._crc32 = 0
-        self._offset = _tokens_offset()
+        self._offset = self._out = _tokens_offset()
         try:
             _open_hdf5(self._temporary, mode="w").close()
-            self._stream = io.BufferedWriter(io.FileIO(self._temporary, "r+"), _BUFFER_BYTES)
+            # pieces are larger than its buffer, so it passes them on without a copy
+            self._stream = io.BufferedWriter(io.FileIO(self._temporary, "r+"))
             self._stream.seek(self._offset)
         except OSError as error:
             self._discard()
@@ -118,39 +112,44 @@ class ShardWriter:
             return
         ends = np.asarray(document_ends).astype("<u8") + np.uint64(self.tokens)
         self.tokens += tokens.size
-        if tokens.size < _PIECE_TOKENS:
+        if tokens.nbytes < _PIECE_BYTES:
             self._waiting.append(np.array(tokens))
             self._waiting_ends.append(ends)
-            self._waiting_tokens += tokens.size
-            if self._waiting_tokens >= _PIECE_TOKENS:
+            self._waiting_bytes += tokens.nbytes
+            if self._waiting_bytes >= _PIECE_BYTES:
                 self._write_waiting()
             return
         self._write_waiting()
         self._ends.append(ends)
-        for start in range(0, tokens.size, _PIECE_TOKENS):
-            self._write_piece(tokens[start : start + _PIECE_TOKENS])
+        step = _PIECE_BYTES // tokens.itemsize
+        for start in range(0, tokens.size, step):
+            self._write_piece(tokens[start : start + step])
 
     def _write_waiting(self) -> None:
         if self._waiting:
             piece = np.concatenate(self._waiting)
             self._ends.append(np.concatenate(self._waiting_ends))
-            self._waiting, self._waiting_ends, self._waiting_tokens = [], [], 0
+            self._waiting, self._waiting_ends, self._waiting_bytes = [], [], 0
             self._write_piece(piece)
 
     def _write_piece(self, piece: np.ndarray) -> None:
-        low = 0 if piece.dtype.kind == "u" else int(piece.min())
-        high = int(piece.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
+        # negative ids are the largest of all if their bits are taken as unsigned
+        unsigned = piece.view(piece.dtype.str.replace("i", "u"))
+        if unsigned.item(unsigned.argmax()) >= self._vocab_size:
+            low, high = int(piece.min()), int(piece.max())
             self.discard()
             raise InputError(
-                f"shard {self.path}: token id {wrong} is outside the vocabulary of "
-                f"{self._vocab_size}"
+                f"shard {self.path}: token id {low if low < 0 else high} is outside the vocabulary "
+                f"of {self._vocab_size}"
             )
         block = np.ascontiguousarray(piece, dtype=self._dtype)
         self._crc32 = zlib.crc32(block, self._crc32)
         try:
             self._stream.write(block)
+            at = self._stream.tell()
+            if at >= self._out + _OUT_BYTES:
+                start_writing_out(self._stream, self._out, at)
+                self._out = at
         except OSError as error:
             self.discard()
             raise self._failure(error) from error
@@ -173,7 +172,7 @@ class ShardWriter:
             with open(self._temporary, "rb") as stream:
                 os.fsync(stream.fileno())
             os.replace(self._temporary, self.path)
-            _sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
         except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
             self.discard()
             raise self._failure(error) from error

@@ -1,9 +1,8 @@
-"""Token shards: the file format, its reader and its checks. `shard_writer.py` writes it.
+"""Token shards as a dataset: found, mapped, read as samples, checked.
 
-A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
-little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
-number of tokens) and attributes. h5py opens it once, for the metadata and the byte offset of
-`tokens` in the file; after that the tokens are read through `np.memmap`, without HDF5.
+`header.py` has the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
+metadata and the byte offset of `tokens` in the file; after that the tokens are read through
+`np.memmap`, without HDF5.
 """
 
 import os
@@ -12,136 +11,27 @@ import weakref
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 from ptdmpi.config import InputError
+from ptdmpi.data.header import (
+    SUMMARY,
+    ShardHeader,
+    confirmed,
+    format_checksum,
+    listed_headers,
+    read_header,
+)
 
-FORMAT_VERSION = 1
 UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
 _OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
 _OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
 _READ_ROWS = 64  # samples copied and checked at a time
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
-_INTEGERS = ("format_version", "vocab_size", "eod_id")
-_TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
-
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """What is known of a shard without reading its tokens."""
-
-    path: Path
-    tokens: int  # number of tokens
-    dtype: np.dtype
-    byte_offset: int  # of the first token in the file
-    documents: int  # number of documents
-    documents_byte_offset: int  # of the documents + 1 offsets in the file
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab_size: int
-    eod_id: int
-    checksum: str
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of the token ids of a vocabulary: uint16 while all ids fit, else uint32."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def _attributes(file: h5py.File) -> dict[str, int | str]:
-    values: dict[str, int | str] = {}
-    attributes = file.attrs  # h5py makes a new object each time it is asked
-    for name in (*_INTEGERS, *_TEXTS):
-        if name not in attributes:
-            raise ValueError(f"has no attribute {name!r}")
-        value = attributes[name]
-        if name in _TEXTS:
-            if not isinstance(value, str):
-                raise ValueError(f"attribute {name!r} is {value!r}, not a text")
-            values[name] = value
-        elif not isinstance(value, int | np.integer):
-            raise ValueError(f"attribute {name!r} is {value!r}, not an integer")
-        else:
-            values[name] = int(value)
-    if values["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}"
-        )
-    if not 0 <= values["eod_id"] < values["vocab_size"] <= 1 << 32:
-        raise ValueError(
-            f"has eod_id {values['eod_id']} and vocab_size {values['vocab_size']}; "
-            "0 <= eod_id < vocab_size <= 2^32 is needed"
-        )
-    return values
-
-
-def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, np.dtype, int]:
-    """Length, type and byte offset of a 1-D contiguous dataset that lies wholly inside the file."""
-    data = file.get(name)
-    if not isinstance(data, h5py.Dataset):
-        raise TypeError(f"has no dataset {name!r}")
-    dtype, shape = data.dtype, data.shape
-    if dtype.str not in dtypes:
-        raise ValueError(f"dataset {name!r} has type {dtype.str}; legal: {', '.join(dtypes)}")
-    if shape is None or len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"dataset {name!r} has shape {shape}; one dim, not empty, is needed")
-    offset = data.id.get_offset()
-    if data.chunks is not None or data.compression is not None or data.external or offset is None:
-        raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
-    end, size = offset + shape[0] * dtype.itemsize, os.path.getsize(file.filename)
-    if end > size:
-        raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
-    return shape[0], dtype, offset
-
-
-def read_header(path: str | Path) -> ShardHeader:
-    """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
-
-    Raises InputError that names the file, what is wrong and what would be right: no such file, not
-    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
-    offsets.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"shard {path}: no such file")
-    try:
-        with h5py.File(path, "r") as file:
-            values = _attributes(file)
-            tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
-            offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
-        with open(path, "rb") as stream:
-            ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
-            first, last = (
-                int.from_bytes(os.pread(stream.fileno(), 8, at), "little") for at in ends
-            )
-    # h5py reports a damaged file by whichever of these its C library's message maps to
-    except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
-    if offsets < 2 or first != 0 or last != tokens:
-        raise InputError(
-            f"shard {path}: {offsets} document offsets from {first} to {last}; "
-            f"they must run from 0 to the number of tokens, {tokens}"
-        )
-    return ShardHeader(
-        path=path,
-        tokens=tokens,
-        dtype=dtype,
-        byte_offset=byte_offset,
-        documents=offsets - 1,
-        documents_byte_offset=documents_byte_offset,
-        tokenizer=str(values["tokenizer"]),
-        tokenizer_sha256=str(values["tokenizer_sha256"]),
-        vocab_size=int(values["vocab_size"]),
-        eod_id=int(values["eod_id"]),
-        checksum=str(values["checksum"]),
-    )
 
 
 def find_shards(directory: str | Path) -> list[Path]:
@@ -153,21 +43,40 @@ def find_shards(directory: str | Path) -> list[Path]:
         names = os.listdir(directory)
     except OSError as error:
         raise InputError(f"dataset {directory}: {error.strerror}") from None
-    paths = sorted(directory / name for name in names if name.endswith(".h5"))
+    shards = sorted(name for name in names if name.endswith(".h5"))
     if UNFINISHED in names:
         raise InputError(
             f"dataset {directory} is unfinished: run the same ptdmpi-data tokenize again to "
             "complete it"
         )
-    if not paths:
+    if not shards:
         raise InputError(
             f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize"
         )
-    return paths
+    return [directory / name for name in shards]
+
+
+def find_headers(directory: str | Path) -> list[ShardHeader]:
+    """The headers of a dataset's shards: from the list beside them where they are in it, and all
+    but the first not confirmed. Raises InputError as `find_shards` and `read_header` do, for a
+    damaged list, and for a shard that is listed and gone.
+    """
+    paths = find_shards(directory)
+    listed = listed_headers(Path(directory))
+    gone = sorted(listed.keys() - {path.name for path in paths})
+    if gone:
+        raise InputError(
+            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of {len(gone)} "
+            f"such shard(s); bring them back, or remove {SUMMARY} to do without them"
+        )
+    first, *others = [listed.get(path.name) or read_header(path) for path in paths]
+    return [confirmed(first), *others]
 
 
 def map_tokens(header: ShardHeader) -> np.ndarray:
-    """All tokens of a shard, read-only, paged in by the operating system as they are touched."""
+    """All tokens of a shard, read-only, paged in by the operating system as they are touched.
+    Raises InputError as `confirmed` does, and where the file cannot be mapped."""
+    header = confirmed(header)
     try:
         mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
     except (OSError, ValueError) as error:  # replaced or cut since its header was read
@@ -177,6 +86,7 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
 
 def map_documents(header: ShardHeader) -> np.ndarray:
     """Document offsets of a shard, uint64 [documents + 1], mapped like the tokens."""
+    header = confirmed(header)
     offset, shape = header.documents_byte_offset, (header.documents + 1,)
     return np.memmap(header.path, "<u8", "r", offset, shape).view(np.ndarray)
 
@@ -198,7 +108,7 @@ class _PreadTokens:
     """The tokens of a shard, read by pread as they are sliced."""
 
     def __init__(self, header: ShardHeader):
-        self._header = header
+        self._header = header = confirmed(header)
         self._descriptor = os.open(header.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -210,6 +120,12 @@ class _PreadTokens:
         if len(piece) != size_bytes:
             raise InputError(f"shard {header.path}: was truncated while it was read")
         return np.frombuffer(piece, header.dtype)
+
+
+def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
+    """One of the headers, confirmed for good."""
+    headers[shard] = confirmed(headers[shard])
+    return headers[shard]
 
 
 def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
@@ -225,13 +141,14 @@ class Dataset:
 
     A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right,
     the labels); sample j of a shard starts at token j * seq_length. `use_mmap=False` reads by
-    pread, for file systems where mapping hurts. Raises InputError if there is no shard, if one is
-    damaged, or if they differ in tokenizer, vocabulary size or eod_id.
+    pread, for file systems where mapping hurts. Shards that are listed beside them are looked into
+    when they are first read. Raises InputError if there is no shard, if one is damaged or gone, or
+    if they differ in tokenizer, vocabulary size or eod_id.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True):
         self.directory = Path(directory)
-        self.headers = tuple(read_header(path) for path in find_shards(directory))
+        self.headers = find_headers(directory)
         first = self.headers[0]
         for header in self.headers:
             for name in ("tokenizer_sha256", "vocab_size", "eod_id"):
@@ -250,7 +167,7 @@ class Dataset:
         open_tokens = map_tokens if use_mmap else _PreadTokens
         headers = self.headers
         self.shard_tokens: Callable[[int], np.ndarray] = lru_cache(_open_limit(len(headers)))(
-            lambda shard: open_tokens(headers[shard])
+            lambda shard: open_tokens(_confirm(headers, shard))
         )
         self._first_samples = lru_cache(4)(partial(_first_samples, headers))
 
@@ -293,7 +210,7 @@ class Dataset:
     def documents(self, shard: int) -> np.ndarray:
         """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
         o[i+1])."""
-        return map_documents(self.headers[shard])
+        return map_documents(_confirm(self.headers, shard))
 
 
 def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> np.ndarray:
@@ -358,9 +275,3 @@ def verify(path: str | Path) -> list[str]:
     if format_checksum(checksum) != header.checksum:
         problems.append(f"{path}: checksum {format_checksum(checksum)}, recorded {header.checksum}")
     return problems + _offset_problems(header)
-
-
-def format_checksum(crc32: int) -> str:
-    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in
-    "crc32:1c291ca3"."""
-    return f"crc32:{crc32:08x}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import Dataset, ShardHeader, map_tokens
+from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.train.inference import InferenceModel
 
@@ -77,7 +77,7 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
     groups = _groups(every, rows_of(model.seq_length, model))
     total, tokens = 0.0, 0
     for group in islice(groups, data.rank, None, data.size):
-        answer = model.log_probabilities(*_batch(dataset.headers, group, model))
+        answer = model.log_probabilities(*_batch(dataset, group, model))
         if answer is None:
             continue
         values = answer[0].double().cpu()
@@ -95,16 +95,17 @@ def _groups(every: Iterator[Window], rows: int) -> Iterator[list[Window]]:
 
 
 def _batch(
-    headers: Sequence[ShardHeader], group: Sequence[Window], model: InferenceModel
+    dataset: Dataset, group: Sequence[Window], model: InferenceModel
 ) -> tuple[Tensor, Tensor]:
     """Inputs and labels [s, b] of the windows."""
     width = max(end - first for _, first, end, _ in group)
     ids = np.zeros((width, len(group)), dtype=np.int64)
     for column, (shard, first, end, _) in enumerate(group):
-        tokens = map_tokens(headers[shard])[first:end]
+        tokens = dataset.shard_tokens(shard)[first:end]
         if tokens.max() >= model.vocab_size:
+            path = dataset.headers[shard].path
             raise InputError(
-                f"shard {headers[shard].path}: token id {tokens.max()} is outside the model's "
+                f"shard {path}: token id {tokens.max()} is outside the model's "
                 f"vocabulary of {model.vocab_size}"
             )
         ids[: end - first, column] = tokens

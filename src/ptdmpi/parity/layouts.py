@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-MOST_RANKS = 8
+MOST_RANKS = 16  # a pair of settings needs no more: t = 4 with p = 4, say
 GLOBAL_SIZE = 16  # sequences: every d and b below divides it
 
 LAYOUT_FACTORS: dict[str, tuple] = {

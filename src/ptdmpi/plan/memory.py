@@ -350,8 +350,11 @@ def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> 
     for stage, layers in stages.items():
         keeps[stage] = total_bytes(stage_activations(sizes, vocab_size, layers))
         works[stage] = backward_working_bytes(sizes, vocab_size, layers)
+    microbatches = config.microbatches
+    if parallel.schedule != "gpipe":  # filled by then, and from there on ever the same
+        microbatches = min(microbatches, 3 * parallel.pipeline)
     order = schedules.KINDS[parallel.schedule](
-        parallel.pipeline, parallel.virtual, config.microbatches, pipeline_rank
+        parallel.pipeline, parallel.virtual, microbatches, pipeline_rank
     )
     held = peak = 0
     for op in order:

@@ -13,6 +13,8 @@ from ptdmpi.plan import schedule as schedules
 from ptdmpi.plan.schedule import FORWARD, Op
 from ptdmpi.plan.simulate import Timeline, simulate
 
+MOST_OPS = 100_000  # that are visited one by one, or twice as many
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -91,8 +93,24 @@ def _orders(
 def makespan_s(
     kind: str, pipeline: int, virtual: int, microbatches: int, times: StageTimes
 ) -> float:
-    """From the first forward to the last backward. A backward's own forward stands before it in its
-    rank's order, so only sources are waited for."""
+    """From the first forward to the last backward. Beyond `MOST_OPS`, where the pipeline has long
+    been in step with itself, each further microbatch takes as long as those before."""
+    most = MOST_OPS // (2 * pipeline * virtual) // pipeline * pipeline
+    if microbatches <= 2 * most:
+        return _simulated_s(kind, pipeline, virtual, microbatches, times)
+    rest = microbatches % pipeline
+    shorter_s, longer_s = (
+        _simulated_s(kind, pipeline, virtual, count + rest, times) for count in (most, 2 * most)
+    )
+    further = (microbatches - 2 * most - rest) / most
+    return longer_s + further * (longer_s - shorter_s)
+
+
+def _simulated_s(
+    kind: str, pipeline: int, virtual: int, microbatches: int, times: StageTimes
+) -> float:
+    """A backward's own forward stands before it in its rank's order, so only sources are waited
+    for."""
     stages = pipeline * virtual
     ops = [Op(k, stage, 0) for stage in range(stages) for k in (FORWARD, schedules.BACKWARD)]
     durations = [times.duration_s(op) for op in ops]

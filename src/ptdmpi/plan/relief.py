@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ptdmpi.config import Config
 from ptdmpi.config.rules import divisors, rules
 from ptdmpi.plan import memory
+from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.state import state_bytes
 
 PARTS = {
@@ -50,6 +51,7 @@ def changes(config: Config, vocab_size: int, capacity_bytes: float) -> Iterator[
     that cost least time first; at last with more ranks. None holds another one, and no two name the
     same keys."""
     fitting: list[dict[str, object]] = []
+    whole = _least_state_bytes(config, vocab_size)
     for grown in GROWTHS:
         for count in range(1, MOST_CHANGES + 1):
             for chosen in itertools.combinations(_steps(config, grown), count):
@@ -59,6 +61,10 @@ def changes(config: Config, vocab_size: int, capacity_bytes: float) -> Iterator[
                 )
                 if len(keys) < count or any(known):
                     continue
+                tensor = keys.get("parallel.tensor", config.parallel.tensor)
+                pipeline = keys.get("parallel.pipeline", config.parallel.pipeline)
+                if whole > capacity_bytes * tensor * pipeline:
+                    continue
                 tried = _set(config, keys, grown)
                 if tried is None or not _fits(tried, vocab_size, capacity_bytes):
                     continue
@@ -66,6 +72,12 @@ def changes(config: Config, vocab_size: int, capacity_bytes: float) -> Iterator[
                 words = [f"{key} = {_toml(value)}" for key, value in keys.items()]
                 words += [f"{_ranks(tried)} ranks"] if grown > 1 else []
                 yield ", ".join(words), largest(tried, vocab_size)
+
+
+def _least_state_bytes(config: Config, vocab_size: int) -> int:
+    """Of the whole model. Over t p ranks no split has less on each of them than their mean."""
+    state = state_bytes(memory.Sizes(config), vocab_size, 0)
+    return parameter_count(config.model, vocab_size) * sum(item.element_bytes for item in state)
 
 
 def _ranks(config: Config) -> int:

@@ -10,16 +10,19 @@ approximate searches have nothing to add.
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import InputError
 from ptdmpi.config.rules import divisors
-from ptdmpi.plan.layout import RECOMPUTE_MODES, Layout, mistakes
+from ptdmpi.plan.layout import LETTERS, RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.price import Price, Pricer
+from ptdmpi.plan.relief import size
 from ptdmpi.plan.schedule import default_kind
 
+SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 
 
@@ -116,62 +119,88 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
     where = f"{space.ranks} ranks of {pricer.cluster.name}"
     if not legal:
+        config = pricer.model.config
         return (
-            f"no layout of {pricer.model.name} is legal on {where}: with a batch of "
-            f"{pricer.batch}, d b must divide the batch for some t p d = {space.ranks}"
+            f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
+            f"{config.heads} heads, p be at most {config.layers}, d b divide the batch of "
+            f"{pricer.batch}; {config.heads * config.layers * pricer.batch} ranks are the most"
         )
     least = min(legal, key=lambda layout: pricer.memory(layout).total)
     needed = pricer.memory(least).total
     return (
         f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
-        f"{needed / 2**30:.1f} GiB per rank ({least}, recompute {least.recompute}) of "
-        f"{pricer.capacity_bytes / 2**30:.1f}; take more ranks, or --zero 1 to 3"
+        f"{size(needed)} per rank ({least}, recompute {least.recompute}) of "
+        f"{size(pricer.capacity_bytes)}; take more ranks, or --zero 1 to 3"
     )
 
 
-def neighbours(layout: Layout, pricer: Pricer) -> Iterator[tuple[str, Layout]]:
-    """(what is changed, layout) for every legal layout that differs in one decision: a setting, or
-    ranks moved from one axis to another."""
-    sizes = {"t": layout.tensor, "p": layout.pipeline, "d": layout.data}
-    names = {"t": "tensor", "p": "pipeline", "d": "data"}
-    tried: list[tuple[str, Layout]] = []
-    for source in sizes:
-        for target in sizes:
-            if source != target and sizes[source] % 2 == 0:
-                moved = {**sizes, source: sizes[source] // 2, target: sizes[target] * 2}
-                change = {names[key]: size for key, size in moved.items()}
-                text = f"{source}={moved[source]}, {target}={moved[target]}"
-                tried.append((text, replace(layout, **change)))
-    for factor in (0.5, 2):
-        size = int(layout.micro_size * factor)
-        if size:
-            tried.append((f"b={size}", replace(layout, micro_size=size)))
-    for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual}:
-        if virtual >= 1:
-            changed = replace(layout, virtual=virtual, schedule=default_kind(virtual))
-            tried.append((f"v={virtual}", changed))
-    for mode in RECOMPUTE_MODES:
-        tried.append((f"recompute {mode}", replace(layout, recompute=mode)))
-    for key in ("sequence_parallel", "scatter_gather", "dp_overlap"):
-        word = key.replace("_", "-")
-        on = not getattr(layout, key)
-        tried.append((f"--{'' if on else 'no-'}{word}", replace(layout, **{key: on})))
-    for zero in range(4):
-        tried.append((f"--zero {zero}", replace(layout, zero=zero)))
-    for text, changed in tried:
+def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
+    """Every legal layout that differs in one decision: a setting, or ranks moved from one axis to
+    another."""
+    sizes = ("tensor", "pipeline", "data")
+    tried: list[Layout] = []
+    for source, target in itertools.permutations(sizes, 2):
+        ranks = getattr(layout, source)
+        if ranks % 2 == 0:
+            moved = {source: ranks // 2, target: getattr(layout, target) * 2}
+            tried.append(replace(layout, **moved))
+    for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
+        tried.append(replace(layout, micro_size=micro_size))
+    for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
+        tried.append(replace(layout, virtual=virtual, schedule=default_kind(virtual)))
+    tried += [replace(layout, recompute=mode) for mode in RECOMPUTE_MODES]
+    for key in SWITCHES:
+        tried.append(replace(layout, **{key: not getattr(layout, key)}))
+    tried += [replace(layout, zero=zero) for zero in range(4)]
+    for changed in tried:
         if changed != layout and not any(mistakes(changed, pricer.model.config, pricer.batch)):
-            yield text, changed
+            yield changed
 
 
-def improvements(price: Price, pricer: Pricer, count: int = 3) -> list[tuple[str, Price]]:
-    """The single changes that help most: to fit, by the least slowdown, else to be faster."""
-    priced = [(text, pricer.price(layout)) for text, layout in neighbours(price.layout, pricer)]
-    fitting = [(text, other) for text, other in priced if other.fits]
+def difference(layout: Layout, changed: Layout) -> str:
+    """What is other in `changed`, as options of the command line would say it."""
+    words = [
+        f"{letter}={getattr(changed, name)}"
+        for letter, name in LETTERS.items()
+        if getattr(changed, name) != getattr(layout, name)
+    ]
+    if changed.recompute != layout.recompute:
+        words.append(f"recompute {changed.recompute}")
+    for key in SWITCHES:
+        if (on := getattr(changed, key)) != getattr(layout, key):
+            words.append(f"--{'' if on else 'no-'}{key.replace('_', '-')}")
+    if changed.zero != layout.zero:
+        words.append(f"--zero {changed.zero}")
+    return ", ".join(words)
+
+
+def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, list[Price]]:
+    """(how many changes each is away, the layouts that help most): to fit, by the least slowdown,
+    else to be faster. Two changes where no single one makes the layout fit; where no two do, the
+    single ones that save most memory."""
+    single = list(neighbours(price.layout, pricer))
+    found = [pricer.price(layout) for layout in single]
     if price.fits:
-        fitting = [pair for pair in fitting if pair[1].step_time_s < price.step_time_s]
-    if not fitting and not price.fits:  # no single change suffices: those that save most memory
-        return sorted(priced, key=lambda pair: pair[1].memory.total)[:count]
-    return sorted(fitting, key=lambda pair: pair[1].step_time_s)[:count]
+        found = [other for other in found if other.fits and other.step_time_s < price.step_time_s]
+        return 1, sorted(found, key=lambda other: other.step_time_s)[:count]
+    if fitting := [other for other in found if other.fits]:
+        return 1, sorted(fitting, key=lambda other: other.step_time_s)[:count]
+    double = {two for one in single for two in neighbours(one, pricer)} - {price.layout}
+    best = _fastest(pricer, [layout for layout in double if pricer.fits(layout)], count)
+    if best:
+        return 2, best
+    return 1, sorted(found, key=lambda other: other.memory.total)[:count]
+
+
+def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
+    """The `count` fastest, simulated by ascending bound."""
+    found = Best(count)
+    bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
+    for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
+        if bound_s >= found.limit_s:
+            break
+        found.offer(pricer.price(layout))
+    return found.prices
 
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:

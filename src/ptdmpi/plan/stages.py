@@ -1,5 +1,7 @@
 """How layers are dealt to stages: every layer once, and the slowest rank as fast as can be."""
 
+from functools import lru_cache
+
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.costs import head_forward_flops, layer_forward_flops
 
@@ -16,9 +18,14 @@ def split_layers(layers: int, pipeline: int, virtual: int, head: float) -> list[
     Least is, in this order: the largest work of a rank, the largest work of a stage, the distance
     from the even split. Every stage keeps at least one layer.
     """
+    return list(_split(layers, pipeline, virtual, head))
+
+
+@lru_cache(maxsize=256)
+def _split(layers: int, pipeline: int, virtual: int, head: float) -> tuple[range, ...]:
     stages = pipeline * virtual
     if stages == 1:
-        return [range(layers)]
+        return (range(layers),)
     even = layers / stages
     choices = []
     for last in range(1, layers - stages + 2):
@@ -28,7 +35,7 @@ def split_layers(layers: int, pipeline: int, virtual: int, head: float) -> list[
         choices.append(((max(ranks), max(works), abs(last - even)), counts))
     _, counts = min(choices)
     starts = [sum(counts[:i]) for i in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def _spread(layers: int, stages: int, pipeline: int, last_work: float) -> list[int]:

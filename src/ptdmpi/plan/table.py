@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ptdmpi.plan.price import Price, Pricer
+from ptdmpi.plan.relief import size
 
 DAY_S, HOUR_S = 86400, 3600
 PARTS = {
@@ -79,7 +80,7 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"{entry['mfu']:.1%}",
                 f"{entry['bubble_fraction']:.1%}",
                 f"{entry['communication_fraction']:.1%}",
-                f"{entry['peak_memory_bytes'] / 2**30:.1f} GiB",
+                size(entry["peak_memory_bytes"]),
                 settings(entry) + ("" if entry["fits"] else "  DOES NOT FIT"),
             ]
         )
@@ -93,10 +94,9 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
     for key, word in PARTS.items():
         seconds = entry["step_parts_s"][key]
         yield f"  {word:<16}{seconds:>10.3f} s  {seconds / step_s:>6.1%}"
-    capacity = entry["capacity_bytes"] / 2**30
-    yield f"  memory {total / 2**30:.1f} of {capacity:.1f} GiB per rank"
+    yield f"  memory {size(total)} of {size(entry['capacity_bytes'])} per rank"
     for key in MEMORY:
-        yield f"  {key:<16}{entry['memory_bytes'][key] / 2**30:>10.1f} GiB"
+        yield f"  {key:<16}{size(entry['memory_bytes'][key]):>14}"
     hardware = entry["hardware_tflops_per_rank"]
     yield f"  with recomputation counted {hardware:.1f} TFLOP/s per rank"
     if "days" in entry:
@@ -109,14 +109,17 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
     yield from _details(entry)
     if not entry["fits"]:
         over = entry["peak_memory_bytes"] - entry["capacity_bytes"]
-        yield f"  does not fit: {over / 2**30:.1f} GiB too much per rank"
+        yield f"  does not fit: {size(over)} too much per rank"
     else:
         yield f"  {why['slower_than_best']:+.1%} step time against the best layout"
     yield ""
     if not changes:
         yield "no single change makes it faster"
         return
-    yield "the single changes that help most"
+    if why["changes_at_once"] > 1:
+        yield "no single change makes it fit; the pairs of changes that cost least time"
+    else:
+        yield "the single changes that help most"
     rows = []
     for change in changes:
         rows.append(
@@ -124,7 +127,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
                 f"  {change['change']}",
                 f"{change['step_time_s']:.3f} s",
                 f"{change['step_time_s'] / entry['step_time_s'] - 1:+.1%}",
-                f"{change['peak_memory_bytes'] / 2**30:.1f} GiB",
+                size(change["peak_memory_bytes"]),
                 "" if change["fits"] else "does not fit yet",
             ]
         )

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from ptdmpi.config import InputError
+from ptdmpi.data.disk import start_writing_out
 
 # safetensors' names of the types that a checkpoint holds
 TYPE_NAMES = {"float32": "F32", "float64": "F64"}
@@ -103,15 +104,9 @@ def _write_block(file: BinaryIO, values: np.ndarray) -> int:
         chunk = data[start : start + CHUNK_BYTES]
         crc = zlib.crc32(chunk, crc)
         file.write(chunk)
-        _start_writing_out(file)
+        end = file.tell()
+        start_writing_out(file, max(0, end - 2 * CHUNK_BYTES), end)
     return crc
-
-
-def _start_writing_out(file: BinaryIO) -> None:
-    """Have the kernel begin with what was written: the disk then works while we do, and the sync at
-    the end has little left. Linux does so when told that written pages will not be needed."""
-    end = file.tell()
-    os.posix_fadvise(file.fileno(), max(0, end - 2 * CHUNK_BYTES), end, os.POSIX_FADV_DONTNEED)
 
 
 class Reader:

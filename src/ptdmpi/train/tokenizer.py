@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ptdmpi.config import InputError
-from ptdmpi.data.shards import ShardHeader, find_shards, read_header
+from ptdmpi.data.header import ShardHeader, read_header
+from ptdmpi.data.shards import find_shards
 from ptdmpi.train.stored import KEPT, StoredModel
 
 TOKENIZER = "tokenizer.json"

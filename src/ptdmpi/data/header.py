@@ -1,0 +1,206 @@
+"""The header of a shard: what is known of it without reading its tokens, from the file itself or
+from the list that `ptdmpi-data` leaves beside the shards.
+
+A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
+little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
+number of tokens) and attributes.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ptdmpi.config import InputError
+
+FORMAT_VERSION = 1
+SUMMARY = "tokenize.json"  # what was made of what, and the headers of the shards beside it
+_INTEGERS = ("format_version", "vocab_size", "eod_id")
+_TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What is known of a shard without reading its tokens."""
+
+    path: Path
+    tokens: int  # number of tokens
+    dtype: np.dtype
+    byte_offset: int  # of the first token in the file
+    documents: int  # number of documents
+    documents_byte_offset: int  # of the documents + 1 offsets in the file
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int
+    eod_id: int
+    checksum: str
+    listed: bool = False  # taken from SUMMARY, not yet from the file itself: see `confirmed`
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type of the token ids of a vocabulary: uint16 while all ids fit, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def _attributes(file: h5py.File) -> dict[str, int | str]:
+    values: dict[str, int | str] = {}
+    attributes = file.attrs  # h5py makes a new object each time it is asked
+    for name in (*_INTEGERS, *_TEXTS):
+        if name not in attributes:
+            raise ValueError(f"has no attribute {name!r}")
+        value = attributes[name]
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                raise ValueError(f"attribute {name!r} is {value!r}, not a text")
+            values[name] = value
+        elif not isinstance(value, int | np.integer):
+            raise ValueError(f"attribute {name!r} is {value!r}, not an integer")
+        else:
+            values[name] = int(value)
+    if values["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}"
+        )
+    if not 0 <= values["eod_id"] < values["vocab_size"] <= 1 << 32:
+        raise ValueError(
+            f"has eod_id {values['eod_id']} and vocab_size {values['vocab_size']}; "
+            "0 <= eod_id < vocab_size <= 2^32 is needed"
+        )
+    return values
+
+
+def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, np.dtype, int]:
+    """Length, type and byte offset of a 1-D contiguous dataset that lies wholly inside the file."""
+    data = file.get(name)
+    if not isinstance(data, h5py.Dataset):
+        raise TypeError(f"has no dataset {name!r}")
+    dtype, shape = data.dtype, data.shape
+    if dtype.str not in dtypes:
+        raise ValueError(f"dataset {name!r} has type {dtype.str}; legal: {', '.join(dtypes)}")
+    if shape is None or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"dataset {name!r} has shape {shape}; one dim, not empty, is needed")
+    offset = data.id.get_offset()
+    if data.chunks is not None or data.compression is not None or data.external or offset is None:
+        raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
+    end, size = offset + shape[0] * dtype.itemsize, os.path.getsize(file.filename)
+    if end > size:
+        raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
+    return shape[0], dtype, offset
+
+
+def read_header(path: str | Path) -> ShardHeader:
+    """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
+
+    Raises InputError that names the file, what is wrong and what would be right: no such file, not
+    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
+    offsets.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"shard {path}: no such file")
+    try:
+        with h5py.File(path, "r") as file:
+            values = _attributes(file)
+            tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
+            offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
+        with open(path, "rb") as stream:
+            ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
+            first, last = (
+                int.from_bytes(os.pread(stream.fileno(), 8, at), "little") for at in ends
+            )
+    # h5py reports a damaged file by whichever of these its C library's message maps to
+    except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
+    if offsets < 2 or first != 0 or last != tokens:
+        raise InputError(
+            f"shard {path}: {offsets} document offsets from {first} to {last}; "
+            f"they must run from 0 to the number of tokens, {tokens}"
+        )
+    return ShardHeader(
+        path=path,
+        tokens=tokens,
+        dtype=dtype,
+        byte_offset=byte_offset,
+        documents=offsets - 1,
+        documents_byte_offset=documents_byte_offset,
+        tokenizer=str(values["tokenizer"]),
+        tokenizer_sha256=str(values["tokenizer_sha256"]),
+        vocab_size=int(values["vocab_size"]),
+        eod_id=int(values["eod_id"]),
+        checksum=str(values["checksum"]),
+    )
+
+
+def format_checksum(crc32: int) -> str:
+    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in
+    "crc32:1c291ca3"."""
+    return f"crc32:{crc32:08x}"
+
+
+_OWN = tuple(one.name for one in fields(ShardHeader) if one.name not in ("path", "listed"))
+
+
+def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
+    """What SUMMARY says of shards, by the names of their files."""
+    return {
+        header.path.name: {
+            name: header.dtype.str if name == "dtype" else getattr(header, name) for name in _OWN
+        }
+        for header in headers
+    }
+
+
+def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
+    if entry.keys() != set(_OWN) or entry["dtype"] not in ("<u2", "<u4"):
+        raise ValueError("other fields than a header has")
+    header = ShardHeader(path=path, listed=True, **{**entry, "dtype": np.dtype(entry["dtype"])})
+    numbers = (header.byte_offset, header.documents_byte_offset, header.eod_id)
+    counts = (header.tokens, header.documents, header.vocab_size)
+    if any(type(n) is not int for n in (*numbers, *counts)) or min(numbers) < 0 or min(counts) < 1:
+        raise ValueError("a number is missing, or below what it can be")
+    return header
+
+
+def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
+    """The shards that SUMMARY lists, by the names of their files: with their headers, so that a
+    start reads one file however many shards there are, and looks into a shard when it is first
+    needed (`confirmed`). None for a shard listed by its name alone, as older versions did. Empty
+    where there is no such file. Raises InputError if it is damaged.
+    """
+    path = directory / SUMMARY
+    try:
+        shards = json.loads(path.read_bytes())["shards"]
+        if isinstance(shards, list):
+            return dict.fromkeys(map(str, shards))
+        return {name: _listed(directory / name, entry) for name, entry in shards.items()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"{path}: is no list of shards by ptdmpi-data ({type(error).__name__}: {error}); "
+            "remove it, and each shard is looked into instead"
+        ) from error
+
+
+def confirmed(header: ShardHeader) -> ShardHeader:
+    """The header as the file itself has it. Raises InputError if the file differs from its list,
+    as one does that was replaced, and what `read_header` raises."""
+    if not header.listed:
+        return header
+    own = read_header(header.path)
+    for name in _OWN:
+        if getattr(own, name) != getattr(header, name):
+            raise InputError(
+                f"shard {header.path} has {name} {getattr(own, name)}, but {SUMMARY} beside it "
+                f"says {getattr(header, name)}: one of the two was replaced; remove "
+                f"{header.path.with_name(SUMMARY)} to take the shards as they are"
+            )
+    return own

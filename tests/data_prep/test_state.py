@@ -1,0 +1,102 @@
+"""Two commands at one output, and state files that are damaged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from data_prep import cli
+from data_prep.state import RunState
+from ptdmpi.config import InputError
+from ptdmpi.data.header import SUMMARY
+
+
+@pytest.fixture
+def words(tmp_path):
+    lines = [json.dumps({"text": f"document {number} " * 20}) for number in range(200)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    return [
+        *("tokenize", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "1"),
+        *("--output", str(tmp_path / "o"), "--shard-tokens", "9000", "--quiet"),
+    ]
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["ptdmpi-data", *words])
+    cli.main()
+
+
+def refused(monkeypatch, capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, *words)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1
+    return error
+
+
+IDENTITY = {"tokenizer": "t"}
+
+
+def test_a_second_command_is_told_who_is_at_work(tmp_path):
+    outputs = [tmp_path / "t", tmp_path / "v"]
+    first = RunState(outputs, IDENTITY)
+    first.begin(False)
+    for force in (False, True):
+        for others in (outputs, [tmp_path / "t2", tmp_path / "t"]):
+            with pytest.raises(InputError, match=f"t: process {os.getpid()} on .* is writing"):
+                RunState(others, IDENTITY).begin(force)
+    first.clean()
+    assert not any(output.exists() for output in outputs)
+    other = RunState(outputs, IDENTITY)
+    other.begin(True)  # which removes and makes anew what the lock stands in
+    with pytest.raises(InputError, match="is writing"):
+        RunState(outputs, IDENTITY).begin(False)
+    other.release()
+    RunState(outputs, IDENTITY).begin(False)
+
+
+def test_a_killed_command_leaves_no_lock(tmp_path, words, monkeypatch, capsys):
+    monkeypatch.setattr("ptdmpi.data.shard_writer.os.fsync", lambda file: None)
+    code = (
+        "import time; from data_prep import cli, group_writer\n"
+        "add = group_writer.GroupWriter.add\n"
+        "group_writer.GroupWriter.add = lambda *words: (add(*words), time.sleep(60))\n"
+        "cli.main()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, *words]) as process:
+        shards = tmp_path / "o"
+        while not any(shards.glob("*.h5")) and process.poll() is None:
+            time.sleep(0.02)
+        assert f"o: process {process.pid} on " in refused(monkeypatch, capsys, *words)
+        process.send_signal(signal.SIGKILL)
+    run(monkeypatch, *words)
+    assert not (shards / ".unfinished").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "5", '{"shards": 5}', "[" * 100_000])
+def test_a_damaged_summary(tmp_path, words, monkeypatch, capsys, content):
+    run(monkeypatch, *words)
+    capsys.readouterr()
+    (tmp_path / "o" / SUMMARY).write_text(content)
+    assert "--force to begin anew" in refused(monkeypatch, capsys, *words)
+    run(monkeypatch, *words, "--force")
+
+
+@pytest.mark.parametrize("change", [{"shards": "x"}, {"counters": {}}, {"more": 1}, None])
+def test_damaged_progress(tmp_path, words, monkeypatch, capsys, change):
+    done = RunState.finish
+    monkeypatch.setattr(RunState, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *words)
+    capsys.readouterr()
+    monkeypatch.setattr(RunState, "finish", done)
+    path = tmp_path / "o" / ".unfinished" / "group-00000.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps([] if change is None else {**known, **change}))
+    error = refused(monkeypatch, capsys, *words)
+    assert "group-00000.json: is not what" in error and "--force to begin anew" in error
+    run(monkeypatch, *words, "--force")

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.convert import check
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.model.stage import Batch
+from ptdmpi.model.transformer import SentenceOrder
 from ptdmpi.train.inference import open_inference
 from ptdmpi.train.stored import open_model
 from tests import _stored
@@ -60,6 +63,20 @@ def test_the_first_files(tmp_path):
     with pytest.raises(InputError, match=r"LayerNorm.(weight|gamma) are one parameter"):
         from_hf(source, tmp_path / "ours2")
     assert sorted(os.listdir(tmp_path)) == ["back", "half", "hf", "ours"]
+
+
+def test_the_self_check_sees_both_heads_and_both_segments(tmp_path, monkeypatch):
+    source = saved(tmp_path / "hf", "bert")
+    forward = SentenceOrder.forward
+    for place, name, wrong in (
+        (SentenceOrder, "forward", lambda self, x: forward(self, x).flip(-1)),
+        (check, "Batch", lambda *rest, types: Batch(*rest, types=types.flip(0))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, wrong)
+            with pytest.raises(check.CheckFailed, match="logits differ by"):
+                from_hf(source, tmp_path / "ours")
+    assert from_hf(source, tmp_path / "ours").difference < 1e-9
 
 
 def test_a_pooler_without_the_head_behind_it_is_kept(tmp_path):

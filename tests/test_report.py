@@ -71,6 +71,21 @@ def test_numbers_pictures_and_trace(run):
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
+def test_sentence_orders_have_rows_of_their_own(run):
+    text = (run / "metrics.jsonl").read_text()
+    text = text.replace('"loss": 2.5', '"loss": 2.5, "sentence_order_loss": 0.61')
+    text = text.replace(
+        '"validation_loss"', '"validation_sentence_order_loss": 0.7, "validation_loss"'
+    )
+    (run / "metrics.jsonl").write_text(text)
+    lines = CliRunner().invoke(command, [str(run)]).output.splitlines()
+    rows = dict(line.split("  ", 1) for line in lines if "sentence order loss" in line)
+    assert {key: value.strip() for key, value in rows.items()} == {
+        "last sentence order loss": "0.6100",
+        "validation sentence order loss": "0.7000",
+    }
+
+
 def test_text_has_the_table_and_both_timelines(run):
     output = CliRunner().invoke(command, [str(run)]).output
     assert "planned: interleaved" in output and "measured, step 2" in output

@@ -38,12 +38,14 @@ def model(family: str, dtype: str = "float32", masked_only: bool = False, **chan
     elif family == "llama":
         made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **LLAMA | changes))
     else:
-        kind = transformers.BertForMaskedLM if masked_only else transformers.BertForPreTraining
-        made = kind(transformers.BertConfig(**BERT | changes))
+        name = "Bert" if family == "bert" else "MegatronBert"
+        kind = f"{name}For{'MaskedLM' if masked_only else 'PreTraining'}"
+        config = getattr(transformers, f"{name}Config")(**BERT | changes)
+        made = getattr(transformers, kind)(config)
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-        if family == "bert":  # where nothing is tied they are apart, and only the second is used
+        if "bert" in family:  # where nothing is tied they are apart, and only the second is used
             made.cls.predictions.bias.copy_(made.cls.predictions.decoder.bias)
     return made.to(getattr(torch, dtype)).eval()
 

@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.convert import check
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.model.stage import Batch
+from ptdmpi.model.transformer import SentenceOrder
 from ptdmpi.train.inference import open_inference
 from ptdmpi.train.stored import open_model
 from tests import _stored
@@ -60,6 +63,20 @@ def test_the_first_files(tmp_path):
     with pytest.raises(InputError, match=r"LayerNorm.(weight|gamma) are one parameter"):
         from_hf(source, tmp_path / "ours2")
     assert sorted(os.listdir(tmp_path)) == ["back", "half", "hf", "ours"]
+
+
+def test_the_self_check_sees_both_heads_and_both_segments(tmp_path, monkeypatch):
+    source = saved(tmp_path / "hf", "bert")
+    forward = SentenceOrder.forward
+    for place, name, wrong in (
+        (SentenceOrder, "forward", lambda self, x: forward(self, x).flip(-1)),
+        (check, "Batch", lambda *rest, types: Batch(*rest, types=types.flip(0))),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, wrong)
+            with pytest.raises(check.CheckFailed, match="logits differ by"):
+                from_hf(source, tmp_path / "ours")
+    assert from_hf(source, tmp_path / "ours").difference < 1e-9
 
 
 def test_a_pooler_without_the_head_behind_it_is_kept(tmp_path):
@@ -124,6 +141,7 @@ def test_what_config_json_may_not_say(tmp_path, key, value, message):
         {},
         {"sentence_order": False, "activation": "gelu", "token_types": 1},
         {"tie_embeddings": False, "ffn_hidden": 40, "norm_eps": 1e-5},
+        {"block_norm": "pre", "embedding_norm": False},
     ],
     ids=lambda model: "-".join(map(str, model.values())) or "bert",
 )
@@ -131,7 +149,8 @@ def test_transformers_loads_one_that_was_trained_here(tmp_path, model):
     transformers = pytest.importorskip("transformers")
     run = _stored.stored(tmp_path / "run", V, kind="bert", **model)
     done = to_hf(run, tmp_path / "hf")
-    assert done.family == "bert" and done.difference < 1e-9
+    family = "megatron-bert" if model.get("block_norm") == "pre" else "bert"
+    assert done.family == family and done.difference < 1e-9
     theirs, info = transformers.AutoModelForPreTraining.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
@@ -150,10 +169,10 @@ def test_transformers_loads_one_that_was_trained_here(tmp_path, model):
 @pytest.mark.parametrize(
     "model, message",
     [
-        ({"block_norm": "pre"}, r"model.block_norm = 'pre': a bert of Hugging Face has 'post'"),
-        ({"positions": "rope"}, r"model.positions = 'rope': a bert of Hugging Face has"),
-        ({"token_types": 0}, r"model.token_types = 0: a bert of Hugging Face has 2"),
-        ({"output_head": "linear"}, r"model.output_head = 'linear': a bert of Hugging Face has"),
+        ({"block_norm": "pre"}, r"model.embedding_norm = True: a MegatronBert of .* has False"),
+        ({"positions": "rope"}, r"model.positions = 'rope': a Bert of Hugging Face has"),
+        ({"token_types": 0}, r"model.token_types = 0: a Bert of Hugging Face has 2"),
+        ({"output_head": "linear"}, r"model.output_head = 'linear': a Bert of Hugging Face has"),
     ],
 )
 def test_shapes_that_a_bert_has_not(tmp_path, model, message):

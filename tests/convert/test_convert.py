@@ -59,8 +59,10 @@ CASES = {
         "bert",
         {"shard": "15KB", "vocab_size": 51, "type_vocab_size": 1, "masked_only": True},
     ),
+    "megatron-bert": ("megatron-bert", {"layer_norm_eps": 1e-5}),
+    "megatron-bert-masked-only": ("megatron-bert", {"masked_only": True, "shard": "15KB"}),
 }
-PREFIXES = {"gpt2": "transformer.", "llama": "model.", "bert": "bert."}
+PREFIXES = {"gpt2": "transformer.", "llama": "model.", "bert": "bert.", "megatron-bert": "bert."}
 
 
 def contents(folder):
@@ -76,7 +78,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     assert done.family == family and done.difference < 1e-5
     theirs = model(family, **{k: v for k, v in changes.items() if k != "shard"})
     # an untied BERT of theirs has two biases before its output, of which one is used
-    twice = family == "bert" and not theirs.config.tie_word_embeddings
+    twice = "bert" in family and not theirs.config.tie_word_embeddings
     assert done.parameters == theirs.num_parameters() - twice * theirs.config.vocab_size
     assert checkpoint_check.problems(open_model(tmp_path / "ours").checkpoint) == []
     back = to_hf(tmp_path / "ours", tmp_path / "back")
@@ -92,9 +94,9 @@ def test_the_reference_is_transformers(tmp_path, case):
     theirs = model(family, **{k: v for k, v in changes.items() if k not in ("shard", "dtype")})
     theirs.double()
     ids, words = check.prompts(theirs.config.vocab_size, 16), {}
-    if family == "bert":
+    if "bert" in family:
         words = {"token_type_ids": check.segments(ids, theirs.config.type_vocab_size)}
-    order = family == "bert" and not changes.get("masked_only")
+    order = "bert" in family and not changes.get("masked_only")
     named = {k.removeprefix(PREFIXES[family]): v for k, v in theirs.state_dict().items()}
     with torch.no_grad():
         asked = Asked(ids, words.get("token_type_ids"), order)
@@ -149,7 +151,10 @@ def changed(path, **keys):
 
 
 CONFIG_MISTAKES = {
-    "model_type": ("mamba", r"model_type = 'mamba' is not supported; legal: gpt2, llama, bert"),
+    "model_type": (
+        "mamba",
+        r"model_type = 'mamba' is not supported; legal: gpt2, llama, bert, meg",
+    ),
     "hidden_act": ("gelu", r"hidden_act = 'gelu' is not supported; legal: 'silu'"),
     "rope_parameters": ({"rope_type": "llama3", "rope_theta": 1e4}, r"rope_parameters = .*llama3"),
     "rope_scaling": ({"type": "linear", "factor": 2.0}, r"rope_scaling = .*linear.* legal"),
@@ -163,6 +168,14 @@ CONFIG_MISTAKES = {
     "intermediate_size": ("wide", r"config.json: model.ffn_hidden = 'wide'"),
     "tie_word_embeddings": (True, r"lm_head.weight and model.embed_tokens.weight differ"),
 }
+
+
+@pytest.mark.parametrize("key", ["model_type", "head_dim", "attention_bias", "num_hidden_layers"])
+def test_config_json_of_wrong_types(tmp_path, key):
+    source = saved(tmp_path / "hf", "llama")
+    changed(source / "config.json", **{key: [[4]]})
+    with pytest.raises(InputError, match=r"config.json: .* = \[\[4\]\]|\[\[4\]\] with"):
+        from_hf(source, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("key", CONFIG_MISTAKES)

@@ -73,8 +73,24 @@ def test_what_is_no_model(tmp_path):
     run = stored(tmp_path / "run")
     with pytest.raises(InputError, match=r"no-such is no checkpoint, and no run directory"):
         to_hf(tmp_path / "no-such", tmp_path / "hf")
+    with pytest.raises(InputError, match=r"hugging_face is no ch.*; ptdmpi convert from-hf takes"):
+        (tmp_path / "hugging_face").mkdir()
+        (tmp_path / "hugging_face/config.json").write_text("{}")
+        to_hf(tmp_path / "hugging_face", tmp_path / "hf")
     with pytest.raises(InputError, match=r"run has no hugging_face/headers.json"):
         to_hf(run, tmp_path / "hf", like=run)
+    for wrong in (
+        "{}",
+        '{"model.safetensors": 3}',
+        '{"../x": "{}"}',
+        '{"x": "{\\"a\\": 3}"}',
+        "[]",
+    ):
+        (tmp_path / "like/hugging_face").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "like/hugging_face/config.json").write_text('{"model_type": "gpt2"}')
+        (tmp_path / "like/hugging_face/headers.json").write_text(wrong)
+        with pytest.raises(InputError, match=r"headers.json is no"):
+            to_hf(run, tmp_path / "hf", like=tmp_path / "like")
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("layers = 2", "layers = 1"))
     with pytest.raises(InputError, match=r"weights/layers.1.* is not of the model"):

@@ -133,6 +133,7 @@ def test_tasks(tmp_path):
         ({"context": "Q", "choices": [], "answer": 0}, "'choices' is empty"),
         ({"context": "Q", "choices": ["x", " "], "answer": 0}, "not empty"),
         ({"context": "Q", "answers": "x"}, "'answers' must be a list"),
+        ({"context": "Q", "answers": ["x"], "choices": ["x"], "answer": 0}, "legal: one of them"),
     ):
         with pytest.raises(InputError, match=rf"t.jsonl:1: .*{message}"):
             read(record)

@@ -6,6 +6,8 @@ Another family is another `Family` in FAMILIES and a forward pass in `reference.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
@@ -79,13 +81,14 @@ def _llama_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
     hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
     head_size = config.get("head_dim")
-    if head_size is not None and head_size * heads != hidden:
+    whole = isinstance(head_size, int) and isinstance(heads, int)
+    if head_size is not None and not (whole and head_size * heads == hidden):
         raise InputError(
             f"{config.name}: head_dim = {head_size} is not supported with hidden_size = {hidden} "
             f"and {heads} heads; legal: hidden_size / num_attention_heads"
         )
     biases = {key: config.get(key, False) for key in ("attention_bias", "mlp_bias")}
-    if len(set(biases.values())) > 1:
+    if biases["attention_bias"] != biases["mlp_bias"]:
         raise InputError(
             f"{config.name}: attention_bias = {biases['attention_bias']} with mlp_bias = "
             f"{biases['mlp_bias']} is not supported; legal: both true or both false"
@@ -150,10 +153,10 @@ def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# -- BERT (Devlin et al. 2019) ---------------------------------------------------------------------
+# -- BERT (Devlin et al. 2019); with norms in front of the blocks, "pre": Shoeybi et al. 2019 ------
 
 
-def _bert_keys(config: ConfigJson) -> dict[str, Any]:
+def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
     activation = config.only("hidden_act", "gelu", "gelu_new", "gelu_pytorch_tanh")
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
@@ -161,6 +164,8 @@ def _bert_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("pruned_heads", {})
     return {
         "kind": "bert",
+        "block_norm": block_norm,
+        "embedding_norm": block_norm == "post",
         "layers": config.need("num_hidden_layers"),
         "hidden": config.need("hidden_size"),
         "heads": config.need("num_attention_heads"),
@@ -173,13 +178,14 @@ def _bert_keys(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-def _bert_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") -> dict[str, Any]:
+    name = "Bert" if block_norm == "post" else "MegatronBert"
     _require(
         model,
-        "bert",
+        name,
         attention="bidirectional",
-        block_norm="post",
-        embedding_norm=True,
+        block_norm=block_norm,
+        embedding_norm=block_norm == "post",
         output_head="mlm",
         token_types=model.token_types or 2,
         norm="layernorm",
@@ -189,7 +195,7 @@ def _bert_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         kv_heads=model.heads,
     )
     return {
-        "architectures": ["BertForPreTraining" if model.sentence_order else "BertForMaskedLM"],
+        "architectures": [f"{name}For{'PreTraining' if model.sentence_order else 'MaskedLM'}"],
         "hidden_act": "gelu" if model.activation == "gelu_exact" else "gelu_new",
         "vocab_size": vocab_size,
         "num_hidden_layers": model.layers,
@@ -290,6 +296,19 @@ FAMILIES = {
         renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
     ),
 }
+# Its names but for the norms.
+FAMILIES["megatron-bert"] = replace(
+    FAMILIES["bert"],
+    model_type="megatron-bert",
+    modules={
+        **{key: one for key, one in FAMILIES["bert"].modules.items() if key != "embedding.norm"},
+        "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.ln",),
+        "layers.{i}.mlp_norm": ("encoder.layer.{i}.ln",),
+        "final_norm": ("encoder.ln",),
+    },
+    keys=partial(_bert_keys, block_norm="pre"),
+    config=partial(_bert_config, block_norm="pre"),
+)
 
 
 def family_of(config: ConfigJson) -> Family:
@@ -297,7 +316,7 @@ def family_of(config: ConfigJson) -> Family:
     name = config.need("model_type")
     if config.get("quantization_config"):
         raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"{config.name}: model_type = {name!r} is not supported; legal: {', '.join(FAMILIES)}"
         )
@@ -307,5 +326,5 @@ def family_of(config: ConfigJson) -> Family:
 def family_for(model: ModelConfig) -> Family:
     """The family of a model that was trained here; its `config` refuses what does not fit."""
     if model.masked:
-        return FAMILIES["bert"]
+        return FAMILIES["bert" if model.block_norm == "post" else "megatron-bert"]
     return FAMILIES["llama" if model.norm == "rmsnorm" else "gpt2"]

@@ -79,28 +79,36 @@ def llama(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
 
 
 def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
-    """Logits [b, s, V], and of a second head [b, 2]. Devlin et al. 2019."""
+    """Logits [b, s, V], and of a second head [b, 2]. Devlin et al. 2019; with norms in front of the
+    blocks: Shoeybi et al. 2019."""
+    front = config["model_type"] == "megatron-bert"
     heads, eps = config["num_attention_heads"], config.get("layer_norm_eps", 1e-12)
     activation = config.get("hidden_act", "gelu")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return _layer_norm(get, f"{name}.LayerNorm", x, eps)
+        return _layer_norm(get, name, x, eps)
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ get(f"{name}.weight").t() + get(f"{name}.bias")
 
     x = get("embeddings.word_embeddings.weight")[asked.ids]
     x = x + get("embeddings.position_embeddings.weight")[: x.shape[1]]
-    x = norm("embeddings", x + get("embeddings.token_type_embeddings.weight")[asked.types])
+    x = x + get("embeddings.token_type_embeddings.weight")[asked.types]
+    x = x if front else norm("embeddings.LayerNorm", x)
     for i in range(config["num_hidden_layers"]):
         name = f"encoder.layer.{i}"
-        q, k, v = (linear(f"{name}.attention.self.{n}", x) for n in ("query", "key", "value"))
-        y = linear(f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, False))
-        x = norm(f"{name}.attention.output", x + y)
-        y = _gelu(linear(f"{name}.intermediate.dense", x), activation)
-        x = norm(f"{name}.output", x + linear(f"{name}.output.dense", y))
+        y = norm(f"{name}.attention.ln", x) if front else x
+        q, k, v = (linear(f"{name}.attention.self.{n}", y) for n in ("query", "key", "value"))
+        x = x + linear(f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, False))
+        x = x if front else norm(f"{name}.attention.output.LayerNorm", x)
+        y = norm(f"{name}.ln", x) if front else x
+        y = _gelu(linear(f"{name}.intermediate.dense", y), activation)
+        x = x + linear(f"{name}.output.dense", y)
+        x = x if front else norm(f"{name}.output.LayerNorm", x)
+    x = norm("encoder.ln", x) if front else x
     head = "cls.predictions"
-    y = norm(f"{head}.transform", _gelu(linear(f"{head}.transform.dense", x), activation))
+    y = _gelu(linear(f"{head}.transform.dense", x), activation)
+    y = norm(f"{head}.transform.LayerNorm", y)
     tied = config.get("tie_word_embeddings", True)
     table = get("embeddings.word_embeddings.weight" if tied else f"{head}.decoder.weight")
     logits = y @ table.t() + get(f"{head}.bias")
@@ -148,4 +156,4 @@ def _attention(
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-FORWARD = {"gpt2": gpt2, "llama": llama, "bert": bert}
+FORWARD = {"gpt2": gpt2, "llama": llama, "bert": bert, "megatron-bert": bert}

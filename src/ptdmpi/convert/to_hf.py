@@ -103,9 +103,14 @@ def _form_of(kept: Path) -> Form:
     config = tensors.read_json(kept / "config.json")
     family = family_of(ConfigJson(config, str(kept / "config.json")))
     headers = tensors.read_json(kept / HEADERS)
-    if any(Path(name).name != name or type(text) is not str for name, text in headers.items()):
+    form = Form(family, config, headers, kept)
+    try:
+        inside = bool(form.tensors) and all(Path(file).name == file for file in headers)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        inside = False
+    if not inside:
         raise InputError(f"{kept / HEADERS} is not what convert from-hf writes")
-    return Form(family, config, headers, kept)
+    return form
 
 
 def _new_form(stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:

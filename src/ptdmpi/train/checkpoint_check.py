@@ -28,7 +28,9 @@ def checkpoints(path: Path) -> list[Path]:
         found = files.checkpoints_in(folder)
         if found:
             return found
-    raise InputError(f"{path} is no checkpoint, and no run directory with checkpoints")
+    foreign = (path / "config.json").is_file()
+    hint = "; ptdmpi convert from-hf takes a model of Hugging Face" if foreign else ""
+    raise InputError(f"{path} is no checkpoint, and no run directory with checkpoints{hint}")
 
 
 def newest(path: Path) -> Path:

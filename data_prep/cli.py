@@ -109,7 +109,8 @@ def commands() -> None:
 @click.option(
     "--tokenizer",
     required=True,
-    help="'bytes', a Hugging Face tokenizer.json, a SentencePiece .model, or tiktoken:NAME.",
+    help="'bytes', a Hugging Face tokenizer.json (gigatoken:FILE: by that faster library), a "
+    "SentencePiece .model, or tiktoken:NAME.",
 )
 @click.option(
     "--workers",

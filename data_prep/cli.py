@@ -146,7 +146,7 @@ def tokenize(
 
 
 @commands.command("import-megatron")
-@click.argument("prefixes", nargs=-1, required=True)
+@click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
 @click.option("--tokenizer", help="What made the tokens: 'bytes', or its file.")
 @click.option("--vocab-size", type=int, help="With --eod-id, where no tokenizer file is at hand.")
 @click.option("--eod-id", type=int, help="Token that ends a document.")

@@ -22,7 +22,7 @@ _COMPARED_CHARACTERS = 4096
 _RENEWED_CHARACTERS = 1 << 26  # after so many, gigatoken's memory of the words it met begins anew
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
-MAX_VOCAB_SIZE = 1 << 31
+MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for so many before it begins
 
 
 class Vocabulary(Protocol):

@@ -217,6 +217,9 @@ class RunState:
                     leftover.unlink()
             self._failed.unlink(missing_ok=True)
         except OSError as error:
+            for output in self.outputs:
+                with suppress(OSError):  # not empty, or not made
+                    output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
         for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
             write_json(output / UNFINISHED / IDENTITY, identity)

@@ -4,7 +4,13 @@ from setuptools import find_packages, setup
 
 DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
 # More kinds of input for `ptdmpi-data`; not in requirements.lock, and not in `make setup`.
-CORPUS = ["pyarrow>=15", "rensa>=0.5,<0.6", "sentencepiece>=0.2", "tiktoken>=0.7"]
+CORPUS = [
+    "gigatoken>=0.10,<0.11",
+    "pyarrow>=15",
+    "rensa>=0.5,<0.6",
+    "sentencepiece>=0.2",
+    "tiktoken>=0.7",
+]
 TEST = [
     *DATA,
     "hypothesis>=6.100",

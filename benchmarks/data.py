@@ -181,7 +181,7 @@ def write(folder: Path, rounds: int) -> None:
 def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
     tokenizer = learn(folder)
     warm(folder, tokenizer, rounds)
-    commands(folder, tokenizer, rounds, peers)
+    commands(folder, tokenizer, min(rounds, 3), peers)
 
 
 def main() -> None:
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"of {' '.join(PARTS)} [default: all]")
     parser.add_argument("--folder", type=Path, help="where the data sets are made")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", type=Path, help="a python that has datatrove, transformers, ...")
+    parser.add_argument("--peers", type=Path, help="a python with others' tools")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -27,7 +27,9 @@ from benchmarks.rates import Side, compare, show
 VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
-LONG_BYTES, SHORT_SHARE = 24_000_000, 4  # the short corpus has a quarter of the long one
+LONG_BYTES, SHORT_SHARE = 12_000_000, 4  # the short corpus has a quarter of the long one
+ROOT = Path(__file__).resolve().parent.parent
+OURS = "ptdmpi-data tokenize"
 GROUP_TEXTS = 256  # that the bare calls are given at a time
 
 
@@ -35,7 +37,7 @@ GROUP_TEXTS = 256  # that the bare calls are given at a time
 class Peers:
     """Other projects' tools. Those without what they need are skipped, in one line each."""
 
-    python: Path | None  # an interpreter that has datatrove, or what Megatron needs
+    python: Path | None  # an interpreter that has datatrove, gigatoken, or what Megatron needs
     megatron: Path | None  # a checkout of Megatron-LM
 
 
@@ -48,7 +50,7 @@ def stdlib_texts(size_bytes: int) -> list[str]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # sources that test other encodings
-        texts.append(text)
+        texts += [text] if text else []  # tools differ in what an empty document is
         total += len(text.encode())
         if total >= size_bytes:
             return texts
@@ -86,6 +88,7 @@ def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
     texts = stdlib_texts(WARM_BYTES)
     corpus = write_corpus(folder / "warm", texts, 1)
     bare = tokenizers.Tokenizer.from_file(str(tokenizer))
+    bare.encode_special_tokens = True
     groups = [texts[n : n + GROUP_TEXTS] for n in range(0, len(texts), GROUP_TEXTS)]
     tokens = sum(len(one.ids) + 1 for group in groups for one in bare.encode_batch_fast(group))
 
@@ -172,9 +175,13 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     def bare(name: str) -> Tool:
         return Tool(lambda corpus, out, n: [here, "-c", BARE, str(tokenizer), str(corpus), name])
 
-    def ours(corpus: Path, out: Path, cores: int) -> list[str]:
-        words = [here, "-m", "data_prep.cli", "tokenize", str(corpus), "--output", str(out)]
-        return [*words, "--tokenizer", str(tokenizer), "--workers", str(cores), "--quiet"]
+    def ours(python: str, prefix: str) -> Tool:
+        def words(corpus: Path, out: Path, cores: int) -> list[str]:
+            words = [python, "-m", "data_prep.cli", "tokenize", str(corpus), "--output", str(out)]
+            options = ["--tokenizer", f"{prefix}{tokenizer}", "--workers", str(cores), "--quiet"]
+            return words + options
+
+        return Tool(words)
 
     def datatrove(corpus: Path, out: Path, cores: int) -> list[str]:
         return [there, str(script), str(tokenizer), str(corpus), str(out), str(cores)]
@@ -192,9 +199,10 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     tools = {
         "bare encode_batch_fast": replace(bare("encode_batch_fast"), shares=True),
         "bare encode_batch": replace(bare("encode_batch"), shares=True),
-        "ptdmpi-data tokenize": Tool(ours),
+        OURS: ours(here, ""),
     }
     if peers.python is not None:
+        tools["ptdmpi-data tokenize, gigatoken:"] = ours(there, "gigatoken:")
         tools["datatrove's DocumentTokenizer"] = Tool(datatrove, "*.ds")
     if peers.python is not None and peers.megatron is not None:
         tools["Megatron's preprocess_data.py"] = megatron("preprocess_data.py")
@@ -211,6 +219,7 @@ def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | 
     """
     shutil.rmtree(out, ignore_errors=True)
     environ = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
+    environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
     inputs = sorted(corpus.iterdir()) if tool.shares else [corpus]
     begun = time.perf_counter()
     runs = [
@@ -241,7 +250,7 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
     words = [sys.executable, "-m", "data_prep.cli", "inspect", "--json", str(table)]
     tokens = []
     for corpus in corpora:
-        _run(tools["ptdmpi-data tokenize"], corpus, table, cores)
+        _run(tools[OURS], corpus, table, cores)
         tokens.append(json.loads(subprocess.check_output(words))["tokens"])
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in tools}
     for number in range(rounds + 1):  # the round before the first warms up

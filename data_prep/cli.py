@@ -109,7 +109,8 @@ def commands() -> None:
 @click.option(
     "--tokenizer",
     required=True,
-    help="'bytes', a Hugging Face tokenizer.json, a SentencePiece .model, or tiktoken:NAME.",
+    help="'bytes', a Hugging Face tokenizer.json (gigatoken:FILE: by that faster library), a "
+    "SentencePiece .model, or tiktoken:NAME.",
 )
 @click.option(
     "--workers",
@@ -145,7 +146,7 @@ def tokenize(
 
 
 @commands.command("import-megatron")
-@click.argument("prefixes", nargs=-1, required=True)
+@click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
 @click.option("--tokenizer", help="What made the tokens: 'bytes', or its file.")
 @click.option("--vocab-size", type=int, help="With --eod-id, where no tokenizer file is at hand.")
 @click.option("--eod-id", type=int, help="Token that ends a document.")

@@ -126,6 +126,11 @@ def _rows(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
         start += length
 
 
+def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
+    # hashing takes as long as the fastest tokenizer
+    return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
+
+
 def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
     """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
     line that is no JSON object with the text field, naming file and byte or line."""
@@ -135,12 +140,12 @@ def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
             for document in read(chunk, options):
                 first = True
                 for data, last in split_document([document]):
-                    held_out = first and document_share(data) < options.valid_fraction
+                    held_out = first and _held_out(data, options)
                     yield Piece(data.decode(), len(data), held_out, first, last)
                     first = False
         else:
             text = _decode(chunk.data, chunk.path, chunk.start, options.errors)
-            held_out = chunk.first and document_share(chunk.data) < options.valid_fraction
+            held_out = chunk.first and _held_out(chunk.data, options)
             yield Piece(text, len(chunk.data), held_out, chunk.first, chunk.last)
 
 

@@ -86,6 +86,10 @@ def require_writable(path: Path) -> None:
         raise InputError(f"{path}: cannot be written: {folder} does not allow it")
 
 
+def _unknown(output: Path) -> InputError:
+    return InputError(f"{output}: holds shards of unknown origin: give an empty directory")
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Replace a small file as a whole. Raises InputError if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
@@ -194,12 +198,12 @@ class RunState:
             self._remove_all()
         known = [self._known(output) for output in self.outputs]
         for output, identity, found in zip(self.outputs, self._identities, known, strict=True):
-            if found is None and any(output.glob("*.h5")):
-                raise InputError(
-                    f"{output}: holds shards of unknown origin: give an empty directory"
-                )
             if found is not None:
                 _compare(output, identity, found)
+            elif any(output.glob("*.h5")):
+                if self._belongs(output, known[0]):
+                    _require_shards(output, found)
+                raise _unknown(output)
         summaries = [self._summary(output) for output in self.outputs]
         if summaries[0] is not None:
             for output, summary in zip(self.outputs, summaries, strict=True):
@@ -213,6 +217,9 @@ class RunState:
                     leftover.unlink()
             self._failed.unlink(missing_ok=True)
         except OSError as error:
+            for output in self.outputs:
+                with suppress(OSError):  # not empty, or not made
+                    output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
         for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
             write_json(output / UNFINISHED / IDENTITY, identity)
@@ -255,22 +262,36 @@ class RunState:
                 return known
         return None
 
+    def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
+        """Whether the main output, of which so much is known, has this one for its held-out shards:
+        then they are ours even where nothing beside them says so."""
+        beside = self._identities[0]["valid_outputs"]
+        return (
+            output != self.outputs[0] and main is not None and main.get("valid_outputs") == beside
+        )
+
     def _remove_all(self) -> None:
-        """Remove what earlier runs made; what is not ours is refused later, not removed."""
+        """Remove what earlier runs made. Raises InputError, before anything goes, where there is
+        something that is not theirs."""
         ours = []
+        main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
             try:
                 known = self._known(output)
             except InputError:
                 known = identity  # damaged, so nobody's
-            if known is None and not (output / UNFINISHED).exists():
-                continue
+            main = main or known
             if known is not None and known.get("holds") != identity["holds"]:
                 raise InputError(
                     f"{output}: holds {known.get('holds')}, and {identity['holds']} would go "
                     "there: give another directory"
                 )
-            ours.append(output)
+            mine = known is not None or (output / UNFINISHED).exists()
+            mine = mine or self._belongs(output, main)
+            foreign = set(output.glob("*.h5")) - (set(output.glob(SHARDS)) if mine else set())
+            if foreign:
+                raise _unknown(output)
+            ours += [output] if mine else []
         for output in ours:
             for path in [*output.glob(SHARDS), *output.glob(f"{SHARDS}.tmp"), output / SUMMARY]:
                 path.unlink(missing_ok=True)

@@ -2,14 +2,15 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from data_prep.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
+from data_prep.other_tokenizers import MISSING, SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
@@ -17,9 +18,12 @@ from ptdmpi.data.header import token_dtype
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>", "[SEP]")
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
+GIGATOKEN = "gigatoken:"  # and the name of a tokenizer.json
+_COMPARED_CHARACTERS = 4096
+_RENEWED_CHARACTERS = 1 << 26  # after so many, gigatoken's memory of the words it met begins anew
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
-MAX_VOCAB_SIZE = 1 << 31
+MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for so many before it begins
 
 
 class Vocabulary(Protocol):
@@ -104,8 +108,56 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
+class GigatokenTokenizer(HuggingFaceTokenizer):
+    """A `tokenizer.json` by the library gigatoken, which remembers the words that it met: the same
+    tokens, many times as fast. Texts that name a special token, which it would take for one, go the
+    slow way; the beginning of each batch goes both ways and is compared."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        try:
+            import gigatoken
+        except ImportError as error:
+            raise InputError(f"tokenizer {GIGATOKEN}{path} needs gigatoken: {MISSING}") from error
+        self._open = partial(gigatoken.Tokenizer.from_json, self._tokenizer.to_str())
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = sorted(re.escape(token.content) for token in added if token.special)
+        self._special = re.compile(
+            "|".join(special) or r"(?!)"
+        )  # without any: what matches nowhere
+        try:
+            self._fast = self._open()
+        except Exception as error:  # of no common class, for kinds of tokenizers that it lacks
+            raise InputError(
+                f"tokenizer {GIGATOKEN}{path}: {error}; without {GIGATOKEN} it may be read"
+            ) from error
+        self._characters = 0
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Raises InputError where the two ways differ."""
+        slow = [number for number, text in enumerate(texts) if self._special.search(text)]
+        ids = dict(zip(slow, super().encode([texts[number] for number in slow]), strict=True))
+        fast = [number for number in range(len(texts)) if number not in ids]
+        for number in fast[:1]:
+            self._compare(texts[number][:_COMPARED_CHARACTERS])
+        self._characters += sum(map(len, texts))
+        if self._characters > _RENEWED_CHARACTERS:
+            self._fast, self._characters = self._open(), 0
+        ids |= {number: self._fast.encode(texts[number]).astype(self._dtype) for number in fast}
+        return [ids[number] for number in range(len(texts))]
+
+    def _compare(self, text: str) -> None:
+        mine, theirs = self._fast.encode(text), super().encode([text])[0]
+        if not np.array_equal(mine, theirs):
+            raise InputError(
+                f"tokenizer {GIGATOKEN}{self.name}: gives other tokens than without {GIGATOKEN}, "
+                f"for the text that begins with {text[:40]!r}; use it without"
+            )
+
+
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`bytes`, `tiktoken:NAME`, or a file: SentencePiece's `.model`, else a `tokenizer.json`.
+    """`bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or a file: SentencePiece's `.model`, else a
+    `tokenizer.json`.
 
     Raises InputError for what is none of these, and where an extra library is missing.
     """
@@ -113,20 +165,25 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if str(name).startswith(TIKTOKEN):
         return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
-    path = Path(name)
+    path = tokenizer_file(str(name))
     at = path.stat() if path.is_file() else None
-    return _load_file(path, None if at is None else (at.st_size, at.st_mtime_ns))
+    fast = str(name).startswith(GIGATOKEN)
+    return _load_file(path, fast, None if at is None else (at.st_size, at.st_mtime_ns))
 
 
 @lru_cache(1)  # a large vocabulary takes half a second, and is asked for twice in a process
-def _load_file(path: Path, state: tuple[int, int] | None) -> Tokenizer:
+def _load_file(path: Path, fast: bool, state: tuple[int, int] | None) -> Tokenizer:
     """`state`: size and time of the file, so that a changed one is read anew."""
+    if fast:
+        return GigatokenTokenizer(path)
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
 
 
 def tokenizer_file(name: str) -> Path | None:
     """The file of a tokenizer, if it has one."""
-    return None if name == BYTES or name.startswith(TIKTOKEN) else Path(name)
+    if name == BYTES or name.startswith(TIKTOKEN):
+        return None
+    return Path(name.removeprefix(GIGATOKEN))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:

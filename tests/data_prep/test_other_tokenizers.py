@@ -3,13 +3,14 @@
 import hashlib
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from data_prep import other_tokenizers
+from data_prep import other_tokenizers, vocabulary
 from data_prep.cli import main
-from data_prep.vocabulary import load_tokenizer
+from data_prep.vocabulary import load_tokenizer, train_bpe
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
@@ -89,3 +90,49 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=f"needs {module}: pip install"):
             load_tokenizer(name)
     assert "corpus" in other_tokenizers.MISSING
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A tokenizer.json that was learnt from the texts."""
+    path = tmp_path / "t.json"
+    path.write_text(train_bpe(TEXTS * 3, 400)[0])
+    return path
+
+
+def test_gigatoken_gives_the_same_shards(tmp_path, monkeypatch, trained):
+    pytest.importorskip("gigatoken", reason="the extra `corpus` is missing")
+    monkeypatch.setattr(vocabulary, "_RENEWED_CHARACTERS", 1000)
+    plain, fast = load_tokenizer(trained), load_tokenizer(f"gigatoken:{trained}")
+    texts = [*TEXTS, "", " ", "<|endoftext|>", "x<|endoftext|>", "\n \n\t", "日本" * 3000] * 3
+    for mine, theirs in zip(fast.encode(texts), plain.encode(texts), strict=True):
+        assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()
+    assert fast.encode([]) == []
+    assert (fast.name, fast.sha256, fast.eod_id) == (plain.name, plain.sha256, plain.eod_id)
+    tokens = tokenized(monkeypatch, tmp_path, f"gigatoken:{trained}")
+    assert tokens == [ids.tolist() for ids in plain.encode(TEXTS)]
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == trained.read_bytes()
+
+
+def test_gigatoken_is_compared(trained, monkeypatch):
+    pytest.importorskip("gigatoken", reason="the extra `corpus` is missing")
+    fast = load_tokenizer(f"gigatoken:{trained}")
+    encode = fast._fast.encode
+    monkeypatch.setattr(fast, "_fast", SimpleNamespace(encode=lambda text: encode(text)[::-1]))
+    with pytest.raises(InputError, match=r"gigatoken:t\.json: gives other tokens than without"):
+        fast.encode(["one two three"])
+
+
+def test_gigatoken_is_missing_or_cannot(tmp_path, trained, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gigatoken", None)
+        with pytest.raises(InputError, match=r"t\.json needs gigatoken: pip install"):
+            load_tokenizer(f"gigatoken:{trained}")
+    with pytest.raises(InputError, match=r"none\.json"):
+        load_tokenizer(f"gigatoken:{tmp_path}/none.json")
+    pytest.importorskip("gigatoken", reason="the extra `corpus` is missing")
+    tree = json.loads(trained.read_text())
+    tree["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    (tmp_path / "w.json").write_text(json.dumps(tree))
+    with pytest.raises(InputError, match="without gigatoken: it may be read"):
+        load_tokenizer(f"gigatoken:{tmp_path}/w.json")

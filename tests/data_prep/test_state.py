@@ -100,3 +100,27 @@ def test_damaged_progress(tmp_path, words, monkeypatch, capsys, change):
     error = refused(monkeypatch, capsys, *words)
     assert "group-00000.json: is not what" in error and "--force to begin anew" in error
     run(monkeypatch, *words, "--force")
+
+
+def test_nothing_is_removed_before_a_refusal(tmp_path, words, monkeypatch, capsys):
+    split = [*words, "--valid-output", str(tmp_path / "v"), "--valid-fraction", "0.3"]
+    run(monkeypatch, *split)
+    capsys.readouterr()
+    (tmp_path / "v" / "mine.h5").write_text("precious")
+    before = sorted(path for path in tmp_path.rglob("*.h5"))
+    assert "v: holds shards of unknown origin" in refused(monkeypatch, capsys, *split, "--force")
+    other = [*words, "--valid-output", str(tmp_path / "w"), "--valid-fraction", "0.3", "--force"]
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "shard-00000-00000.h5").write_text("precious")
+    assert "w: holds shards of unknown origin" in refused(monkeypatch, capsys, *other)
+    assert before == sorted(path for path in tmp_path.rglob("[!w]/*.h5"))
+
+
+def test_held_out_shards_whose_summary_is_gone(tmp_path, words, monkeypatch, capsys):
+    split = [*words, "--valid-output", str(tmp_path / "v"), "--valid-fraction", "0.3"]
+    run(monkeypatch, *split)
+    capsys.readouterr()
+    (tmp_path / "v" / SUMMARY).unlink()
+    assert "v: tokenize.json is gone; use --force" in refused(monkeypatch, capsys, *split)
+    run(monkeypatch, *split, "--force")
+    assert (tmp_path / "v" / SUMMARY).exists()

@@ -102,7 +102,7 @@ def read_header(path: str | Path) -> ShardHeader:
     """
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"shard {path}: no such file")
+        raise InputError(f"shard {path}: {'is no file' if path.exists() else 'no such file'}")
     try:
         with h5py.File(path, "r") as file:
             values = _attributes(file)

@@ -143,7 +143,9 @@ def format_checksum(crc32: int) -> str:
     return f"crc32:{crc32:08x}"
 
 
+_DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(one.name for one in fields(ShardHeader) if one.name not in ("path", "listed"))
+_FIELDS = frozenset(_OWN)
 
 
 def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
@@ -157,14 +159,13 @@ def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
 
 
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
-    if entry.keys() != set(_OWN) or entry["dtype"] not in ("<u2", "<u4"):
+    if entry.keys() != _FIELDS:
         raise ValueError("other fields than a header has")
-    header = ShardHeader(path=path, listed=True, **{**entry, "dtype": np.dtype(entry["dtype"])})
-    numbers = (header.byte_offset, header.documents_byte_offset, header.eod_id)
-    counts = (header.tokens, header.documents, header.vocab_size)
-    if any(type(n) is not int for n in (*numbers, *counts)) or min(numbers) < 0 or min(counts) < 1:
+    numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
+    counts = (entry["tokens"], entry["documents"], entry["vocab_size"])
+    if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
-    return header
+    return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 
 def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:

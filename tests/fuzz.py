@@ -17,6 +17,7 @@ import lzma
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ from ptdmpi.data.shards import Dataset, map_documents, verify
 INTERESTING = [0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1]
 KINDS = ("byte", "word", "drop", "insert", "cut")
 PIECE_INPUTS = 1000  # that a process is given at a time
+PIECE_SECONDS = 600  # a hundred times what they take
 
 TryOne = Callable[[random.Random], bool]  # makes an input and has it read; whether it was refused
 
@@ -245,6 +247,15 @@ def run(name: str, numbers: range, seed: int) -> int:
         shutil.rmtree(folder)
 
 
+def _run_piece(name: str, numbers: range, seed: int) -> int:
+    """As `run`, in a process that ends where a reader does not: nothing else stops a C library."""
+    signal.alarm(PIECE_SECONDS)
+    try:
+        return run(name, numbers, seed)
+    finally:
+        signal.alarm(0)
+
+
 def _command(name: str, first: int, inputs: int, seed: int) -> str:
     return f"python -m tests.fuzz {name} --first {first} --inputs {inputs} --seed {seed}"
 
@@ -265,7 +276,9 @@ def main() -> None:
             end = arguments.first + round(arguments.inputs * share)
             starts = range(arguments.first, end, PIECE_INPUTS)
             numbers = [range(at, min(at + PIECE_INPUTS, end)) for at in starts]
-            pieces[name] = [(piece, pool.submit(run, name, piece, seed)) for piece in numbers]
+            pieces[name] = [
+                (piece, pool.submit(_run_piece, name, piece, seed)) for piece in numbers
+            ]
         for name, of in pieces.items():
             refused = 0
             for piece, answer in of:
@@ -273,7 +286,7 @@ def main() -> None:
                     refused += answer.result()
                 except BrokenProcessPool:
                     sys.exit(
-                        "a process crashed, perhaps in one of these or of the next "
+                        "a process crashed or did not end, perhaps in one of these or of the next "
                         f"{PIECE_INPUTS} inputs: {_command(name, piece.start, len(piece), seed)}"
                     )
             tried, seconds = sum(len(piece) for piece, _ in of), time.perf_counter() - begun

@@ -167,6 +167,19 @@ def test_damaged_metadata(shard, message):
     assert verify(shard) == [str(caught.value)]
 
 
+@pytest.mark.parametrize("size", [0, 1 << 40, (1 << 64) - 1, (1 << 64) - 16])
+def test_a_damaged_heap_of_texts_is_not_given_to_hdf5(shard, size):
+    """Which would read it for ever."""
+    content = bytearray(shard.read_bytes())
+    at = content.find(b"GCOL") + 16  # the first object; 0: free space without a byte
+    content[at + 8 : at + 16] = size.to_bytes(8, "little")
+    if not size:
+        content[at : at + 2] = b"\0\0"
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match=r"shard\.h5: .*damaged texts"):
+        read_header(shard)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000, 0.5, 0.99])
 def test_truncated_shard(shard, keep):
     size = shard.stat().st_size

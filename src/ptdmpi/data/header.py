@@ -20,6 +20,7 @@ from ptdmpi.config import InputError
 
 FORMAT_VERSION = 1
 SUMMARY = "tokenize.json"  # what was made of what, and the headers of the shards beside it
+_HEAP_BYTES = 1 << 20  # looked at in each place where HDF5 keeps the texts of attributes
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
 
@@ -93,6 +94,30 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
     return shape[0], dtype, offset
 
 
+def _check_heaps(path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
+    """Raises ValueError for a heap of texts whose objects do not fit into it: HDF5 2.0 reads such a
+    one for ever. `first`, `second`: the bytes of the datasets; heaps stand between or behind them.
+
+    Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
+    """
+    (_, after), (start, end) = sorted((first, second))
+    with open(path, "rb") as stream:
+        for begin, stop in ((0, min(first[0], second[0])), (after, start), (end, 1 << 62)):
+            content = os.pread(stream.fileno(), max(0, min(stop - begin, _HEAP_BYTES)), begin)
+            heap = content.find(b"GCOL")
+            while heap >= 0:
+                limit = heap + int.from_bytes(content[heap + 8 : heap + 16], "little")
+                at = heap + 16
+                while at + 16 <= min(limit, len(content)):
+                    free = content[at : at + 2] == b"\0\0"
+                    size = int.from_bytes(content[at + 8 : at + 16], "little")
+                    step = size if free else 16 + -(-size // 8) * 8
+                    if not 16 <= step <= limit - at:
+                        raise ValueError("has damaged texts in its attributes")
+                    at += step
+                heap = content.find(b"GCOL", heap + 4)
+
+
 def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
 
@@ -105,9 +130,14 @@ def read_header(path: str | Path) -> ShardHeader:
         raise InputError(f"shard {path}: {'is no file' if path.exists() else 'no such file'}")
     try:
         with h5py.File(path, "r") as file:
-            values = _attributes(file)
             tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
             offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
+            _check_heaps(
+                path,
+                (byte_offset, byte_offset + tokens * dtype.itemsize),
+                (documents_byte_offset, documents_byte_offset + 8 * offsets),
+            )
+            values = _attributes(file)
         with open(path, "rb") as stream:
             ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
             first, last = (
@@ -143,7 +173,9 @@ def format_checksum(crc32: int) -> str:
     return f"crc32:{crc32:08x}"
 
 
+_DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(one.name for one in fields(ShardHeader) if one.name not in ("path", "listed"))
+_FIELDS = frozenset(_OWN)
 
 
 def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
@@ -157,14 +189,13 @@ def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
 
 
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
-    if entry.keys() != set(_OWN) or entry["dtype"] not in ("<u2", "<u4"):
+    if entry.keys() != _FIELDS:
         raise ValueError("other fields than a header has")
-    header = ShardHeader(path=path, listed=True, **{**entry, "dtype": np.dtype(entry["dtype"])})
-    numbers = (header.byte_offset, header.documents_byte_offset, header.eod_id)
-    counts = (header.tokens, header.documents, header.vocab_size)
-    if any(type(n) is not int for n in (*numbers, *counts)) or min(numbers) < 0 or min(counts) < 1:
+    numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
+    counts = (entry["tokens"], entry["documents"], entry["vocab_size"])
+    if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
-    return header
+    return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 
 def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:

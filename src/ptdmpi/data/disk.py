@@ -12,9 +12,9 @@ def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
-def sync_directory(directory: Path) -> None:
-    """Have the names in a directory outlive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, outlive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from ptdmpi.config import InputError
-from ptdmpi.data.disk import start_writing_out, sync_directory
+from ptdmpi.data.disk import start_writing_out, sync
 from ptdmpi.data.header import FORMAT_VERSION, format_checksum, token_dtype
 
 _ALIGNMENT_BYTES = (
@@ -172,7 +172,7 @@ class ShardWriter:
             with open(self._temporary, "rb") as stream:
                 os.fsync(stream.fileno())
             os.replace(self._temporary, self.path)
-            sync_directory(self.path.parent)
+            sync(self.path.parent)
         except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
             self.discard()
             raise self._failure(error) from error

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
+from ptdmpi.data.disk import sync
 from ptdmpi.train.checkpoint_data import TYPE_NAMES
 
 FORMAT_VERSION = 2
@@ -287,14 +288,6 @@ def _remove(path: Path) -> None:
 def _free_name(final: Path, why: str) -> Path:
     names = (final.with_name(f"{final.name}.{why}{number}") for number in ("", *range(2, 10000)))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_synced(path: Path, text: str) -> None:

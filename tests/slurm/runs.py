@@ -59,6 +59,7 @@ class Run:
         self.folder, self.path = folder, folder / "runs" / name
         self.settings = (f"run.name={name}", *settings)
         self.job = ""
+        self.cluster: Cluster | None = None
 
     def arguments(self) -> list[str]:
         options = [word for setting in self.settings for word in ("--set", setting)]
@@ -89,7 +90,7 @@ class Run:
             cwd=self.folder,
             env=virtual,
         )
-        self.job = done.stdout.strip()
+        self.job, self.cluster = done.stdout.strip(), cluster
 
     @property
     def log(self) -> str:
@@ -129,7 +130,10 @@ class Run:
         try:
             return wait_until(condition, limit_s, what)
         except TimeoutError as error:
-            raise AssertionError(f"{error}\n{self.log}") from None
+            # a job that was never started has no log: Slurm says why
+            known = self.cluster.job(self.job) if self.cluster else {}
+            state = " ".join(f"{k}={known.get(k)}" for k in ("JobState", "Reason", "Restarts"))
+            raise AssertionError(f"{error}; {state}\n{self.log}") from None
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no Slurm: {REASON}")
 slow = pytest.mark.slurm
 TEMPLATES = sorted(path.name for path in ROOT.glob("jobs/*.sbatch"))
 PMIX = "srun --mpi=pmix"  # Cray's templates name Cray's plugin
-COMPLETE_LIMIT_S = 300.0
+COMPLETE_LIMIT_S = 600.0
 SHORT = (
     "run.steps=60",
     "model.hidden=32",
@@ -109,9 +109,9 @@ def test_templates_are_accepted(cluster, template, folder):
 @slow
 def test_time_limit(whole, folder):
     """Slurm's own warning before the time limit, as often as it takes."""
-    twin = Run(folder, "long-straight", "run.steps=600")
+    twin = Run(folder, "long-straight", "run.steps=300")
     twin.undisturbed()
-    run = Run(folder, "long", "run.steps=600")
+    run = Run(folder, "long", "run.steps=300")
     run.submit(whole, "--time=1", "--signal=B:USR1@30")
     run.wait_for_log("is complete", COMPLETE_LIMIT_S)
     assert run.log.count("exit code 75,") >= 1

@@ -76,10 +76,9 @@ def entry_of(made):
     return next(iter(made.engine.buffer.entries.values()))
 
 
-def test_a_bert_is_trained_further_with_its_own_tokenizer(tmp_path):
+@parallel(ranks=[1], limit_s=120)
+def test_a_bert_is_trained_further_with_its_own_tokenizer(comm, tmp_path):
     """WordPiece with [CLS], [SEP], [MASK]: shards of it have exactly the model's vocabulary."""
-    from mpi4py import MPI
-
     from data_prep.vocabulary import load_tokenizer
     from ptdmpi.data.shards import Dataset
     from tests.convert._hugging_face import saved
@@ -100,7 +99,7 @@ def test_a_bert_is_trained_further_with_its_own_tokenizer(tmp_path):
     model = tomllib.loads((tmp_path / "ours/config.toml").read_text())["model"]
     changes = {f"model.{key}": value for key, value in model.items()}
     changes |= {"checkpoint.initial": str(tmp_path / "ours"), "run.steps": 16}
-    with loop(MPI.COMM_SELF, tmp_path, changes) as made:
+    with loop(comm, tmp_path, changes) as made:
         made.run()
     steps = [one for one in records(tmp_path / "run") if "loss" in one]
     losses, orders = ([one[key] for one in steps] for key in ("loss", "sentence_order_loss"))

@@ -73,6 +73,15 @@ def test_long_steps_go_on_as_they_began(monkeypatch, kind, p, v, m):
     assert makespan_s(kind, p, v, 10**9, times) == pytest.approx(10**9 / m * whole, rel=0.1)
 
 
+def test_a_pipeline_of_very_many_stages_is_visited_by_whole_rounds(monkeypatch):
+    """However few ops may be visited, some rounds are: the closed form (m v + p - 1)(f + b)."""
+    monkeypatch.setattr(pipeline, "MOST_OPS", 10)
+    for p, v, m in ((6, 1, 45), (6, 2, 60)):
+        times = even(p * v, 1.0, 2.0)
+        exact = pytest.approx((m * v + p - 1) * 3.0)
+        assert makespan_s(default_kind(v), p, v, m, times) == exact
+
+
 def test_the_bound_is_the_time_of_even_stages():
     times = even(8, 1.0, 2.0)
     for v, m in ((1, 16), (2, 16)):

@@ -95,7 +95,8 @@ def makespan_s(
 ) -> float:
     """From the first forward to the last backward. Beyond `MOST_OPS`, where the pipeline has long
     been in step with itself, each further microbatch takes as long as those before."""
-    most = MOST_OPS // (2 * pipeline * virtual) // pipeline * pipeline
+    # whole rounds of the pipeline; it is in step with itself after the first
+    most = pipeline * max(2, MOST_OPS // (2 * pipeline * virtual) // pipeline)
     if microbatches <= 2 * most:
         return _simulated_s(kind, pipeline, virtual, microbatches, times)
     rest = microbatches % pipeline

@@ -45,8 +45,6 @@ def model(family: str, dtype: str = "float32", masked_only: bool = False, **chan
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-        if "bert" in family:  # where nothing is tied they are apart, and only the second is used
-            made.cls.predictions.bias.copy_(made.cls.predictions.decoder.bias)
     return made.to(getattr(torch, dtype)).eval()
 
 

@@ -55,6 +55,7 @@ CASES = {
             "type_vocab_size": 3,
         },
     ),
+    "bert-one-type": ("bert", {"type_vocab_size": 1}),
     "bert-sharded-v51-one-type": (
         "bert",
         {"shard": "15KB", "vocab_size": 51, "type_vocab_size": 1, "masked_only": True},

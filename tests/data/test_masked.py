@@ -188,3 +188,13 @@ def test_one_segment_where_no_order_is_asked_for(dataset):
     assert model.text_length == S - 2
     for _, _, sample in samples_of(dataset, made, range(50)):
         assert sample.order == -1 and (sample.ids == SEPARATOR).sum() == 1
+
+
+def test_one_type_for_both_segments(dataset):
+    """A model of one type tells segments apart by the separator alone; the rest is the same."""
+    one, two = form(dataset, **{"model.token_types": 1}), form(dataset)
+    for (*_, a), (*_, b) in zip(
+        samples_of(dataset, one, range(50)), samples_of(dataset, two, range(50)), strict=True
+    ):
+        assert (a.types == 0).all() and (b.types.max() == 1) == (b.order >= 0)
+        assert (a.ids == b.ids).all() and a.order == b.order

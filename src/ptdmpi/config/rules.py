@@ -98,8 +98,6 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
             if value:
                 yield f'model.{key} belongs to model.attention = "bidirectional"'
         return
-    if model.sentence_order and model.token_types == 1:
-        yield "model.sentence_order tells two segments apart: token_types must be 0, 2 or more"
     if model.seq_length < MIN_MASKED_LENGTH:
         yield (
             f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "

@@ -59,6 +59,7 @@ def compare(
     ids = prompts(stored.vocab_size, model.seq_length)
     types = segments(ids, model.token_types) if model.token_types else None
     names = {place.theirs: name for name, place in plan.by_name.items()}
+    names |= {head: names[word] for head, word in family.again.items() if word in names}
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:

@@ -19,7 +19,8 @@ class Family:
     and v). `prefix` stands before the names of the base model, which leaves it out when it is saved
     alone; the names of heads have none. `transposed`: their linears hold [inputs, outputs].
     `buffers`: tensors that no model here has, kept for the way back. `keys` makes [model] of a
-    config.json, `config` the reverse. `again`: tensors that repeat another one in every model.
+    config.json, `config` the reverse. `again`: tensors that repeat another one in every model whose
+    head is tied; where it is not, and they differ, these count and the other one is not used.
     `told_by`: keys of [model] that stand in no config.json, and the tensor which is there where
     they are true. `renamed`: how names end in old files, and in newer ones."""
 

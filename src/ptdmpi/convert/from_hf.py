@@ -42,8 +42,7 @@ def from_hf(source: Path, target: Path) -> Converted:
     with WeightFiles(source) as theirs, new_directory(target) as folder:
         model, needed = _model(keys, family, theirs, config.name, vocab_size)
         plan = make_plan(family, model, needed, theirs.tensors, str(source))
-        for head, word in plan.again.items():
-            _require_equal(theirs, head, word)
+        plan = _settled(plan, model, theirs)
         blocks = list(_blocks(theirs, plan))
         files.require_space(folder, sum(block.nbytes for block in blocks))
         size = _write_checkpoint(folder / "checkpoints", blocks, model.model_dump())
@@ -69,13 +68,26 @@ def _model(
     return ours.model, declarations(ours, vocab_size)
 
 
-def _require_equal(theirs: WeightFiles, head: str, word: str) -> None:
-    for slab in slabs(theirs.tensors[head].shape, 8):
-        if not torch.equal(theirs.read(head, slab), theirs.read(word, slab)):
+def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
+    """With what repeats another tensor as such only where they are equal. Raises InputError."""
+    for head, word in plan.again.items():
+        if _equal(theirs, head, word):
+            continue
+        if model.tie_embeddings:
             raise InputError(
                 f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
                 "legal: equal ones, or an output of its own with tie_word_embeddings = false"
             )
+        # `transformers` ties neither where the head is not tied, and computes with the repetition
+        plan = plan.unused(word)
+    return plan
+
+
+def _equal(theirs: WeightFiles, one: str, other: str) -> bool:
+    return all(
+        torch.equal(theirs.read(one, slab), theirs.read(other, slab))
+        for slab in slabs(theirs.tensors[one].shape, 8)
+    )
 
 
 def _blocks(theirs: WeightFiles, plan: Plan) -> Iterator[Block]:

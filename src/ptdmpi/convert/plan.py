@@ -1,7 +1,7 @@
 """Which of their tensors is which box of ours: checked before a byte is converted."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.family import Family, Place, places, tied_to
@@ -17,6 +17,15 @@ class Plan:
     by_name: dict[str, Place]
     again: dict[str, str]
     buffers: list[str]
+
+    def unused(self, name: str) -> "Plan":
+        """With the tensor `name` as a buffer: what repeats it is the parameter, not it."""
+        return replace(
+            self,
+            by_name={key: place for key, place in self.by_name.items() if key != name},
+            again={key: one for key, one in self.again.items() if one != name},
+            buffers=[*self.buffers, name],
+        )
 
 
 def make_plan(
@@ -37,7 +46,8 @@ def make_plan(
     for place in places(family, needed):
         held = place.theirs if place.theirs in full else alone.get(place.theirs)
         if held not in full:
-            bare = "" if any(map(family.of_head, full)) else ": a base model, without a head"
+            headless = family.of_head(place.theirs) and not any(map(family.of_head, full))
+            bare = ": a base model, without a head" if headless else ""
             raise InputError(f"{where}: tensor {family.full(place.theirs)} is missing{bare}")
         _require(where, full[held], tensors[full[held]], place)
         by_name[full[held]] = place

@@ -111,7 +111,7 @@ def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
     y = norm(f"{head}.transform.LayerNorm", y)
     tied = config.get("tie_word_embeddings", True)
     table = get("embeddings.word_embeddings.weight" if tied else f"{head}.decoder.weight")
-    logits = y @ table.t() + get(f"{head}.bias")
+    logits = y @ table.t() + get(f"{head}.bias" if tied else f"{head}.decoder.bias")
     if not asked.order:
         return (logits,)
     return logits, linear("cls.seq_relationship", torch.tanh(linear("pooler.dense", x[:, 0])))

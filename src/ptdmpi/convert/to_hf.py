@@ -62,9 +62,11 @@ def to_hf(
     stored = open_model(source)
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
-    form = _form_of(kept) if kept else _new_form(stored, needed)
+    form = _trained(_form_of(kept), stored, needed) if kept else _new_form(stored, needed)
     where = str(kept or stored.checkpoint)
     plan = make_plan(form.family, stored.config().model, needed, form.tensors, where)
+    for name in _buffers(kept) & plan.by_name.keys():
+        plan = plan.unused(name)
     form = form if dtype is None else _in_type(form, plan, dtype)
     damaged = checkpoint_check.problems(stored.checkpoint)
     if damaged:
@@ -111,6 +113,36 @@ def _form_of(kept: Path) -> Form:
     if not inside:
         raise InputError(f"{kept / HEADERS} is not what convert from-hf writes")
     return form
+
+
+def _trained(form: Form, stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
+    """Without the tensors of a head that the model was trained without, so has no more."""
+    family, config = form.family, stored.config()
+    there = {family.base(name): name for name in form.tensors}
+    off = [key for key, tensor in family.told_by.items() if tensor in there]
+    off = [key for key in off if not getattr(config.model, key)]
+    if not off:
+        return form
+    more = declarations(config.replace("model", **dict.fromkeys(off, True)), stored.vocab_size)
+    rest = {name: one for name, one in more.items() if name not in needed}
+    gone = {there.get(place.theirs) for place in places(family, rest)}
+    headers = {
+        file: tensors.make_header((n, one) for n, one in tensors.entries(text) if n not in gone)
+        for file, text in form.headers.items()
+    }
+    headers = {file: text for file, text in headers.items() if any(tensors.entries(text))}
+    changed = {**form.config, "architectures": family.config(config.model, 0)["architectures"]}
+    left = ", ".join(sorted(filter(None, gone)))
+    note = f"without {left}: it was trained with model.{off[0]} = false"
+    return replace(form, config=changed, headers=headers, note=note)
+
+
+def _buffers(kept: Path | None) -> set[str]:
+    """Of what `from_hf` has kept, the tensors that are no parameters."""
+    if kept is None or not (kept / BUFFERS).is_file():
+        return set()
+    with safe_open(kept / BUFFERS, framework="pt") as buffers:
+        return set(buffers.keys())
 
 
 def _new_form(stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
@@ -162,7 +194,7 @@ def _write_others(form: Form, folder: Path) -> None:
     for name, content in form.others.items():
         files.write_synced(folder / name, content.decode())
     _write_json(folder / "config.json", form.config)
-    if len(form.headers) > 1:
+    if tensors.SINGLE not in form.headers:
         _write_json(folder / tensors.INDEX, tensors.index_json(form.headers))
 
 

@@ -47,6 +47,7 @@ class MaskedSamples:
         self.vocabulary = read_vocabulary(dataset, data.whole_words)
         self.eod_id, self.seed = dataset.eod_id, seed
         self.seq_length, self.sentence_order = model.seq_length, model.sentence_order
+        self.last_type = 0 if model.token_types == 1 else 1  # of a single type are both segments
         self.fraction = data.mask_fraction
         self.most = model.predictions(data.mask_fraction)
         # n with probability in proportion to 1 / n (Lan et al. 2020, section 4.1)
@@ -101,7 +102,7 @@ class MaskedSamples:
             own = np.flatnonzero(starts[begin:end]) + at
             words.append((own, at + end - begin))
             ids += [text[begin:end], np.array([special.separator])]
-            types += [place] * (end - begin + 1 + (place == 0))
+            types += [min(place, self.last_type)] * (end - begin + 1 + (place == 0))
         tokens = np.concatenate(ids)
         budget = min(self.most, predictions(self.fraction, len(text)))
         chances = draws[3:].reshape(4, -1)

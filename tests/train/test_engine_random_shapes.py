@@ -1,0 +1,176 @@
+"""Random small configurations of `transformers`, converted: logits, loss and every gradient are
+theirs."""
+
+import importlib.util
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.world import World
+from ptdmpi.convert.families import FAMILIES
+from ptdmpi.convert.family import places
+from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.model.stage import Batch
+from ptdmpi.train.stored import StoredModel, declarations, open_model
+from tests._engines import build, load, logical, logits_of
+from tests._layers import difference
+from tests.train.test_engine_bert import microbatches, samples
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs transformers", allow_module_level=True)
+
+GELUS = ["gelu", "gelu_new", "gelu_pytorch_tanh"]
+HEADS = {"gpt2": ["LMHeadModel"], "llama": ["ForCausalLM"]}
+EPS = [1e-12, 1e-6, 1e-5, 1e-2]
+
+
+def random_shape(family: str, chosen: random.Random) -> dict[str, Any]:
+    """Keys of a config.json: sizes that little divides, and whatever else changes the function."""
+    heads = chosen.choice([1, 2, 3, 4, 6])
+    hidden = heads * chosen.choice([8, 10, 14] if heads < 3 else [2, 4, 6])
+    layers, ffn = chosen.choice([1, 2, 3]), chosen.choice([5, 17, 30, 48])
+    length, vocab_size = chosen.choice([8, 11, 16]), chosen.choice([13, 37, 50, 64])
+    common = {"vocab_size": vocab_size, "tie_word_embeddings": chosen.choice([True, False])}
+    if family == "gpt2":
+        return common | {
+            "n_layer": layers,
+            "n_embd": hidden,
+            "n_head": heads,
+            "n_positions": length,
+            "n_inner": chosen.choice([None, ffn]),
+            "activation_function": chosen.choice(GELUS),
+            "layer_norm_epsilon": chosen.choice(EPS),
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
+        }
+    common |= {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "max_position_embeddings": length,
+    }
+    if family == "llama":
+        bias = chosen.choice([True, False])
+        return common | {
+            "num_key_value_heads": chosen.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
+            "rms_norm_eps": chosen.choice(EPS),
+            "rope_parameters": {"rope_type": "default", "rope_theta": chosen.choice([7.5, 1e4])},
+            "attention_bias": bias,
+            "mlp_bias": bias,
+        }
+    return common | {
+        "type_vocab_size": chosen.choice([1, 2, 3]),
+        "layer_norm_eps": chosen.choice(EPS),
+        "hidden_act": chosen.choice(GELUS),
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0),
+        "pad_token_id": None,  # or the gradient of its embedding would be left out
+    }
+
+
+def theirs(family: str, shape: Mapping[str, Any], kind: str):
+    """Their model, with weights large enough that every gradient matters."""
+    import transformers
+
+    name = {"gpt2": "GPT2", "llama": "Llama", "bert": "Bert", "megatron-bert": "MegatronBert"}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name[family]}Config")(**shape)
+    model = getattr(transformers, f"{name[family]}{kind}")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model.train()
+
+
+def weights_of(stored: StoredModel) -> dict[str, Tensor]:
+    whole = {}
+    with stored.reader() as reader:
+        for name, one in declarations(stored.config(), stored.vocab_size).items():
+            values = np.empty(one.shape, np.float32)
+            reader.read(f"weights/{name}", tuple(slice(0, n) for n in one.shape), values)
+            whole[name] = torch.from_numpy(values)
+    return whole
+
+
+def next_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Batch]]:
+    """Their logits of the first two samples [2, s, V] and loss; all four as microbatches."""
+    ids = torch.randint(model.config.vocab_size, (4, length + 1))
+    logits = model(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    batches = [
+        Batch(two[:, :-1].t().contiguous(), two[:, 1:].t().contiguous(), None, torch.arange(2))
+        for two in ids.split(2)
+    ]
+    return logits[:2], loss, batches
+
+
+def masked_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Batch]]:
+    """The same at the masked positions [2, k, V], with padding, and with both heads' loss."""
+    shape = {"vocab_size": model.config.vocab_size, "seq_length": length}
+    ids, types, lengths, labels, _ = samples(shape, 4)
+    order = torch.tensor([0, 0, 1, 0])  # as many of both would leave a gradient of rounding errors
+    types = (types + torch.randint(9, types.shape)) % model.config.type_vocab_size
+    words = {"next_sentence_label": order} if hasattr(model.cls, "seq_relationship") else {}
+    seen = (torch.arange(length) < lengths[:, None]).long()
+    out = model(ids, seen, types, labels=labels, **words)
+    batches = microbatches((ids, types, lengths, labels, order), 2)
+    if not words:
+        batches = [replace(batch, order=None) for batch in batches]
+    columns = batches[0].masked.t()[..., None].expand(-1, -1, shape["vocab_size"])
+    logits = out.prediction_logits if words else out.logits
+    return logits[:2].gather(1, columns), out.loss, batches
+
+
+def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
+    """Theirs by our names; `FAMILIES` says where they stand, as for the weights."""
+    one, found = FAMILIES[family], {}
+    by_name = {one.base(name): weight.grad for name, weight in model.named_parameters()}
+    if not model.config.tie_word_embeddings:  # then only the second of two biases is used
+        by_name |= {other: by_name[name] for name, other in one.again.items()}
+    for place in places(one, declarations(stored.config(), stored.vocab_size)):
+        gradient = by_name[place.theirs]
+        whole = found.setdefault(place.ours, torch.zeros(place.whole))
+        whole[place.box] = gradient.t() if place.transposed else gradient
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(tmp_path, family, seed):
+    chosen = random.Random(f"{family} {seed}")
+    shape = random_shape(family, chosen)
+    masked = "bert" in family
+    heads = HEADS.get(family, ["ForPreTraining", "ForMaskedLM"])
+    model = theirs(family, shape, chosen.choice(heads))
+    model.save_pretrained(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    stored = open_model(tmp_path / "ours")
+    changes = {f"model.{key}": value for key, value in stored.tree["model"].items()}
+    changes |= {"optimizer.clip_norm": 0.0, "batch.global_size": 4}
+    changes["recompute.mode"] = chosen.choice(["none", "selective", "full"])
+    engine = build(World(MPI.COMM_SELF), changes, stored.vocab_size)
+    load(engine, weights_of(stored))
+
+    ask = masked_tokens if masked else next_tokens
+    expected, loss, batches = ask(model, engine.config.model.seq_length)
+    loss.backward()
+    found = logits_of(engine, batches[0]).transpose(0, 1)
+    kept = batches[0].weights.t() > 0 if masked else ...
+    assert difference(found[kept], expected[kept]) < 1e-5
+    assert engine.step(0, batches).loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    gradients = gradients_of(model, family, stored)
+    ours = logical(engine, engine.buffer.gradients)
+    assert ours.keys() == gradients.keys()
+    for key, gradient in ours.items():
+        one = gradients[key]
+        if key.endswith("qkv.bias"):  # the keys' true gradient is zero, but for rotated ones
+            size = engine.config.model.kv_heads * engine.config.model.head_size
+            without = [*range(len(one) - 2 * size), *range(len(one) - size, len(one))]
+            gradient, one = gradient[without], one[without]
+        assert difference(gradient, one) < 1e-5, key

@@ -200,6 +200,15 @@ def test_bad_input_is_one_line(run_of_bytes, words, message):
     assert message in line
 
 
+def test_a_question_that_does_not_fit_is_named(run_of_bytes):
+    file = run_of_bytes.parent / "long.jsonl"
+    lines = [{"context": "a", "choices": ["x", "y" * n], "answer": 0} for n in (3, 70)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = CliRunner().invoke(command, [str(run_of_bytes), "--tasks", str(file)])
+    assert result.exit_code == 2
+    assert f"{file}:2: 71 tokens to score: the model has seq_length = 64" in result.stderr
+
+
 def test_the_harness_itself(run_of_bytes):
     """A task file of one's own, run by lm-evaluation-harness where it is installed."""
     pytest.importorskip("lm_eval")

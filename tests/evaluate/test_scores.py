@@ -85,6 +85,10 @@ def test_continuations():
         ("42.", "42"),
         ("THE", "the"),
         ("?!", "?!"),
+        ("-8", "-8"),
+        (" +1,234.50.", "1234.50"),
+        (".5", ".5"),
+        ("1-2", "12"),
         ("", ""),
         ("theatre", "theatre"),
     ],
@@ -141,6 +145,14 @@ def test_tasks(tmp_path):
         read({"context": "Q", "choices": ["x"], "answer": 0}, {"context": "Q", "answers": ["x"]})
     with pytest.raises(InputError, match=r"holds no item"):
         read()
+    with pytest.raises(InputError, match=r"t.jsonl:1: half of a UTF-16 pair"):
+        read({"context": "\ud800", "answers": ["x"]})
+    lines = [{"context": f"a{end}b", "answers": ["x"]} for end in "\u2028\x85"]
+    text = "".join(json.dumps(one, ensure_ascii=False) + "\r\n" for one in lines)
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    first, second = tasks.read(file)
+    assert (first.context, second.context) == ("a\u2028b", "a\x85b")
+    assert second.place == f"{file}:2"
     file.write_text("{\n")
     with pytest.raises(InputError, match=r"t.jsonl:1: not a JSON line"):
         tasks.read(file)

@@ -43,6 +43,18 @@ def test_impossible_tokens_and_extreme_temperatures():
     assert {choose(logits, Sampling(temperature=1e-30, seed=s), 0, 0) for s in range(9)} == {1}
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_least_temperature_is_greedy():
+    assert choose(LOGITS, Sampling(temperature=5e-324, top_p=0.5), 0, 0) == 1
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_logits_that_are_no_numbers(wrong):
+    for sampling in (GREEDY, Sampling()):
+        with pytest.raises(ArithmeticError, match=r"logits are not finite: weights"):
+            choose(np.array([0.0, wrong], dtype=np.float32), sampling, 0, 0)
+
+
 def test_frequencies_are_those_of_the_softmax():
     sampling = Sampling(temperature=2.0)
     drawn = np.array([choose(LOGITS, sampling, 3, position) for position in range(4000)])

@@ -11,13 +11,17 @@ from ptdmpi.evaluate.choice import standard_error
 from ptdmpi.evaluate.tasks import Item
 from ptdmpi.generate.text import Text
 
+NUMBER = re.compile(r"[-+]?(\d[\d,]*(\.\d+)?|\.\d+)\.?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(answer: str) -> str:
     """Without case, articles, punctuation and repeated spaces, as TriviaQA's own script and LLaMA
-    (arXiv 2302.13971, appendix A) compare answers. One that is all of these is only stripped."""
+    (arXiv 2302.13971, appendix A) compare answers. One that is all of these is only stripped; a
+    number keeps its sign and point: -1.5 is not 15."""
+    if NUMBER.fullmatch(answer.strip()):
+        return answer.strip().rstrip(".").lstrip("+").replace(",", "")
     plain = ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION))
     return " ".join(plain.split()) or " ".join(answer.lower().split())
 

@@ -9,17 +9,17 @@ from ptdmpi.evaluate.tasks import Item
 from ptdmpi.generate.text import Text
 
 
-def continuation(text: Text, context: str, rest: str) -> Request:
+def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
     """How probable is `rest` behind `context`? Tokenised together, for a token may span the end of
     the context; spaces there belong to the rest, as tokenizers put them before words. Every text
-    that is not empty has at least one token to score."""
+    that is not empty has at least one token to score. `place` stands in messages."""
     end = len(context.rstrip(" "))
     context, rest = context[:end], context[end:] + rest
     before = text.prompt(context)
     ids = [*text.prefix, *text.encode(context + rest)]
     if not context and not text.prefix:
         ids = [*before, *ids]
-    return Request(ids, max(1, min(len(before), len(ids) - 1)))
+    return Request(ids, max(1, min(len(before), len(ids) - 1)), place)
 
 
 def requests(
@@ -29,8 +29,8 @@ def requests(
     found = []
     for item, context in zip(items, contexts, strict=True):
         for choice in item.choices:
-            found.append(continuation(text, context, separator + choice))
-            found.append(continuation(text, neutral, separator + choice))
+            for before in (context, neutral):
+                found.append(continuation(text, before, separator + choice, item.place))
     return found
 
 

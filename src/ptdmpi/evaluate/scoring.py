@@ -18,10 +18,12 @@ LOGITS_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Request:
-    """How probable are ids[first:], each token given all that are before it? `first` >= 1."""
+    """How probable are ids[first:], each token given all that are before it? `first` >= 1.
+    `place`: what stands in front of messages."""
 
     ids: Sequence[int]
     first: int
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,21 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
 
 
 def _fit(request: Request, model: InferenceModel) -> Request:
-    ids, first = request.ids, request.first
+    ids, first, place = request.ids, request.first, f"{request.place}: " if request.place else ""
     if not 1 <= first < len(ids):
         raise SharedInputError(
-            f"nothing to score: {len(ids)} tokens, the first {first} of them given"
+            f"{place}nothing to score: {len(ids)} tokens, the first {first} of them given"
         )
     if min(ids) < 0 or max(ids) >= model.vocab_size:
         raise SharedInputError(
-            f"id {max(ids)} is outside the model's vocabulary of {model.vocab_size}"
+            f"{place}id {max(ids)} is outside the model's vocabulary of {model.vocab_size}; was it "
+            "trained with this tokenizer?"
         )
     cut = max(0, len(ids) - 1 - model.seq_length)
     if cut >= first:
         raise SharedInputError(
-            f"{len(ids) - first} tokens to score: the model has seq_length = {model.seq_length}"
+            f"{place}{len(ids) - first} tokens to score: the model has seq_length = "
+            f"{model.seq_length}"
         )
     return Request(ids[cut:], first - cut)
 

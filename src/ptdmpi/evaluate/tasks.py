@@ -3,7 +3,7 @@ answers that count."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ BETWEEN_SHOTS = "\n\n"
 @dataclass(frozen=True)
 class Item:
     """One question. Multiple choice: `choices`, of which number `answer` is right; else any of
-    `answers` is."""
+    `answers` is. `place`: file and line, for messages."""
 
     context: str
     choices: tuple[str, ...] = ()
     answer: int = 0
     answers: tuple[str, ...] = ()
+    place: str = field(default="", compare=False)
 
     @property
     def right(self) -> str:
@@ -31,7 +32,8 @@ class Item:
 def read(path: Path) -> list[Item]:
     """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # only \n ends a line: others (U+2028) may stand in JSON's texts as they are
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -51,6 +53,10 @@ def _item(line: str, place: str) -> Item:
         raise InputError(f"{place}: not a JSON line: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("context"), str):
         raise InputError(f"{place}: no JSON object with a text in the field 'context'")
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: half of a UTF-16 pair is no text") from None
     if "choices" in values and "answers" in values:
         raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")
     if "choices" in values:
@@ -59,10 +65,11 @@ def _item(line: str, place: str) -> Item:
             raise InputError(f"{place}: 'answer' = {answer!r}; legal: the number of a choice")
         if not 0 <= answer < len(choices):
             raise InputError(f"{place}: 'answer' = {answer}; legal: 0 to {len(choices) - 1}")
-        return Item(values["context"], choices, answer)
+        return Item(values["context"], choices, answer, place=place)
     if "answers" not in values:
         raise InputError(f"{place}: neither 'choices' (with 'answer') nor 'answers'")
-    return Item(values["context"], answers=_texts(values["answers"], "answers", place))
+    answers = _texts(values["answers"], "answers", place)
+    return Item(values["context"], answers=answers, place=place)
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:

@@ -42,8 +42,9 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
     if sampling.temperature == 0.0:
         return order[:1], np.zeros(1)
     order = order[: sampling.top_k]
-    # subtracted before it is divided: the quotient cannot overflow
-    values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
+    # subtracted before it is divided: the quotient overflows to impossible tokens at most
+    with np.errstate(over="ignore"):
+        values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
     if sampling.top_p < 1.0:
         weights = np.exp(values)
         before = np.cumsum(weights) - weights
@@ -53,7 +54,12 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
-    """The token at `position` of sample number `sample`, from logits float32 [V]."""
+    """The token at `position` of sample number `sample`, from logits float32 [V]. Raises
+    ArithmeticError where no token can be told from others."""
+    if np.isnan(logits).any() or logits.max() == np.inf:
+        raise ArithmeticError(
+            "logits are not finite: weights that are inf or NaN, or too large for this precision"
+        )
     ids, values = candidates(logits, sampling)
     if len(ids) == 1:
         return int(ids[0])

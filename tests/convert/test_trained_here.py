@@ -1,6 +1,10 @@
 """A model of our own leaves for Hugging Face, and `transformers` loads it; others cannot."""
 
+import json
+import tomllib
+
 import pytest
+import tomlkit
 import torch
 
 from ptdmpi.config import InputError
@@ -40,6 +44,38 @@ def test_transformers_loads_it(tmp_path, model):
     to_hf(tmp_path / "run/checkpoints/step-00000007", tmp_path / "half", dtype="bfloat16")
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "family, keys, expected",
+    [
+        ("llama", {"rope_theta": 5e4, "seq_length": 64}, {"max_position_embeddings": 64}),
+        ("llama", {"seq_length": 8, "dropout": 0.1}, {}),
+        ("gpt2", {"norm_eps": 1e-3}, {"layer_norm_epsilon": 1e-3}),
+        ("bert", {"activation": "gelu"}, {"hidden_act": "gelu_new"}),
+    ],
+)
+def test_what_a_training_has_changed_stands_in_config_json(tmp_path, family, keys, expected):
+    """Such as RoPE's base, for longer samples: a function of the same weights that is another."""
+    from ptdmpi.convert.from_hf import from_hf
+    from tests.convert._hugging_face import saved
+
+    source = saved(tmp_path / "hf", family)
+    from_hf(source, tmp_path / "ours")
+    config = tmp_path / "ours/config.toml"
+    tree = tomllib.loads(config.read_text())
+    tree["model"] |= keys
+    config.write_text(tomlkit.dumps(tree))
+    done = to_hf(tmp_path / "ours", tmp_path / "back")
+    before, after = (
+        json.loads((tmp_path / one / "config.json").read_text()) for one in ("hf", "back")
+    )
+    if "rope_theta" in keys:
+        expected |= {"rope_theta": 5e4, "rope_parameters": after["rope_parameters"]}
+        assert after["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e4}
+    assert after == before | expected
+    told = done.note.removeprefix("config.json has another ").removesuffix(", as it was trained")
+    assert set(filter(None, told.split(", "))) == expected.keys()
 
 
 def test_several_files(tmp_path, monkeypatch):

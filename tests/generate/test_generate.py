@@ -192,3 +192,13 @@ def test_bad_input_is_one_line(run_of_bytes, words, message, capfd):
     assert result.exit_code == 2
     (line,) = (result.stderr or capfd.readouterr().err).strip().splitlines()
     assert re.search(message, line)
+
+
+@pytest.mark.parametrize("content", ["[", "[1]"])
+def test_a_damaged_file_of_a_converted_model(tmp_path, content):
+    run = _stored.stored(tmp_path / "run", 257)
+    (run / "hugging_face").mkdir()
+    (run / "hugging_face/generation_config.json").write_text(content)
+    result = CliRunner().invoke(command, [str(run), "--prompt", "a", "--tokenizer", "bytes"])
+    assert result.exit_code == 2
+    assert "hugging_face/generation_config.json is no JSON object: " in result.stderr

@@ -26,7 +26,14 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.train import checkpoint_check
 from ptdmpi.train import checkpoint_files as files
 from ptdmpi.train.checkpoint_data import Damaged, Reader
-from ptdmpi.train.stored import KEPT, StoredModel, declarations, open_model, require_weights
+from ptdmpi.train.stored import (
+    KEPT,
+    StoredModel,
+    config_of,
+    declarations,
+    open_model,
+    require_weights,
+)
 
 # The names that config.json has for types, and those of safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -62,7 +69,7 @@ def to_hf(
     stored = open_model(source)
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
-    form = _trained(_form_of(kept), stored, needed) if kept else _new_form(stored, needed)
+    form = _kept_form(kept, stored, needed) if kept else _new_form(stored, needed)
     where = str(kept or stored.checkpoint)
     plan = make_plan(form.family, stored.config().model, needed, form.tensors, where)
     for name in _buffers(kept) & plan.by_name.keys():
@@ -115,7 +122,28 @@ def _form_of(kept: Path) -> Form:
     return form
 
 
-def _trained(form: Form, stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
+def _kept_form(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
+    return _with_keys(_without_heads(_form_of(kept), stored, needed), stored)
+
+
+def _with_keys(form: Form, stored: StoredModel) -> Form:
+    """With what was changed in [model] for the training, such as `rope_theta`, in config.json."""
+    family, now = form.family, stored.config().model
+    keys = family.keys(ConfigJson(form.config, str(form.kept / "config.json")))
+    before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
+    # shorter samples leave the model as long as it was
+    same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
+    same["seq_length"] = max(before.seq_length, now.seq_length)
+    old, new = (family.config(m, 0) for m in (before, now.model_copy(update=same)))
+    changed = {key: value for key, value in new.items() if old[key] != value}
+    if not changed:
+        return form
+    told = f"config.json has another {', '.join(changed)}, as it was trained"
+    note = "; ".join(filter(None, (form.note, told)))
+    return replace(form, config={**form.config, **changed}, note=note)
+
+
+def _without_heads(form: Form, stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
     """Without the tensors of a head that the model was trained without, so has no more."""
     family, config = form.family, stored.config()
     there = {family.base(name): name for name in form.tensors}

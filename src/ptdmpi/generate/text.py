@@ -96,7 +96,12 @@ def _ends(kept: Path) -> set[int]:
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (kept / name).is_file():
-            value = json.loads((kept / name).read_bytes()).get("eos_token_id")
+            try:
+                value = json.loads((kept / name).read_bytes())["eos_token_id"]
+            except KeyError:
+                continue
+            except (ValueError, TypeError) as error:
+                raise InputError(f"{kept / name} is no JSON object: {error}") from None
             values = value if isinstance(value, list) else [value]
             found |= {one for one in values if isinstance(one, int)}
     return found

@@ -175,8 +175,10 @@ def test_widened_products_keep_float32_operands(compute):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "bert"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_state_counts_every_parameter_once(kind, tied):
+@pytest.mark.parametrize("bias", [True, False, "attention", "mlp"])
+def test_state_counts_every_parameter_once(kind, tied, bias):
     changes = {"model.kind": kind, "model.kv_heads": 2, "model.tie_embeddings": tied}
+    changes["model.bias"] = bias
     table = VOCAB_SIZE * 32
     for p in (1, 2, 4):
         config = _small(changes | _configs.layout(p=p), ranks=p)

@@ -2,6 +2,7 @@
 theirs."""
 
 import importlib.util
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ptdmpi.convert.families import FAMILIES
 from ptdmpi.convert.family import places
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.model.stage import Batch
+from ptdmpi.plan.costs import parameter_count
 from ptdmpi.train.stored import StoredModel, declarations, open_model
 from tests._engines import build, load, logical, logits_of
 from tests._layers import difference
@@ -57,13 +59,12 @@ def random_shape(family: str, chosen: random.Random) -> dict[str, Any]:
         "max_position_embeddings": length,
     }
     if family == "llama":
-        bias = chosen.choice([True, False])
         return common | {
             "num_key_value_heads": chosen.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
             "rms_norm_eps": chosen.choice(EPS),
             "rope_parameters": {"rope_type": "default", "rope_theta": chosen.choice([7.5, 1e4])},
-            "attention_bias": bias,
-            "mlp_bias": bias,
+            "attention_bias": chosen.choice([True, False]),
+            "mlp_bias": chosen.choice([True, False]),
         }
     return common | {
         "type_vocab_size": chosen.choice([1, 2, 3]),
@@ -157,6 +158,8 @@ def test_equals_transformers(tmp_path, family, seed):
     engine = build(World(MPI.COMM_SELF), changes, stored.vocab_size)
     load(engine, weights_of(stored))
 
+    count = sum(math.prod(entry.declaration.shape) for entry in engine.buffer.entries.values())
+    assert parameter_count(engine.config.model, stored.vocab_size) == count
     ask = masked_tokens if masked else next_tokens
     expected, loss, batches = ask(model, engine.config.model.seq_length)
     loss.backward()

@@ -100,7 +100,7 @@ class ModelConfig(Section):
     norm: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "gelu_exact", "swiglu"]
     positions: Literal["learned", "rope"]
-    bias: bool
+    bias: bool | Literal["attention", "mlp"]
     tie_embeddings: bool
     attention: Literal["causal", "bidirectional"]
     block_norm: Literal["pre", "post"]
@@ -133,6 +133,19 @@ class ModelConfig(Section):
     @property
     def head_size(self) -> int:
         return self.hidden // self.heads
+
+    @property
+    def attention_bias(self) -> bool:
+        return self.bias in (True, "attention")
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.bias in (True, "mlp")
+
+    @property
+    def head_bias(self) -> bool:
+        """Of a masked model's heads."""
+        return self.bias is True
 
     @property
     def masked(self) -> bool:

@@ -87,12 +87,8 @@ def _llama_keys(config: ConfigJson) -> dict[str, Any]:
             f"{config.name}: head_dim = {head_size} is not supported with hidden_size = {hidden} "
             f"and {heads} heads; legal: hidden_size / num_attention_heads"
         )
-    biases = {key: config.get(key, False) for key in ("attention_bias", "mlp_bias")}
-    if biases["attention_bias"] != biases["mlp_bias"]:
-        raise InputError(
-            f"{config.name}: attention_bias = {biases['attention_bias']} with mlp_bias = "
-            f"{biases['mlp_bias']} is not supported; legal: both true or both false"
-        )
+    attention, mlp = (config.only(key, False, True) for key in ("attention_bias", "mlp_bias"))
+    biases = {(True, False): "attention", (False, True): "mlp"}
     return {
         "kind": "llama",
         "layers": config.need("num_hidden_layers"),
@@ -103,7 +99,7 @@ def _llama_keys(config: ConfigJson) -> dict[str, Any]:
         "seq_length": config.need("max_position_embeddings"),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": _rope_theta(config),
-        "bias": biases["mlp_bias"],
+        "bias": biases.get((attention, mlp), bool(mlp)),
         "tie_embeddings": config.get("tie_word_embeddings", False),
     }
 
@@ -145,8 +141,8 @@ def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "attention_bias": model.bias,
-        "mlp_bias": model.bias,
+        "attention_bias": model.attention_bias,
+        "mlp_bias": model.mlp_bias,
         "tie_word_embeddings": model.tie_embeddings,
         "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_std,

@@ -126,7 +126,7 @@ class Stage(nn.Module):
         if mlm:
             self.mlm = MaskedTransform(model)
         self.head = VocabularyHead(
-            axis, vocab_size, model.hidden, model.init_std, bias=mlm and model.bias
+            axis, vocab_size, model.hidden, model.init_std, bias=mlm and model.head_bias
         )
         if model.sentence_order:
             self.sentence = SentenceOrder(model)

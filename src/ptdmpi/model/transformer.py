@@ -92,10 +92,10 @@ class Attention(nn.Module):
         self.selective = selective
         query, key_value = model.hidden, model.kv_heads * model.head_size
         self.qkv = ColumnParallelLinear(
-            axis, model.hidden, (query, key_value, key_value), model.bias, model.init_std
+            axis, model.hidden, (query, key_value, key_value), model.attention_bias, model.init_std
         )
         self.out = RowParallelLinear(
-            axis, model.hidden, model.hidden, model.bias, _residual_std(model)
+            axis, model.hidden, model.hidden, model.attention_bias, _residual_std(model)
         )
         self.rotary: tuple[Tensor, Tensor] | None = None
 
@@ -156,9 +156,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation = model.activation
         parts = (model.ffn_hidden,) * (2 if self.activation == "swiglu" else 1)
-        self.up = ColumnParallelLinear(axis, model.hidden, parts, model.bias, model.init_std)
+        self.up = ColumnParallelLinear(axis, model.hidden, parts, model.mlp_bias, model.init_std)
         self.down = RowParallelLinear(
-            axis, model.ffn_hidden, model.hidden, model.bias, _residual_std(model)
+            axis, model.ffn_hidden, model.hidden, model.mlp_bias, _residual_std(model)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class MaskedTransform(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.activation = model.activation
-        self.dense = ReplicatedLinear(model.hidden, model.hidden, model.bias, model.init_std)
+        self.dense = ReplicatedLinear(model.hidden, model.hidden, model.head_bias, model.init_std)
         self.norm = Norm(model, shared_gradient=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -279,8 +279,8 @@ class SentenceOrder(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.pooler = ReplicatedLinear(model.hidden, model.hidden, model.bias, model.init_std)
-        self.order = ReplicatedLinear(model.hidden, 2, model.bias, model.init_std)
+        self.pooler = ReplicatedLinear(model.hidden, model.hidden, model.head_bias, model.init_std)
+        self.order = ReplicatedLinear(model.hidden, 2, model.head_bias, model.init_std)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.order(self.pooler(x).tanh())

@@ -60,16 +60,16 @@ def head_parameters(model: ModelConfig) -> int:
     """Beside the output's table and bias; on every tensor rank: final norm, BERT's transform, and
     pooler and sentence order."""
     h, count = model.hidden, norm_parameters(model) if model.block_norm == "pre" else 0
-    square = h * h + h * model.bias
+    square = h * h + h * model.head_bias
     if model.output_head == "mlm":
         count += square + norm_parameters(model)
     if model.sentence_order:
-        count += square + 2 * h + 2 * model.bias
+        count += square + 2 * h + 2 * model.head_bias
     return count
 
 
 def output_biases(model: ModelConfig, vocab_size: int) -> int:
-    return vocab_size if model.output_head == "mlm" and model.bias else 0
+    return vocab_size if model.output_head == "mlm" and model.head_bias else 0
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
@@ -77,7 +77,6 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     h, kv, ffn = model.hidden, model.kv_heads * model.head_size, model.ffn_hidden
     up = 2 if model.activation == "swiglu" else 1
     layer = 2 * h * h + 2 * h * kv + (up + 1) * h * ffn + 2 * norm_parameters(model)
-    if model.bias:
-        layer += h + 2 * kv + h + up * ffn + h
+    layer += model.attention_bias * (h + 2 * kv + h) + model.mlp_bias * (up * ffn + h)
     tables = vocab_size * h * (1 if model.tie_embeddings else 2) + output_biases(model, vocab_size)
     return model.layers * layer + tables + embedding_parameters(model) + head_parameters(model)

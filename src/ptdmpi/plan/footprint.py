@@ -147,9 +147,8 @@ def layer_elements(model: Model, tensor: int) -> int:
     gates = 2 if config.activation == "swiglu" else 1
     split = 2 * h * h + 2 * h * kv + (gates + 1) * h * config.ffn_hidden
     whole = 2 * (2 if config.norm == "layernorm" else 1) * h
-    if config.bias:
-        split += h + 2 * kv + gates * config.ffn_hidden
-        whole += 2 * h
+    split += config.attention_bias * (h + 2 * kv) + config.mlp_bias * gates * config.ffn_hidden
+    whole += (config.attention_bias + config.mlp_bias) * h
     return -(-split // tensor) + whole
 
 

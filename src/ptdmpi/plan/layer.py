@@ -47,6 +47,7 @@ class Linear:
 
     inputs: int
     outputs: int
+    bias: bool
 
 
 class LayerTimes:
@@ -67,10 +68,11 @@ class LayerTimes:
         self.ffn = config.ffn_hidden // t
         self.gates = 2 if config.activation == "swiglu" else 1
         h = config.hidden
-        self.qkv = Linear(h, (self.heads + 2 * self.kv_heads) * self.head_size)
-        self.out = Linear(self.heads * self.head_size, h)
-        self.up = Linear(h, self.gates * self.ffn)
-        self.down = Linear(self.ffn, h)
+        in_attention, in_mlp = config.attention_bias, config.mlp_bias
+        self.qkv = Linear(h, (self.heads + 2 * self.kv_heads) * self.head_size, in_attention)
+        self.out = Linear(self.heads * self.head_size, h, in_attention)
+        self.up = Linear(h, self.gates * self.ffn, in_mlp)
+        self.down = Linear(self.ffn, h, in_mlp)
         self.linears = (self.qkv, self.out, self.up, self.down)
 
     def _norm(self, *element_bytes: float, backward: bool = False) -> float:
@@ -145,7 +147,7 @@ class LayerTimes:
         local = self.local_tokens * self.model.hidden
         mask = MASK_BYTES if self.software.dropout else 0
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
-        if self.model.bias and self.software.attention == "unfused":  # of query, key, value
+        if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
             products += self._stream(t * self.qkv.outputs * 2 * e)
         norms = 2 * self._norm(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
@@ -177,7 +179,7 @@ class LayerTimes:
         adds_s = self._stream(added)
         if self.software.adds_in_place and self.e == self.g:
             adds_s = 0.0
-        bias = self._stream(t * weight.outputs * self.e) if self.model.bias else 0.0
+        bias = self._stream(t * weight.outputs * self.e) if weight.bias else 0.0
         return products + adds_s + bias
 
     def _backward_messages_s(self) -> float:
@@ -205,7 +207,7 @@ class LayerTimes:
     def tensors(self) -> list[int]:
         """Elements of a layer's weights, biases and norms on this rank."""
         norms = (4 if self.model.norm == "layernorm" else 2) * [self.model.hidden]
-        biases = [w.outputs for w in self.linears] if self.model.bias else []
+        biases = [w.outputs for w in self.linears if w.bias]
         return [*(w.inputs * w.outputs for w in self.linears), *biases, *norms]
 
     @cached_property
@@ -254,5 +256,6 @@ class LayerTimes:
         sizes = (2 * w, *((e + w,) if e != w else ()))
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
-        linear = self._linear_backward(Linear(self.model.hidden, columns), self.predicted)
+        output = Linear(self.model.hidden, columns, self.model.head_bias)
+        linear = self._linear_backward(output, self.predicted)
         return Seconds(norm + loss + linear, self._sum_s)

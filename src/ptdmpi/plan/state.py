@@ -12,8 +12,8 @@ def _layer_parameters(sizes: Sizes) -> int:
     ffn = sizes.share(model.ffn_hidden)
     up = (2 if model.activation == "swiglu" else 1) * ffn
     weights = h * (query + 2 * key_value) + query * h + h * up + ffn * h
-    biases = query + 2 * key_value + h + up + h
-    return weights + biases * model.bias + 2 * costs.norm_parameters(model)
+    biases = model.attention_bias * (query + 2 * key_value + h) + model.mlp_bias * (up + h)
+    return weights + biases + 2 * costs.norm_parameters(model)
 
 
 def state_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> list[Item]:

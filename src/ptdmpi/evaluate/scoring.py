@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import SharedInputError
+from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.train.inference import InferenceModel
 
 # A batch is as large as both allow: enough tokens for efficient products, and not more logits.
@@ -39,7 +40,8 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     """The score of each request, on every rank; every rank calls it with the same requests.
 
     What does not fit `seq_length` loses its first tokens. Raises InputError where that would cut
-    into the scored ones, or an id is none of the vocabulary.
+    into the scored ones, or an id is none of the vocabulary; ArithmeticError where a score is no
+    number, for then no answer is better than another.
     """
     fitted = [_fit(request, model) for request in requests]
     order = sorted(range(len(fitted)), key=lambda i: (-len(fitted[i].ids), i))
@@ -59,6 +61,8 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     model.finish()
     found = model.share(found)
     everything = {i: one for part in data.all_gather_object(found) for i, one in part.items()}
+    if any(math.isnan(one.log_likelihood) for one in everything.values()):
+        raise ArithmeticError(NOT_FINITE)
     return [everything[i] for i in range(len(requests))]
 
 

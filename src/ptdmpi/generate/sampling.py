@@ -10,6 +10,8 @@ import numpy as np
 
 from ptdmpi.config import InputError
 
+NOT_FINITE = "logits are not finite: weights that are inf or NaN, or too large for this precision"
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -57,9 +59,7 @@ def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -
     """The token at `position` of sample number `sample`, from logits float32 [V]. Raises
     ArithmeticError where no token can be told from others."""
     if np.isnan(logits).any() or logits.max() == np.inf:
-        raise ArithmeticError(
-            "logits are not finite: weights that are inf or NaN, or too large for this precision"
-        )
+        raise ArithmeticError(NOT_FINITE)
     ids, values = candidates(logits, sampling)
     if len(ids) == 1:
         return int(ids[0])

@@ -173,6 +173,13 @@ CONFIG_MISTAKES = {
 }
 
 
+def test_rope_parameters_by_layer(tmp_path):
+    source = saved(tmp_path / "hf", "llama")
+    changed(source / "config.json", rope_parameters={"full_attention": {"rope_theta": 5.0}})
+    with pytest.raises(InputError, match=r"full_attention.* is not supported; legal: rope_type"):
+        from_hf(source, tmp_path / "ours")
+
+
 @pytest.mark.parametrize("key", ["model_type", "head_dim", "attention_bias", "num_hidden_layers"])
 def test_config_json_of_wrong_types(tmp_path, key):
     source = saved(tmp_path / "hf", "llama")
@@ -187,6 +194,26 @@ def test_what_config_json_may_not_say(tmp_path, key):
     source = saved(tmp_path / "hf", "llama")
     changed(source / "config.json", **{key: value})
     with pytest.raises(InputError, match=message):
+        from_hf(source, tmp_path / "ours")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_one_line_for_one_mistake(tmp_path):
+    """A wrong width does not make the default of another key wrong too."""
+    source = saved(tmp_path / "hf", "gpt2")
+    for wrong in ("32", 0, -8):
+        changed(source / "config.json", n_embd=wrong)
+        with pytest.raises(InputError, match=rf"config.json: model.hidden = '?{wrong}'?: [^\n]*$"):
+            from_hf(source, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("wrong", ["nan", "inf"])
+def test_weights_that_are_no_numbers(tmp_path, wrong):
+    source = saved(tmp_path / "hf", "gpt2")
+    values = load_file(source / "model.safetensors")
+    values["transformer.h.0.mlp.c_fc.bias"][3] = float(wrong)
+    save_file(values, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(check.CheckFailed, match=r"the model's logits are not finite: a w"):
         from_hf(source, tmp_path / "ours")
     assert os.listdir(tmp_path) == ["hf"]
 

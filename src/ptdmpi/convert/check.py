@@ -70,6 +70,10 @@ def compare(
         theirs = FORWARD[family.model_type](config.values, get, asked)
         dtypes = [(place, files.tensors[name].dtype) for name, place in plan.by_name.items()]
         ours = _logits(stored, asked, dtypes)
+    if not all(one.isfinite().all() for one in theirs):
+        raise CheckFailed(
+            "the model's logits are not finite: a weight is inf or NaN; nothing was written"
+        )
     found = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
     difference = next((one for one in found if not one <= BAR), max(found))  # perhaps no number
     if not difference <= BAR:

@@ -32,13 +32,15 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
+    whole = type(hidden) is int and hidden > 0
     return {
         "kind": "gpt",
         "layers": config.need("n_layer"),
         "hidden": hidden,
         "heads": config.need("n_head"),
         "activation": "gelu_exact" if activation == "gelu" else "gelu",
-        "ffn_hidden": config.get("n_inner", 4 * hidden if isinstance(hidden, int) else None),
+        # of a wrong width is told as such: any stands in
+        "ffn_hidden": config.get("n_inner", 4 * hidden if whole else 1),
         "seq_length": config.need("n_positions"),
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "tie_embeddings": config.get("tie_word_embeddings", True),
@@ -114,7 +116,8 @@ def _rope_theta(config: ConfigJson) -> float:
             raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         partial = rope.get("partial_rotary_factor", 1.0)
-        if kind != "default" or partial != 1.0:
+        by_layer = any(isinstance(one, Mapping) for one in rope.values())
+        if kind != "default" or partial != 1.0 or by_layer:
             raise InputError(
                 f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
                 'rope_type "default" on whole heads'

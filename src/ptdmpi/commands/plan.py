@@ -51,8 +51,8 @@ class Number(click.ParamType):
 
 
 SWITCHES = (
-    ("sequence-parallel", None, "Shard norms over the tensor axis too; default: either, if best."),
-    ("scatter-gather", True, "Send each tensor rank's part between stages; default: on."),
+    ("sequence-parallel", None, "Shard norms over the tensor axis too; default: the faster."),
+    ("scatter-gather", None, "Send each tensor rank's part between stages; default: the faster."),
     ("dp-overlap", False, "Sum gradients behind the last backward; default: off."),
 )
 

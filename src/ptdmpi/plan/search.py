@@ -1,5 +1,8 @@
 """Every legal layout, and the best of them: exhaustive, with bounds that cannot lose the best.
 
+Of the settings of a layout of the same sizes (recomputation, sequence parallelism, schedule, how
+messages travel) the fastest that fit count.
+
 Three bounds of a layout's step time, each cheaper and no larger than the next: of the mean rank
 (`Pricer.rough_bound_s`), of every rank (`Pricer.bound_s`), the simulation itself. Layouts are
 looked at by ascending first bound, simulated by ascending second one, and the search ends where
@@ -12,7 +15,7 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import InputError
@@ -34,15 +37,15 @@ class Space:
     schedule: str | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
-    scatter_gather: bool = True
+    scatter_gather: bool | None = None
     zero: int = 0
     dp_overlap: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
-        """Those of a Layout that are the same in the whole space."""
+        """Those of a Layout, as `groups` takes them; `variants` takes them the other way."""
         return {
-            "scatter_gather": self.scatter_gather,
+            "scatter_gather": self.scatter_gather is not False,
             "zero": self.zero,
             "dp_overlap": self.dp_overlap,
         }
@@ -80,11 +83,26 @@ def chunked(space: Space, group: Layout, layers: int) -> Iterator[Layout]:
         yield replace(group, virtual=virtual, schedule=kind)
 
 
-class Best:
-    """The `count` fastest prices seen, fastest first."""
+def variants(space: Space, layout: Layout) -> Iterator[Layout]:
+    """The layout and what else its sizes allow: GPipe, whole messages. None needs less memory:
+    GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
+    kinds, scatters = [layout.schedule], [layout.scatter_gather]
+    if layout.pipeline > 1 and space.schedule is None:
+        kinds.append("gpipe")
+    whole = layout.tensor > 1 and layout.pipeline > 1 and not layout.sequence_parallel
+    if whole and space.scatter_gather is None:
+        scatters.append(False)
+    for kind, scatter in itertools.product(kinds, scatters):
+        yield replace(layout, schedule=kind, scatter_gather=scatter)
 
-    def __init__(self, count: int) -> None:
-        self.count, self.prices = count, []
+
+class Best:
+    """The `count` fastest prices seen, fastest first; of layouts that agree in `same` the
+    fastest."""
+
+    def __init__(self, count: int, same: Callable[[Layout], Hashable]) -> None:
+        self.count, self.same = count, same
+        self.prices: list[Price] = []
 
     @property
     def limit_s(self) -> float:
@@ -92,25 +110,34 @@ class Best:
         return self.prices[-1].step_time_s if len(self.prices) == self.count else math.inf
 
     def offer(self, price: Price) -> None:
+        like = self.same(price.layout)
+        for kept in self.prices:
+            if self.same(kept.layout) == like:
+                if kept.step_time_s <= price.step_time_s:
+                    return
+                self.prices.remove(kept)
+                break
         bisect.insort(self.prices, price, key=lambda kept: kept.step_time_s)
         del self.prices[self.count :]
 
 
 def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
-    """The `count` fastest layouts that fit, fastest first. Raises InputError if none fits or is
-    legal."""
+    """The `count` fastest layouts that fit, fastest first, each at its best settings. Raises
+    InputError if none fits or is legal."""
     legal, layers = list(groups(space, pricer)), pricer.model.config.layers
     layouts = [layout for group in legal for layout in chunked(space, group, layers)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
-    found, waiting = Best(count), []  # waiting: heap of (bound, number) that fit
+    found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
     for rough_s, number in [*rough, (math.inf, -1)]:
         while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
-            found.offer(pricer.price(layouts[heapq.heappop(waiting)[1]]))
+            found.offer(pricer.price(heapq.heappop(waiting)[-1]))
         if rough_s >= found.limit_s or number < 0:
             break
-        layout = layouts[number]
-        if pricer.fits(layout):
-            heapq.heappush(waiting, (pricer.bound_s(layout), number))
+        if not pricer.fits(layouts[number]):
+            continue
+        for way, layout in enumerate(variants(space, layouts[number])):
+            if way == 0 or pricer.fits(layout):
+                heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
     if not found.prices:
         raise InputError(_nothing_fits(pricer, space, legal))
     return found.prices
@@ -148,6 +175,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
         tried.append(replace(layout, virtual=virtual, schedule=default_kind(virtual)))
+    other = default_kind(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
+    tried.append(replace(layout, schedule=other))
     tried += [replace(layout, recompute=mode) for mode in RECOMPUTE_MODES]
     for key in SWITCHES:
         tried.append(replace(layout, **{key: not getattr(layout, key)}))
@@ -164,6 +193,9 @@ def difference(layout: Layout, changed: Layout) -> str:
         for letter, name in LETTERS.items()
         if getattr(changed, name) != getattr(layout, name)
     ]
+    kinds = {layout.schedule, changed.schedule}
+    if len(kinds) == 2 and "gpipe" in kinds:  # the others follow from v
+        words.append(f"--schedule {changed.schedule}")
     if changed.recompute != layout.recompute:
         words.append(f"recompute {changed.recompute}")
     for key in SWITCHES:
@@ -194,7 +226,7 @@ def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, lis
 
 def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
     """The `count` fastest, simulated by ascending bound."""
-    found = Best(count)
+    found = Best(count, same=lambda layout: layout)
     bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
     for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
         if bound_s >= found.limit_s:

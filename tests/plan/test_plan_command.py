@@ -1,14 +1,16 @@
 """`ptdmpi plan`: its JSON, its text, what it refuses, and that it starts light."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from click.testing import CliRunner
 
 from ptdmpi.commands.plan import command
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, resolve
 from tests.parallel import ROOT
 
 COMMON = ("--model", "l=8,h=1024,a=16", "--cluster", "selene", "--batch", "16")
@@ -88,9 +90,33 @@ def test_why_takes_two_changes_where_one_is_too_few():
     assert all(entry["fits"] for entry in why["changes"])
 
 
+def test_the_first_screen_says_what_its_words_mean_and_what_to_do_next():
+    model = ("--model", "gpt3-125m", "--layout", "t=2,p=2,d=2,v=2,b=1")
+    text = run(*model).stdout
+    for word in ("126.0M parameters, 8 ranks of selene, bf16, batch 16 of 2048 tokens", " ms"):
+        assert word in text
+    for letter in ("t tensor", "bubble: idle over", "comm: messages", "MFU without recomputation"):
+        assert letter in text
+    lines = text.partition("and in the configuration\n")[2]
+    chosen = tomllib.loads(lines)
+    assert chosen == json.loads(run(*model, "--json").stdout)["train"]
+    data = {"train": [{"path": "data"}]}
+    config = resolve({"run": {"name": "run", "steps": 1}, "data": data, **chosen}, 8)
+    assert config.parallel.virtual == 2 and config.parallel.schedule == "interleaved"
+    assert config.batch.global_size == 16 and config.precision.compute == "bf16"
+    assert config.model.layers == 12
+
+
+@pytest.mark.parametrize("option", [("--zero", "1"), ("--dp-overlap",)])
+def test_what_training_does_not_do_is_said(option):
+    common = ("--layout", "t=2,p=2,d=2,v=2,b=1", *option)
+    assert "a forecast only" in run(*common).stdout
+    assert json.loads(run(*common, "--json").stdout)["train"] is None
+
+
 def test_small_models_are_not_rounded_away():
-    text = run("--layout", "t=1,d=1", "--model", "l=2,h=64,a=2").stdout
-    assert " MiB" in text and " 0.0 " not in text.partition("memory")[2]
+    text = run("--layout", "t=1,d=1", "--model", "l=2,h=16,a=2,s=16").stdout
+    assert " MiB" in text and not re.search(r" 0\.0+ (?!ms)", text)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +126,7 @@ def test_small_models_are_not_rounded_away():
         (("--layout", "t=3,d=1"), "heads"),
         (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t p d = 12"),
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
+        (("--layout", "t=2,d=1,t=4"), "t is given twice"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),
         (("--ranks", "0"), "--ranks 0: must be a whole number of at least 1"),
         (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),

@@ -166,6 +166,13 @@ def test_the_papers_rules():
     assert times[1] == pytest.approx((per_replica + price.layout.pipeline - 1) * slowest)
 
 
+def test_the_papers_rules_where_no_tensor_axis_fills_a_node():
+    """12 heads allow t = 4 on a node of 8, and p = 2 is then needed."""
+    pricer = small("l=12,h=3072,a=12", 6e9, 16)
+    layout = heuristic(pricer, Space(16)).layout
+    assert layout.tensor == 4 and layout.pipeline > 1
+
+
 def test_compute_optimal_is_chinchillas():
     """Hoffmann et al. 2022, Table 3: 67e9 parameters for 5.76e23 FLOPs, 1.5e12 tokens."""
     name, tokens, optimal = compute_optimal(5.76e23, {"a": 10**9, "b": 67 * 10**9, "c": 10**12})

@@ -8,7 +8,7 @@ import click
 
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets, recipe
-from ptdmpi.plan import draw, draw_memory, pipeline, table
+from ptdmpi.plan import choose, draw, draw_memory, pipeline, table
 from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
@@ -104,6 +104,8 @@ def command(model: str, cluster: str, batch: int | None, as_json: bool, **option
         "cluster": machine.name,
         "ranks": options["ranks"],
         "batch": batch,
+        "seq_length": pricer.model.config.seq_length,
+        "precision": pricer.machine.dtype,
         "layouts": [table.numbers(price, pricer, options["tokens"]) for price in prices],
     }
     if options["why"]:
@@ -112,6 +114,7 @@ def command(model: str, cluster: str, batch: int | None, as_json: bool, **option
         result |= _beside(pricer, space, prices[0])
     if options["compute_budget"]:
         result["compute_optimal"] = _optimal(options["compute_budget"])
+    result["train"] = _train(pricer, prices[0].layout)
     _draw(pricer, prices[0].layout, options)
     click.echo(json.dumps(result) if as_json else table.report(result))
 
@@ -167,6 +170,17 @@ def _beside(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
             "seconds": times,
         },
     }
+
+
+def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
+    """Sections of a configuration that trains so; None where `ptdmpi train` does not."""
+    if layout.zero or layout.dp_overlap:
+        return None
+    name = pricer.model.name
+    sections = {"model": {"preset": name}} if name in model_presets() else {}
+    sections |= {"precision": {"compute": pricer.machine.dtype}, **choose.settings(layout)}
+    sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
+    return sections
 
 
 def _optimal(flops: float) -> dict[str, Any]:

@@ -248,15 +248,14 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """The layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5): t up to the
-    devices of a node, then p, as few model-parallel ranks as fit; the rest is data-parallel; b by
-    equation 1; recomputation in full. None if no such layout fits."""
+    """The layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5): t up to
+    what a node's devices and the model allow, then p, as few model-parallel ranks as fit; the rest
+    is data-parallel; b by equation 1; recomputation in full. None if no such layout fits."""
     devices = pricer.cluster.node.devices
-    legal = [
-        group
-        for group in groups(replace(space, recompute="full", sequence_parallel=False), pricer)
-        if group.tensor <= devices and (group.tensor == devices or group.pipeline == 1)
-    ]
+    within = replace(space, recompute="full", sequence_parallel=False)
+    legal = [group for group in groups(within, pricer) if group.tensor <= devices]
+    most = max((group.tensor for group in legal), default=1)
+    legal = [group for group in legal if group.tensor == most or group.pipeline == 1]
     for group in sorted(legal, key=lambda g: (g.tensor * g.pipeline, g.micro_size)):
         if pricer.memory(group).total > pricer.capacity_bytes:
             continue

@@ -102,11 +102,28 @@ def test_what_is_given_is_kept():
         assert layout.ranks == 8
 
 
-def test_nothing_fits_or_is_legal():
-    with pytest.raises(InputError, match=r"no layout .* fits on 8 ranks .* MiB per rank"):
-        search(small(MODELS[0], 1e6), Space(8))
-    with pytest.raises(InputError, match="is legal"):
-        search(small(MODELS[0], 80e9, batch=1), Space(13))
+def test_what_does_not_fit_says_what_would():
+    """The parts of the least layout, and changes that make the search succeed."""
+    words = r"fits on 8 ranks .* MiB per rank .*weights .*would fit: {}"
+    pricer, space = small(MODELS[1], 0.45e9), Space(8)
+    with pytest.raises(InputError, match=words.format(r"16 ranks \(")):
+        search(pricer, space)
+    assert search(pricer, replace(space, ranks=16))
+    pricer = small("l=2,h=1024,a=2,s=256", 0.4e9)
+    with pytest.raises(InputError, match=words.format("--zero 2 ")):
+        search(pricer, space)
+    assert search(pricer, replace(space, zero=2))
+    with pytest.raises(InputError, match="nor would one on 64 times as many"):
+        search(small(MODELS[0], 1e3), space)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "near"), [(1, 13, "12 or 14"), (7, 5000, "392")])
+def test_what_is_not_legal_names_the_nearest_numbers_of_ranks(batch, ranks, near):
+    pricer = small(MODELS[0], 80e9, batch)
+    with pytest.raises(InputError, match=f"is legal .*legal nearby: {near} ranks"):
+        search(pricer, Space(ranks))
+    for legal in map(int, near.split(" or ")):
+        assert search(pricer, Space(legal))
 
 
 def test_single_changes_make_a_layout_fit_or_faster():

@@ -86,6 +86,9 @@ def _options(function: Any) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def command(model: str, cluster: str, batch: int | None, as_json: bool, **options: Any) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on."""
+    for key in ("png", "memory_png"):
+        if options[key] is not None:
+            draw.check_picture(options[key])
     machine, shape = load_cluster(cluster), load_model(model)
     batch = batch or _published_batch(model)
     pricer = Pricer(machine, shape, batch, _precision(machine, options["precision"]))
@@ -210,7 +213,8 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
     if options["png"] is None and options["trace"] is None:
         return
     sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
-    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), str(layout))
+    title = f"{pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
+    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), title)
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:

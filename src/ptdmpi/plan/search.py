@@ -16,13 +16,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ptdmpi.config import InputError
 from ptdmpi.config.rules import divisors
 from ptdmpi.plan.layout import LETTERS, RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.price import Price, Pricer
-from ptdmpi.plan.relief import size
+from ptdmpi.plan.relief import GROWTHS, size
 from ptdmpi.plan.schedule import default_kind
 
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
@@ -144,21 +144,48 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
+    """What is missing, and what would be legal or fit."""
     where = f"{space.ranks} ranks of {pricer.cluster.name}"
     if not legal:
+        near = " or ".join(map(str, _legal_ranks(pricer, space)))
         config = pricer.model.config
         return (
             f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
             f"{config.heads} heads, p be at most {config.layers}, d b divide the batch of "
-            f"{pricer.batch}; {config.heads * config.layers * pricer.batch} ranks are the most"
+            f"{pricer.batch}; legal nearby: {near} ranks"
         )
     least = min(legal, key=lambda layout: pricer.memory(layout).total)
-    needed = pricer.memory(least).total
+    needed = pricer.memory(least)
+    parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(needed).items() if n)
+    grown = (replace(space, ranks=factor * space.ranks) for factor in GROWTHS[1:])
+    more = (
+        f"{layout.ranks} ranks ({size(pricer.memory(layout).total)} with {layout})"
+        for layout in itertools.chain.from_iterable(groups(bigger, pricer) for bigger in grown)
+        if pricer.fits(layout)
+    )
+    sharded = (
+        f"--zero {zero} (ptdmpi train has no ZeRO)"
+        for zero in range(space.zero + 1, 4)
+        if any(pricer.fits(replace(layout, zero=zero)) for layout in legal)
+    )
+    helps = [*itertools.islice(more, 1), *itertools.islice(sharded, 1)]
+    advice = "would fit: " + ", or ".join(helps) if helps else "nor would one on 64 times as many"
     return (
         f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
-        f"{size(needed)} per rank ({least}, recompute {least.recompute}) of "
-        f"{size(pricer.capacity_bytes)}; take more ranks, or --zero 1 to 3"
+        f"{size(needed.total)} per rank ({least}, recompute {least.recompute}: {parts}) of "
+        f"{size(pricer.capacity_bytes)}; {advice}"
     )
+
+
+def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
+    """The numbers of ranks next to the one asked for that have a legal layout."""
+    config, batch = pricer.model.config, pricer.batch
+    tensors = [t for t in divisors(config.heads) if not any(mistakes(Layout(t, 1, 1), config, 1))]
+    pipelines = range(1, config.layers + 1)
+    legal = {t * p * d for t in tensors for p in pipelines for d in divisors(batch)}
+    below = [ranks for ranks in legal if ranks < space.ranks]
+    above = [ranks for ranks in legal if ranks > space.ranks]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:

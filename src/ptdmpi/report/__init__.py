@@ -128,7 +128,7 @@ def summary(run: Run) -> dict[str, Any]:
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
     if run.measured:
         numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
-        numbers["bubble_fraction_measured"] = run.measured.bubble_fraction()
+        numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
     return numbers
 

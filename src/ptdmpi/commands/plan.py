@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -146,8 +147,12 @@ def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
 
 
 def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """The layout's own numbers and the changes that help most, few at once."""
+    """The layout's own numbers, the part of a step that differs most from the best one's, and the
+    changes that help most, few at once."""
     price = pricer.price(layout)
+    parts, best_parts = asdict(price.parts), asdict(best.parts)
+    differences = {part: parts[part] - best_parts[part] for part in parts}
+    most = max(differences, key=lambda part: abs(differences[part]))
     at_once, found = improvements(price, pricer)
     changes = [
         {"change": difference(layout, other.layout), **table.numbers(other, pricer, None)}
@@ -156,6 +161,7 @@ def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
     return {
         "layout": table.numbers(price, pricer, None),
         "slower_than_best": price.step_time_s / best.step_time_s - 1,
+        "largest_difference": {"part": most, "seconds": differences[most]},
         "changes_at_once": at_once,
         "changes": changes,
     }

@@ -119,7 +119,8 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _details(entry: dict[str, Any]) -> Iterator[str]:
     """What step and memory of one layout are made of."""
     step_s, total = entry["step_time_s"], entry["peak_memory_bytes"]
-    yield f"{entry['layout']}: what a step of {duration(step_s, step_s)} is made of (busiest rank)"
+    yield f"{entry['layout']}, {settings(entry)}"
+    yield f"  a step of {duration(step_s, step_s)}, on the busiest rank"
     for key, word in PARTS.items():
         seconds = entry["step_parts_s"][key]
         yield f"  {word:<16}{duration(seconds, step_s):>12}  {seconds / step_s:>6.1%}"
@@ -139,8 +140,12 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
     if not entry["fits"]:
         over = entry["peak_memory_bytes"] - entry["capacity_bytes"]
         yield f"  does not fit: {size(over)} too much per rank"
-    else:
-        yield f"  {why['slower_than_best']:+.1%} step time against the best layout"
+    most = why["largest_difference"]
+    seconds = duration(abs(most["seconds"]), entry["step_time_s"])
+    yield (
+        f"  {why['slower_than_best']:+.1%} step time against the best layout; the largest "
+        f"difference: {PARTS[most['part']]}, {seconds} {'more' if most['seconds'] > 0 else 'less'}"
+    )
     yield ""
     if not changes:
         yield "no single change makes it faster"

@@ -124,8 +124,17 @@ def test_groups_of_other_sizes_take_more_steps_and_ring_bytes():
     assert machine.all_reduce_s(1e8, Group(2, 2)) == pytest.approx(1e-3 + 0.2 - 1e-3)
     assert machine.send_s(1e3, crosses_nodes=False) == pytest.approx(1e-3)
     assert machine.all_gather_s(1e6, Group(1, 1)) == 0.0
-    with pytest.raises(InputError, match="several nodes"):
+    with pytest.raises(InputError, match="on one node of 4 ranks"):
         machine.all_reduce_s(1e6, Group(8, 4))
+
+
+def test_more_ranks_than_were_measured_are_refused():
+    pricer = Pricer(cluster(), load_model("l=4,h=64,a=8,s=32,V=100"), 8, "fp32")
+    with pytest.raises(InputError, match="on one node of 4 ranks; run ptdmpi probe with as many"):
+        search(pricer, Space(8))
+    pricer = Pricer(cluster(messages=[]), pricer.model, 8, "fp32")
+    with pytest.raises(InputError, match="measured without messages; run ptdmpi probe"):
+        search(pricer, Space(2))
 
 
 def test_the_search_works_on_measured_machines():

@@ -71,6 +71,16 @@ def test_numbers_pictures_and_trace(run):
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
+def test_what_follows_the_pipeline_is_no_bubble(run):
+    (path,) = (run / "timeline").iterdir()
+    timeline = Timeline.from_json(path.read_text())
+    end_s = timeline.makespan_s
+    behind = [Span(rank, "reduce", "", end_s, 10 * end_s) for rank in timeline.ranks]
+    path.write_text(Timeline((*timeline.spans, *behind)).to_json())
+    numbers = json.loads(CliRunner().invoke(command, [str(run), "--json"]).output)
+    assert numbers["bubble_fraction_measured"] == pytest.approx(timeline.bubble_fraction())
+
+
 def test_sentence_orders_have_rows_of_their_own(run):
     text = (run / "metrics.jsonl").read_text()
     text = text.replace('"loss": 2.5', '"loss": 2.5, "sentence_order_loss": 0.61')

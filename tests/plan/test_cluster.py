@@ -6,6 +6,7 @@ from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets
 from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
+from tests.parallel import ROOT
 
 # Narayanan et al. 2021, Table 1; Brown et al. 2020, Table 2.1; Touvron et al. 2023, Table 2;
 # Dubey et al. 2024, section 3.2: billions of parameters.
@@ -87,10 +88,10 @@ def test_sizes_in_letters_and_in_words():
     ("text", "word"),
     [
         ("gpt3-175", 'did you mean "gpt3-175b"'),
-        ("l=2,h=64", "heads"),
+        ("l=2,h=64", "heads is missing, a=NUMBER"),
         ("l=2,h=64,a=7", "must divide"),
-        ("l=2,h=64,a=8,x=3", "x"),
-        ("l=two,h=64,a=8", "layers"),
+        ("l=2,h=64,a=8,layer=3", 'layer is no key; did you mean "layers"'),
+        ("l=two,h=64,a=8", "layers = 'two'"),
         ("l=2,h=64,a=8,V=0", "at least 1"),
         ("l=2,h", '"h" is no size'),
     ],
@@ -107,11 +108,32 @@ def test_bad_clusters_are_refused(tmp_path):
         load_cluster(str(tmp_path / "none.toml"))
     path = tmp_path / "mine.toml"
     path.write_text("name = 3")
-    with pytest.raises(InputError, match=r"device: Field required"):
+    with pytest.raises(InputError, match="device is missing"):
         load_cluster(str(path))
     path.write_text('name = "x"\nefficiency = "b200"')
     with pytest.raises(InputError, match='efficiency = "b200" is unknown'):
         load_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "line", "word"),
+    [
+        ("memory_bytes = ", "memory_bytes = 80", "device.memory_bytes = 80: .* not in GB"),
+        ("kernel_s = ", "kernel_s = 2.5", "device.kernel_s = 2.5: .* not in microseconds"),
+        ("kernel_s = ", "", "device.kernel_s is missing"),
+        ("devices = ", "device = 8", 'node.device is no key; did you mean "devices"'),
+        ("devices = ", 'devices = "eight"', "node.devices = 'eight': .* integer"),
+        ("[node]", "[nodes]", "node is missing; nodes is no key"),
+    ],
+)
+def test_a_damaged_cluster_file_says_where_and_what(tmp_path, key, line, word):
+    whole = (ROOT / "src/ptdmpi/presets/clusters/selene.toml").read_text().splitlines()
+    assert sum(old.startswith(key) for old in whole) == 1
+    path = tmp_path / "mine.toml"
+    path.write_text("\n".join(line if old.startswith(key) else old for old in whole))
+    with pytest.raises(InputError, match=word) as error:
+        load_cluster(str(path))
+    assert "\n" not in str(error.value)
 
 
 def test_vocabulary_is_no_key_of_a_configuration():

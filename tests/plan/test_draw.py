@@ -1,5 +1,6 @@
 """Pictures: golden ones as text, the files' form, and that failed drawing leaves nothing."""
 
+import bisect
 import json
 import re
 from dataclasses import replace
@@ -8,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.draw import chrome_trace, figure, terminal
+from ptdmpi.plan.draw import _legend, chrome_trace, figure, terminal
+from ptdmpi.plan.draw_memory import drawn_ranks, envelope
 from ptdmpi.plan.schedule import build
 from ptdmpi.plan.simulate import Costs, Span, Timeline, simulate
 
@@ -112,6 +114,37 @@ def test_figures_are_whole_and_repeatable(tmp_path, suffix):
     else:
         assert first.startswith(b"\x89PNG") and first.rstrip().endswith(b"IEND\xaeB\x60\x82")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"a.{suffix}", f"b.{suffix}"]
+
+
+def test_the_legend_names_each_shade_once_and_has_room():
+    """12 chunks have 4 shades: 24 entries would cover the time axis."""
+    entries = _legend([simulated("interleaved", 2, 12, 4)])
+    words = [entry.get_label() for entry in entries]
+    assert words[:4] == [
+        "forward, chunks 0 to 3",
+        "forward, chunks 4 to 7",
+        "forward, chunks 8 to 10",
+        "forward, chunk 11",
+    ]
+    assert len({entry.get_facecolor() for entry in entries}) == len(entries) == 9
+    words = [entry.get_label() for entry in _legend([simulated("1f1b", 2, 1, 2)])]
+    assert words == ["forward", "backward", "waiting for input"]
+
+
+def test_a_line_of_many_moments_keeps_its_peaks_and_plateaus():
+    """Above and below the line at every moment, and not where nothing happens."""
+    moments = [float(i) for i in range(2000)] + [3000.0, 3001.0]
+    amounts = [10.0 * (i % 2) for i in range(2000)] + [70.0, 5.0]
+    starts, low, high = envelope(moments, amounts)
+    assert len(starts) < 1000 and starts == sorted(starts)
+    for moment, amount in zip(moments, amounts, strict=True):
+        i = bisect.bisect_right(starts, moment) - 1
+        assert low[i] <= amount <= high[i]
+    i = bisect.bisect_right(starts, 2500.0) - 1
+    assert low[i] == high[i] == amounts[1999]
+    assert envelope([0.0, 1.0], [2.0, 3.0]) == ([0.0, 1.0], [2.0, 3.0], [2.0, 3.0])
+    assert drawn_ranks([1.0] * 8) == list(range(8))
+    assert drawn_ranks([*range(40), 99, *range(23)]) == [0, 16, 32, 40, 47, 63]
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):

@@ -124,8 +124,17 @@ def test_groups_of_other_sizes_take_more_steps_and_ring_bytes():
     assert machine.all_reduce_s(1e8, Group(2, 2)) == pytest.approx(1e-3 + 0.2 - 1e-3)
     assert machine.send_s(1e3, crosses_nodes=False) == pytest.approx(1e-3)
     assert machine.all_gather_s(1e6, Group(1, 1)) == 0.0
-    with pytest.raises(InputError, match="several nodes"):
+    with pytest.raises(InputError, match="on one node of 4 ranks"):
         machine.all_reduce_s(1e6, Group(8, 4))
+
+
+def test_more_ranks_than_were_measured_are_refused():
+    pricer = Pricer(cluster(), load_model("l=4,h=64,a=8,s=32,V=100"), 8, "fp32")
+    with pytest.raises(InputError, match="on one node of 4 ranks; run ptdmpi probe with as many"):
+        search(pricer, Space(8))
+    pricer = Pricer(cluster(messages=[]), pricer.model, 8, "fp32")
+    with pytest.raises(InputError, match="measured without messages; run ptdmpi probe"):
+        search(pricer, Space(2))
 
 
 def test_the_search_works_on_measured_machines():
@@ -139,3 +148,12 @@ def test_tables_that_do_not_fit_together_are_refused():
     with pytest.raises(ValueError, match="must be of 2 x 1 x 2 numbers"):
         gemm = cluster().measured.gemm.model_dump()
         cluster(gemm={**gemm, "flops_per_s": [[[1e8, 2e8]]]})
+    with pytest.raises(ValueError, match=r"gemm\.m\n.*must ascend"):
+        cluster(gemm={**gemm, "m": [1000.0, 10.0]})
+    with pytest.raises(ValueError, match=r"moved_bytes\n.*must ascend"):
+        cluster(stream={"moved_bytes": [1e3, 1e3], "bytes_per_s": [1e9, 1e8]})
+    with pytest.raises(ValueError, match="moved_bytes and bytes_per_s must be of one length"):
+        cluster(stream={"moved_bytes": [1e3], "bytes_per_s": [1e9, 1e8]})
+    times = {"forward_s_per_score": [1e-9, 4e-9], "backward_s_per_score": [2e-9, 8e-9]}
+    with pytest.raises(ValueError, match=r"head_sizes\n.*must ascend"):
+        cluster(attention={"head_sizes": [64.0, 64.0], **times})

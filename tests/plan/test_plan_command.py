@@ -1,14 +1,16 @@
 """`ptdmpi plan`: its JSON, its text, what it refuses, and that it starts light."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from click.testing import CliRunner
 
 from ptdmpi.commands.plan import command
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, resolve
 from tests.parallel import ROOT
 
 COMMON = ("--model", "l=8,h=1024,a=16", "--cluster", "selene", "--batch", "16")
@@ -67,14 +69,22 @@ def test_text_and_pictures(tmp_path):
     result = run(
         "--ranks", "8", "--compute-budget", "1e22", "--png", str(picture), "--trace", str(trace)
     )
-    for word in ("what a step of", "bubble", "takeaways 1 to 3", "equation 1", "compute-optimal"):
+    for word in ("a step of", "bubble", "takeaways 1 to 3", "equation 1", "compute-optimal"):
         assert word in result.stdout
     assert picture.stat().st_size > 1000 and json.loads(trace.read_text())
 
 
 def test_why_explains():
-    result = run("--why", "t=1,p=8,d=1,v=1,b=4")
-    assert "step time against the best layout" in result.stdout
+    asked = ("--why", "t=1,p=8,d=1,v=1,b=4")
+    result = run(*asked)
+    words = r"step time against the best layout; the largest difference: \w+, .* more"
+    assert re.search(words, result.stdout)
+    told = json.loads(run(*asked, "--json").stdout)
+    own, best = told["why"]["layout"]["step_parts_s"], told["layouts"][0]["step_parts_s"]
+    most = max(own, key=lambda part: abs(own[part] - best[part]))
+    assert told["why"]["largest_difference"]["part"] == most
+    assert told["why"]["largest_difference"]["seconds"] == own[most] - best[most]
+    assert "t=1,p=8,d=1,v=1,b=4, 1f1b, recompute none" in result.stdout
     assert "the single changes that help most" in result.stdout
 
 
@@ -88,9 +98,33 @@ def test_why_takes_two_changes_where_one_is_too_few():
     assert all(entry["fits"] for entry in why["changes"])
 
 
+def test_the_first_screen_says_what_its_words_mean_and_what_to_do_next():
+    model = ("--model", "gpt3-125m", "--layout", "t=2,p=2,d=2,v=2,b=1")
+    text = run(*model).stdout
+    for word in ("126.0M parameters, 8 ranks of selene, bf16, batch 16 of 2048 tokens", " ms"):
+        assert word in text
+    for letter in ("t tensor", "bubble: idle over", "comm: messages", "MFU without recomputation"):
+        assert letter in text
+    lines = text.partition("and in the configuration\n")[2]
+    chosen = tomllib.loads(lines)
+    assert chosen == json.loads(run(*model, "--json").stdout)["train"]
+    data = {"train": [{"path": "data"}]}
+    config = resolve({"run": {"name": "run", "steps": 1}, "data": data, **chosen}, 8)
+    assert config.parallel.virtual == 2 and config.parallel.schedule == "interleaved"
+    assert config.batch.global_size == 16 and config.precision.compute == "bf16"
+    assert config.model.layers == 12
+
+
+@pytest.mark.parametrize("option", [("--zero", "1"), ("--dp-overlap",)])
+def test_what_training_does_not_do_is_said(option):
+    common = ("--layout", "t=2,p=2,d=2,v=2,b=1", *option)
+    assert "a forecast only" in run(*common).stdout
+    assert json.loads(run(*common, "--json").stdout)["train"] is None
+
+
 def test_small_models_are_not_rounded_away():
-    text = run("--layout", "t=1,d=1", "--model", "l=2,h=64,a=2").stdout
-    assert " MiB" in text and " 0.0 " not in text.partition("memory")[2]
+    text = run("--layout", "t=1,d=1", "--model", "l=2,h=16,a=2,s=16").stdout
+    assert " MiB" in text and not re.search(r" 0\.0+ (?!ms)", text)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +134,20 @@ def test_small_models_are_not_rounded_away():
         (("--layout", "t=3,d=1"), "heads"),
         (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t p d = 12"),
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
+        (("--layout", "t=2,d=1,t=4"), "t is given twice"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),
         (("--ranks", "0"), "--ranks 0: must be a whole number of at least 1"),
         (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),
-        (("--ranks", "1000000000"), "is legal on 1000000000 ranks.* 2048 ranks are the most"),
+        (("--ranks", "1000000000"), "is legal on 1000000000 ranks.*: 2048 ranks"),
         (("--layout", "d=1", "--batch", "10001", "--png", "a.png"), "--batch of at most 10000"),
         (("--ranks", "8", "--batch", "-1"), "--batch -1: must be"),
         (("--ranks", "8", "--tokens", "nan"), "--tokens nan: must be a finite number above 0"),
         (("--ranks", "8", "--tokens", "0"), "--tokens 0: must be"),
         (("--ranks", "8", "--tokens", "inf"), "--tokens inf: must be"),
         (("--ranks", "8", "--compute-budget", "-1"), "--compute-budget -1: must be"),
+        (("--ranks", "8", "--memory-png", "a.jpg"), "a.jpg: pictures are .png or .svg"),
+        (("--ranks", "8", "--png", "missing/a.png"), "cannot be written: No such file"),
+        (("--ranks", "8", "--memory-png", "missing/a.png"), "cannot be written: No such file"),
         (("--ranks", "8", "--zero", "4"), "--zero 4: must be 0 to 3"),
     ],
 )

@@ -1,5 +1,6 @@
 """The search finds what pricing every layout finds."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -7,14 +8,12 @@ import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.cluster import load_cluster, load_model
-from ptdmpi.plan.layout import Layout
+from ptdmpi.plan.layout import RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.price import Pricer
 from ptdmpi.plan.search import (
     Space,
-    chunked,
     compute_optimal,
     difference,
-    groups,
     heuristic,
     improvements,
     microbatch_model,
@@ -32,13 +31,22 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
     return Pricer(cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16")
 
 
-def everything(pricer, space):
-    layers = pricer.model.config.layers
-    return [
-        pricer.price(layout)
-        for group in groups(space, pricer)
-        for layout in chunked(space, group, layers)
-    ]
+def everything(pricer, ranks, dp_overlap=False):
+    """Prices of all layouts that training accepts, by trying all settings."""
+    found = []
+    for t, p, d in itertools.product(range(1, ranks + 1), repeat=3):
+        if t * p * d != ranks:
+            continue
+        for b, v in itertools.product(range(1, pricer.batch + 1), range(1, 13)):
+            if p == 1 and v > 1:
+                continue
+            for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), RECOMPUTE_MODES):
+                for sequence, scatter in itertools.product((False, True), repeat=2):
+                    sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
+                    layout = Layout(*sizes, dp_overlap=dp_overlap)
+                    if not any(mistakes(layout, pricer.model.config, pricer.batch)):
+                        found.append(layout)
+    return [pricer.price(layout) for layout in set(found)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -46,17 +54,39 @@ def everything(pricer, space):
 @pytest.mark.parametrize("cluster", ["selene", "dgx-h100"])
 def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     pricer = small(model, memory_bytes, 12, load_cluster(cluster))
-    space = Space(8, recompute=None)
-    prices = everything(pricer, space)
-    fitting = sorted(price.step_time_s for price in prices if price.fits)
+    prices = everything(pricer, 8)
+    fitting = [price for price in prices if price.fits]
     assert len(fitting) > 5 and (memory_bytes > 2e9 or len(fitting) < len(prices))
-    found = search(pricer, space)
-    assert [price.step_time_s for price in found] == pytest.approx(fitting[:5])
+    best: dict[str, float] = {}  # of layouts of the same sizes
+    for price in fitting:
+        sizes = str(price.layout)
+        best[sizes] = min(price.step_time_s, best.get(sizes, math.inf))
+    found = search(pricer, Space(8))
+    assert [price.step_time_s for price in found] == pytest.approx(sorted(best.values())[:5])
+    assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
+
+
+def test_gpipe_and_whole_messages_are_looked_at_too():
+    """1F1B waits for a message behind every op, and small ones gain nothing by being scattered."""
+    pricer = small("l=6,h=768,a=12", 80e9, 12)
+    best, asked = (search(pricer, Space(8, kind))[0] for kind in (None, "interleaved"))
+    assert best.layout.schedule == "gpipe" and best.step_time_s < asked.step_time_s
+    pricer = small(MODELS[0], 80e9, 4, load_cluster("h200"))
+    best, asked = (search(pricer, Space(12, scatter_gather=on))[0] for on in (None, True))
+    assert not best.layout.scatter_gather and best.step_time_s < asked.step_time_s
+
+
+def test_a_gpipe_layout_is_told_of_1f1b():
+    pricer = small(MODELS[0], 0.8e9)
+    price = pricer.price(Layout(1, 2, 1, schedule="gpipe"))
+    assert not price.fits
+    changes = [difference(price.layout, one) for one in neighbours(price.layout, pricer)]
+    assert "--schedule 1f1b" in changes
 
 
 def test_bounds_are_below_the_simulation():
     pricer = small(MODELS[0], 80e9)
-    for price in everything(pricer, Space(12, dp_overlap=False)):
+    for price in everything(pricer, 12):
         bound_s = pricer.bound_s(price.layout)
         assert pricer.rough_bound_s(price.layout) <= bound_s * (1 + 1e-9)
         assert bound_s <= price.step_time_s * (1 + 1e-9)
@@ -72,11 +102,28 @@ def test_what_is_given_is_kept():
         assert layout.ranks == 8
 
 
-def test_nothing_fits_or_is_legal():
-    with pytest.raises(InputError, match=r"no layout .* fits on 8 ranks .* MiB per rank"):
-        search(small(MODELS[0], 1e6), Space(8))
-    with pytest.raises(InputError, match="is legal"):
-        search(small(MODELS[0], 80e9, batch=1), Space(13))
+def test_what_does_not_fit_says_what_would():
+    """The parts of the least layout, and changes that make the search succeed."""
+    words = r"fits on 8 ranks .* MiB per rank .*weights .*would fit: {}"
+    pricer, space = small(MODELS[1], 0.45e9), Space(8)
+    with pytest.raises(InputError, match=words.format(r"16 ranks \(")):
+        search(pricer, space)
+    assert search(pricer, replace(space, ranks=16))
+    pricer = small("l=2,h=1024,a=2,s=256", 0.4e9)
+    with pytest.raises(InputError, match=words.format("--zero 2 ")):
+        search(pricer, space)
+    assert search(pricer, replace(space, zero=2))
+    with pytest.raises(InputError, match="nor would one on 64 times as many"):
+        search(small(MODELS[0], 1e3), space)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "near"), [(1, 13, "12 or 14"), (7, 5000, "392")])
+def test_what_is_not_legal_names_the_nearest_numbers_of_ranks(batch, ranks, near):
+    pricer = small(MODELS[0], 80e9, batch)
+    with pytest.raises(InputError, match=f"is legal .*legal nearby: {near} ranks"):
+        search(pricer, Space(ranks))
+    for legal in map(int, near.split(" or ")):
+        assert search(pricer, Space(legal))
 
 
 def test_single_changes_make_a_layout_fit_or_faster():
@@ -134,6 +181,13 @@ def test_the_papers_rules():
     slowest = max(forward.total + backward.total for forward, backward in stages)
     per_replica = 1536 // price.layout.data
     assert times[1] == pytest.approx((per_replica + price.layout.pipeline - 1) * slowest)
+
+
+def test_the_papers_rules_where_no_tensor_axis_fills_a_node():
+    """12 heads allow t = 4 on a node of 8, and p = 2 is then needed."""
+    pricer = small("l=12,h=3072,a=12", 6e9, 16)
+    layout = heuristic(pricer, Space(16)).layout
+    assert layout.tensor == 4 and layout.pipeline > 1
 
 
 def test_compute_optimal_is_chinchillas():

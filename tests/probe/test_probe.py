@@ -45,7 +45,7 @@ def test_what_is_probed_prices_layouts(comm):
     for layout in (Layout(1, comm.size, 1), Layout(comm.size, 1, 1), Layout(1, 1, comm.size)):
         assert 0 < pricer.price(layout).step_time_s < 100
     words = dict(found)
-    assert "GB/s" in words["memory"] and "layers over 1 ranks" in words
+    assert "GB/s" in words["memory"] and "layers over 1 rank" in words
 
 
 @parallel(ranks=[2])

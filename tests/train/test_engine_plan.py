@@ -96,6 +96,28 @@ def test_the_slowest_rank_is_as_fast_as_can_be(pipeline, virtual, head, layers):
     assert found == pytest.approx(min(max(rank_works(s, pipeline, head)) for s in allowed))
 
 
+@pytest.mark.parametrize(("pipeline", "virtual"), [(2, 1), (3, 1), (2, 2), (2, 3), (3, 2), (1, 3)])
+@pytest.mark.parametrize("head", [0.0, 1 / 3, 1.0, 2.5, 40.0])
+@pytest.mark.parametrize("layers", [6, 7, 8, 10, 11, 12])
+def test_among_equally_fast_splits_the_stages_are_most_even(pipeline, virtual, head, layers):
+    """In this order: the largest rank, the largest stage, the distance from the even split."""
+    stages = pipeline * virtual
+
+    def cost(counts) -> tuple[float, ...]:
+        rank = max(rank_works(counts, pipeline, head))
+        return rank, max(*counts[:-1], counts[-1] + head), abs(counts[-1] - layers / stages)
+
+    found = cost([len(part) for part in split_layers(layers, pipeline, virtual, head)])
+    allowed = (s for s in all_splits(layers, stages) if max(s[:-1]) - min(s[:-1]) <= 1)
+    assert found == pytest.approx(min(tuple(round(x, 9) for x in cost(s)) for s in allowed))
+
+
+def test_rounding_does_not_make_stages_uneven():
+    """3 + 1 1/3 is less than 2 + 2 1/3 in floating point."""
+    assert [len(part) for part in split_layers(8, 2, 2, 1 / 3)] == [2, 2, 2, 2]
+    assert [len(part) for part in split_layers(18, 3, 2, 1 / 3)] == [3] * 6
+
+
 def test_an_even_split_stays_even():
     assert [len(part) for part in split_layers(24, 4, 2, 0.0)] == [3] * 8
     assert sorted(len(part) for part in split_layers(30, 4, 1, 0.0)) == [7, 7, 8, 8]
@@ -111,8 +133,11 @@ def test_flops_are_the_closed_forms(layers, h):
     expected = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert model_flops(model, v, b * s) == pytest.approx(expected, rel=1e-12)
     expected = 96 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert hardware_flops(model, v, b * s, layers) == pytest.approx(expected, rel=1e-12)
-    assert hardware_flops(model, v, b * s, 0) == model_flops(model, v, b * s)
+    assert hardware_flops(model, v, b * s, "full", layers) == pytest.approx(expected, rel=1e-12)
+    assert hardware_flops(model, v, b * s, "none", layers) == model_flops(model, v, b * s)
+    # scores, and what they weigh: 2 s^2 h each for a sequence and layer
+    more = hardware_flops(model, v, b * s, "selective", layers) - model_flops(model, v, b * s)
+    assert more == pytest.approx(layers * b * 4 * s**2 * h, rel=1e-9)
     ratio = head_forward_flops(model, v) / layer_forward_flops(model)
     assert head_in_layers(model, v) == ratio
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets, recipe
-from ptdmpi.plan import draw, draw_memory, pipeline, table
+from ptdmpi.plan import choose, draw, draw_memory, pipeline, table
 from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
 from ptdmpi.plan.costs import parameter_count
 from ptdmpi.plan.layout import Layout, complete, mistakes, parse
@@ -51,8 +52,8 @@ class Number(click.ParamType):
 
 
 SWITCHES = (
-    ("sequence-parallel", None, "Shard norms over the tensor axis too; default: either, if best."),
-    ("scatter-gather", True, "Send each tensor rank's part between stages; default: on."),
+    ("sequence-parallel", None, "Shard norms over the tensor axis too; default: the faster."),
+    ("scatter-gather", None, "Send each tensor rank's part between stages; default: the faster."),
     ("dp-overlap", False, "Sum gradients behind the last backward; default: off."),
 )
 
@@ -86,6 +87,9 @@ def _options(function: Any) -> Any:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def command(model: str, cluster: str, batch: int | None, as_json: bool, **options: Any) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on."""
+    for key in ("png", "memory_png"):
+        if options[key] is not None:
+            draw.check_picture(options[key])
     machine, shape = load_cluster(cluster), load_model(model)
     batch = batch or _published_batch(model)
     pricer = Pricer(machine, shape, batch, _precision(machine, options["precision"]))
@@ -104,6 +108,8 @@ def command(model: str, cluster: str, batch: int | None, as_json: bool, **option
         "cluster": machine.name,
         "ranks": options["ranks"],
         "batch": batch,
+        "seq_length": pricer.model.config.seq_length,
+        "precision": pricer.machine.dtype,
         "layouts": [table.numbers(price, pricer, options["tokens"]) for price in prices],
     }
     if options["why"]:
@@ -112,6 +118,7 @@ def command(model: str, cluster: str, batch: int | None, as_json: bool, **option
         result |= _beside(pricer, space, prices[0])
     if options["compute_budget"]:
         result["compute_optimal"] = _optimal(options["compute_budget"])
+    result["train"] = _train(pricer, prices[0].layout)
     _draw(pricer, prices[0].layout, options)
     click.echo(json.dumps(result) if as_json else table.report(result))
 
@@ -140,8 +147,12 @@ def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
 
 
 def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """The layout's own numbers and the changes that help most, few at once."""
+    """The layout's own numbers, the part of a step that differs most from the best one's, and the
+    changes that help most, few at once."""
     price = pricer.price(layout)
+    parts, best_parts = asdict(price.parts), asdict(best.parts)
+    differences = {part: parts[part] - best_parts[part] for part in parts}
+    most = max(differences, key=lambda part: abs(differences[part]))
     at_once, found = improvements(price, pricer)
     changes = [
         {"change": difference(layout, other.layout), **table.numbers(other, pricer, None)}
@@ -150,6 +161,7 @@ def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
     return {
         "layout": table.numbers(price, pricer, None),
         "slower_than_best": price.step_time_s / best.step_time_s - 1,
+        "largest_difference": {"part": most, "seconds": differences[most]},
         "changes_at_once": at_once,
         "changes": changes,
     }
@@ -167,6 +179,17 @@ def _beside(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
             "seconds": times,
         },
     }
+
+
+def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
+    """Sections of a configuration that trains so; None where `ptdmpi train` does not."""
+    if layout.zero or layout.dp_overlap:
+        return None
+    name = pricer.model.name
+    sections = {"model": {"preset": name}} if name in model_presets() else {}
+    sections |= {"precision": {"compute": pricer.machine.dtype}, **choose.settings(layout)}
+    sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
+    return sections
 
 
 def _optimal(flops: float) -> dict[str, Any]:
@@ -196,7 +219,8 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
     if options["png"] is None and options["trace"] is None:
         return
     sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
-    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), str(layout))
+    title = f"{pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
+    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), title)
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:

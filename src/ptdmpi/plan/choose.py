@@ -24,6 +24,7 @@ CHOSEN = {
         "data",
         "schedule",
         "sequence_parallel",
+        "scatter_gather",
     ),
     "batch": ("micro_size",),
     "recompute": ("mode", "layers"),
@@ -81,8 +82,7 @@ def choose(
     if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     pricer = Pricer(cluster, model, config.batch.global_size, config.precision.compute)
-    space = Space(ranks, scatter_gather=config.parallel.scatter_gather)
-    return search(pricer, space), pricer
+    return search(pricer, Space(ranks)), pricer
 
 
 def settings(layout: Layout) -> dict[str, dict[str, Any]]:

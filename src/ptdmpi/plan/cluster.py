@@ -5,6 +5,7 @@ what real software makes of them.
 """
 
 import difflib
+import itertools
 import math
 import tomllib
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
@@ -22,6 +23,22 @@ from ptdmpi.config.sections import Positive, Section
 
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 Duration = Annotated[float, Field(ge=0, strict=False)]
+
+
+def _amount(value: float) -> float:
+    if value < 1e6:
+        raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")
+    return value
+
+
+def _delay(value: float) -> float:
+    if value > 1:
+        raise ValueError("too long; in seconds, such as 2e-6, not in microseconds")
+    return value
+
+
+Amount = Annotated[PositiveNumber, AfterValidator(_amount)]
+Delay = Annotated[Duration, AfterValidator(_delay)]
 Triple = Annotated[tuple[PositiveNumber, PositiveNumber, PositiveNumber], Field(strict=False)]
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
@@ -35,15 +52,15 @@ class Device(Section):
     """
 
     name: str
-    peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], PositiveNumber]
-    memory_bytes: PositiveNumber
+    peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], Amount]
+    memory_bytes: Amount
     runtime_bytes: Duration = 0.0
-    memory_bytes_per_s: PositiveNumber
+    memory_bytes_per_s: Amount
     multiprocessors: Positive
     clock_hz: PositiveNumber
     shared_bytes_per_clock: PositiveNumber
     exponentials_per_clock: PositiveNumber
-    kernel_s: Duration
+    kernel_s: Delay
 
 
 class Node(Section):
@@ -55,11 +72,11 @@ class Node(Section):
     """
 
     devices: Positive
-    link_bytes_per_s: PositiveNumber
+    link_bytes_per_s: Amount
     adapters: Positive
-    adapter_bytes_per_s: PositiveNumber
-    adapter_latency_s: Duration
-    switch_latency_s: Duration
+    adapter_bytes_per_s: Amount
+    adapter_latency_s: Delay
+    switch_latency_s: Delay
     switches: Annotated[int, Field(ge=0)]
     tree_bytes_per_s: PositiveNumber = math.inf
     ll128_bytes_per_s: Triple = (math.inf, math.inf, math.inf)
@@ -104,11 +121,18 @@ class Efficiency(Section):
     gemm_fraction: PositiveNumber
     memory_fraction: PositiveNumber
     link_fraction: PositiveNumber
-    link_step_s: Duration
-    collective_s: Duration
+    link_step_s: Delay
+    collective_s: Delay
+
+
+def _ascending(sizes: tuple[float, ...]) -> tuple[float, ...]:
+    if any(b <= a for a, b in itertools.pairwise(sizes)):
+        raise ValueError("must ascend")
+    return sizes
 
 
 Numbers = Annotated[tuple[PositiveNumber, ...], Field(min_length=1, strict=False)]
+Sizes = Annotated[Numbers, AfterValidator(_ascending)]
 Pair = Annotated[tuple[PositiveNumber, PositiveNumber], Field(strict=False)]
 Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
 
@@ -117,9 +141,9 @@ class Gemm(Section):
     """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
     k[l]."""
 
-    m: Numbers
-    n: Numbers
-    k: Numbers
+    m: Sizes
+    n: Sizes
+    k: Sizes
     flops_per_s: Annotated[tuple[Rates, ...], Field(min_length=1, strict=False)]
 
     @model_validator(mode="after")
@@ -134,14 +158,20 @@ class Gemm(Section):
 class Stream(Section):
     """Rate of a kernel that moves so many bytes, those read and those written."""
 
-    moved_bytes: Numbers
+    moved_bytes: Sizes
     bytes_per_s: Numbers
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if len(self.moved_bytes) != len(self.bytes_per_s):
+            raise ValueError("moved_bytes and bytes_per_s must be of one length")
+        return self
 
 
 class Attention(Section):
     """Seconds per score that is computed, at two sizes of a head."""
 
-    head_sizes: Pair
+    head_sizes: Annotated[Pair, AfterValidator(_ascending)]
     forward_s_per_score: Pair
     backward_s_per_score: Pair
 
@@ -153,7 +183,7 @@ class Messages(Section):
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
     ranks: Annotated[int, Field(ge=2)]
     nodes: Positive
-    sizes_bytes: Numbers
+    sizes_bytes: Sizes
     seconds: Numbers
 
     @model_validator(mode="after")
@@ -285,8 +315,27 @@ def _validated(section: type[Section], tree: dict[str, Any], where: str) -> Any:
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        mistakes = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        mistakes = (_explain(section, mistake) for mistake in error.errors())
         raise InputError(f"{where}: {'; '.join(mistakes)}") from None
+
+
+def _explain(section: type[Section], mistake: Any) -> str:
+    """What is wrong at a key, and what would be legal."""
+    *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
+    name = ".".join([*path, key])
+    if mistake["type"] == "missing":
+        letters = [letter for letter, word in SHORT_KEYS.items() if word == key and not path]
+        return f"{name} is missing" + (f", {letters[0]}=NUMBER" if letters else "")
+    if mistake["type"] == "extra_forbidden":
+        owner: Any = section
+        for part in path:
+            owner = getattr(owner.model_fields.get(part), "annotation", None)
+            if not hasattr(owner, "model_fields"):
+                return f"{name} is no key"
+        return f"{name} is no key{_nearest(key, owner.model_fields)}"
+    value = repr(mistake["input"])
+    value = value if len(value) <= 60 else value[:57] + "..."
+    return f"{name} = {value}: {mistake['msg'].removeprefix('Value error, ')}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

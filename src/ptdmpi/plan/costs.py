@@ -34,16 +34,16 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 
 
 def hardware_flops(
-    model: ModelConfig, vocab_size: int, tokens: int, recomputed_layers: int
+    model: ModelConfig, vocab_size: int, tokens: int, recompute: str, layers: int
 ) -> float:
-    """Model FLOPs plus one more forward pass of each recomputed layer.
+    """Model FLOPs plus what `layers` of the layers compute again: under "full" their forward pass,
+    under "selective" the two products of attention.
 
-    With every layer, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
+    With every layer in full, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
     """
-    return (
-        model_flops(model, vocab_size, tokens)
-        + recomputed_layers * layer_forward_flops(model) * tokens
-    )
+    core = 4 * model.seq_length * model.hidden
+    again = {"none": 0.0, "selective": core, "full": layer_forward_flops(model)}[recompute]
+    return model_flops(model, vocab_size, tokens) + layers * again * tokens
 
 
 def norm_parameters(model: ModelConfig) -> int:

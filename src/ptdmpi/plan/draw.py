@@ -18,6 +18,7 @@ from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 # Shades of a rank's chunks, first to last: for pictures, and as ANSI 256-color backgrounds.
 _SHADES = {
@@ -34,6 +35,7 @@ _COLORS = {
     "data": "#f2d16b",
     "other": "#9a9aa5",
 }
+_LEGEND_ROW_INCHES = 0.2
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _FILL = {"forward": ">", "backward": "<"}
@@ -163,10 +165,7 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
     They share the time axis if they share the unit. Raises InputError for another suffix or a
     path that cannot be written; a file that was there is then still there.
     """
-    path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix not in (".png", ".svg"):
-        raise InputError(f'{path}: pictures are .png or .svg, not "{path.suffix}"')
+    check_picture(path)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -174,21 +173,72 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
     heights = [_LANE_INCHES * count + _MARGIN_INCHES for count in lanes]
     style = {"font.size": 9, "svg.hashsalt": "ptdmpi", "hatch.linewidth": 0.6}
     with matplotlib.rc_context(style):
-        drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + _LEGEND_INCHES), dpi=160)
-        _draw_all(drawing, timelines, heights)
-        # The date would make two pictures of the same timeline differ.
-        options = {"metadata": {"Date": None}} if suffix == ".svg" else {}
-        _write(path, lambda file: drawing.savefig(file, format=suffix[1:], **options))
+        handles = _legend(timelines)
+        columns = min(len(handles), 7 if max(len(h.get_label()) for h in handles) < 18 else 5)
+        rows = math.ceil(len(handles) / columns)
+        below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
+        drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
+        _draw_all(drawing, timelines, heights, below)
+        drawing.legend(  # rows of like length
+            handles=handles,
+            loc="lower center",
+            ncols=math.ceil(len(handles) / rows),
+            frameon=False,
+            handlelength=1.4,
+            columnspacing=1.4,
+        )
+        save(drawing, path)
 
 
-def _draw_all(drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float]) -> None:
-    """Places one axes per timeline, top down, in inches, and the legend below all."""
-    total = sum(heights) + _LEGEND_INCHES
+def check_picture(path: str | Path) -> None:
+    """Raises InputError for a name that is neither .png nor .svg."""
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise InputError(f'{path}: pictures are .png or .svg, not "{Path(path).suffix}"')
+
+
+def save(drawing: "Figure", path: str | Path) -> None:
+    """Writes a picture as a whole or not at all; raises InputError for what `figure` does."""
+    check_picture(path)
+    kind = Path(path).suffix.lower()[1:]
+    # The date would make two pictures of the same timeline differ.
+    options = {"metadata": {"Date": None}} if kind == "svg" else {}
+    _write(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
+
+
+def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
+    """What the colors mean; chunks of one shade in one entry."""
+    from matplotlib.patches import Patch
+
+    handles: dict[str, Patch] = {}
+    for kind in ("forward", "backward"):
+        for timeline in timelines:
+            chunks = _Chunks(timeline)
+            alike: dict[int, list[int]] = {}
+            for chunk in range(chunks.count):
+                alike.setdefault(chunks.shade(chunk), []).append(chunk)
+            for shade, own in alike.items():
+                name = f"{kind}, chunk {own[0]}" if chunks.count > 1 else kind
+                if len(own) > 1:
+                    name = f"{kind}, chunks {own[0]} to {own[-1]}"
+                handles[name] = Patch(color=_SHADES[kind][shade], label=name)
+    waiting = "waiting for input"
+    handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
+    found = {span.kind for timeline in timelines for span in timeline.spans}
+    for kind, tint in _COLORS.items():
+        if kind in found:
+            handles[kind] = Patch(color=tint, label=kind)
+    return list(handles.values())
+
+
+def _draw_all(
+    drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float], below: float
+) -> None:
+    """Places one axes per timeline, top down, in inches, above what the legend takes."""
+    total = sum(heights) + below
     left, right = _SIDES_INCHES
     top = total
     units = {timeline.time_unit for timeline in timelines}
     longest_s = max(timeline.makespan_s for timeline in timelines)
-    handles: dict[str, object] = {}
     for timeline, height in zip(timelines, heights, strict=True):
         bottom = top - height
         axes = drawing.add_axes(
@@ -199,24 +249,12 @@ def _draw_all(drawing: "Figure", timelines: Sequence[Timeline], heights: Sequenc
                 (height - _MARGIN_INCHES) / total,
             )
         )
-        _draw_lanes(axes, timeline, longest_s if len(units) == 1 else timeline.makespan_s, handles)
+        _draw_lanes(axes, timeline, longest_s if len(units) == 1 else timeline.makespan_s)
         top = bottom
-    drawing.legend(  # of at most 7 columns, and rows of like length
-        handles=list(handles.values()),
-        loc="lower center",
-        ncols=math.ceil(len(handles) / math.ceil(len(handles) / 7)),
-        frameon=False,
-        handlelength=1.4,
-        columnspacing=1.4,
-    )
 
 
-def _draw_lanes(
-    axes: "Axes", timeline: Timeline, extent_s: float, handles: dict[str, object]
-) -> None:
-    """One timeline: bars, microbatch numbers, axis; adds what it used to the legend `handles`."""
-    from matplotlib.patches import Patch
-
+def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
+    """One timeline: bars, microbatch numbers, axis."""
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     unit_s, unit = _readable_unit(timeline, extent_s)
     lane = {rank: place for place, rank in enumerate(ranks)}
@@ -237,15 +275,6 @@ def _draw_lanes(
             [(x(s.start_s), lane[s.rank] - 0.43, (s.end_s - s.start_s) / unit_s) for s in spans],
         )
     _draw_numbers(axes, timeline, chunks, x, extent_s)
-    for kind in ("forward", "backward"):
-        for chunk in range(chunks.count):
-            name = f"{kind}, chunk {chunk}" if chunks.count > 1 else kind
-            handles[name] = Patch(color=_SHADES[kind][chunks.shade(chunk)], label=name)
-    waiting = "waiting for input"
-    handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
-    for kind, tint in _COLORS.items():
-        if any(span_kind == kind for span_kind, _ in bars):
-            handles[kind] = Patch(color=tint, label=kind)
 
     axes.set_xlim(0, extent_s / unit_s or 1)
     axes.set_ylim(len(ranks) - 0.5, -0.5)

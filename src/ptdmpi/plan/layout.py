@@ -48,6 +48,8 @@ def parse(text: str) -> dict[str, int]:
                 f'layout {text}: "{part}" is no size; write t=8,p=8,d=1,v=3,b=1 '
                 "(d, v and b may be left out)"
             )
+        if LETTERS[letter] in sizes:
+            raise InputError(f"layout {text}: {letter} is given twice")
         sizes[LETTERS[letter]] = int(value)
     return sizes
 

@@ -108,10 +108,11 @@ class MeasuredMachine(Machine):
         """Scaled from the group of most similar size."""
         tables = self._messages.get((collective, network), [])
         if not tables:
-            where = "between nodes" if network else "within a node"
+            devices = self.cluster.node.devices
+            known = f"on one node of {devices} rank{'s' * (devices > 1)}"
             raise InputError(
-                f"cluster {self.cluster.name}: messages {where} were not measured; run ptdmpi "
-                f"probe on {'several nodes' if network else 'several ranks of a node'}"
+                f"cluster {self.cluster.name}: measured {known if network else 'without messages'};"
+                " run ptdmpi probe with as many ranks as the training will have"
             )
         table = min(tables, key=lambda one: (abs(math.log(one.ranks / ranks)), one.ranks))
         least_s = min(table.seconds)

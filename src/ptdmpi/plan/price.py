@@ -310,7 +310,6 @@ class Pricer:
             optimizer=optimizer_s,
         )
         config, tokens = self.model.config, self.batch * self.model.config.seq_length
-        recomputed = config.layers if layout.recompute == "full" else 0
         return Price(
             layout=layout,
             step_time_s=makespan_s + data_s + optimizer_s,
@@ -321,7 +320,7 @@ class Pricer:
             model_flops_per_rank=costs.model_flops(config, self.model.vocab_size, tokens)
             / layout.ranks,
             hardware_flops_per_rank=costs.hardware_flops(
-                config, self.model.vocab_size, tokens, recomputed
+                config, self.model.vocab_size, tokens, layout.recompute, config.layers
             )
             / layout.ranks,
             peak_flops=self.machine.peak,

@@ -1,5 +1,8 @@
 """Every legal layout, and the best of them: exhaustive, with bounds that cannot lose the best.
 
+Of the settings of a layout of the same sizes (recomputation, sequence parallelism, schedule, how
+messages travel) the fastest that fit count.
+
 Three bounds of a layout's step time, each cheaper and no larger than the next: of the mean rank
 (`Pricer.rough_bound_s`), of every rank (`Pricer.bound_s`), the simulation itself. Layouts are
 looked at by ascending first bound, simulated by ascending second one, and the search ends where
@@ -12,14 +15,14 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from ptdmpi.config import InputError
 from ptdmpi.config.rules import divisors
 from ptdmpi.plan.layout import LETTERS, RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.price import Price, Pricer
-from ptdmpi.plan.relief import size
+from ptdmpi.plan.relief import GROWTHS, size
 from ptdmpi.plan.schedule import default_kind
 
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
@@ -34,15 +37,15 @@ class Space:
     schedule: str | None = None
     recompute: str | None = None
     sequence_parallel: bool | None = None
-    scatter_gather: bool = True
+    scatter_gather: bool | None = None
     zero: int = 0
     dp_overlap: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
-        """Those of a Layout that are the same in the whole space."""
+        """Those of a Layout, as `groups` takes them; `variants` takes them the other way."""
         return {
-            "scatter_gather": self.scatter_gather,
+            "scatter_gather": self.scatter_gather is not False,
             "zero": self.zero,
             "dp_overlap": self.dp_overlap,
         }
@@ -80,11 +83,26 @@ def chunked(space: Space, group: Layout, layers: int) -> Iterator[Layout]:
         yield replace(group, virtual=virtual, schedule=kind)
 
 
-class Best:
-    """The `count` fastest prices seen, fastest first."""
+def variants(space: Space, layout: Layout) -> Iterator[Layout]:
+    """The layout and what else its sizes allow: GPipe, whole messages. None needs less memory:
+    GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
+    kinds, scatters = [layout.schedule], [layout.scatter_gather]
+    if layout.pipeline > 1 and space.schedule is None:
+        kinds.append("gpipe")
+    whole = layout.tensor > 1 and layout.pipeline > 1 and not layout.sequence_parallel
+    if whole and space.scatter_gather is None:
+        scatters.append(False)
+    for kind, scatter in itertools.product(kinds, scatters):
+        yield replace(layout, schedule=kind, scatter_gather=scatter)
 
-    def __init__(self, count: int) -> None:
-        self.count, self.prices = count, []
+
+class Best:
+    """The `count` fastest prices seen, fastest first; of layouts that agree in `same` the
+    fastest."""
+
+    def __init__(self, count: int, same: Callable[[Layout], Hashable]) -> None:
+        self.count, self.same = count, same
+        self.prices: list[Price] = []
 
     @property
     def limit_s(self) -> float:
@@ -92,46 +110,82 @@ class Best:
         return self.prices[-1].step_time_s if len(self.prices) == self.count else math.inf
 
     def offer(self, price: Price) -> None:
+        like = self.same(price.layout)
+        for kept in self.prices:
+            if self.same(kept.layout) == like:
+                if kept.step_time_s <= price.step_time_s:
+                    return
+                self.prices.remove(kept)
+                break
         bisect.insort(self.prices, price, key=lambda kept: kept.step_time_s)
         del self.prices[self.count :]
 
 
 def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
-    """The `count` fastest layouts that fit, fastest first. Raises InputError if none fits or is
-    legal."""
+    """The `count` fastest layouts that fit, fastest first, each at its best settings. Raises
+    InputError if none fits or is legal."""
     legal, layers = list(groups(space, pricer)), pricer.model.config.layers
     layouts = [layout for group in legal for layout in chunked(space, group, layers)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
-    found, waiting = Best(count), []  # waiting: heap of (bound, number) that fit
+    found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
     for rough_s, number in [*rough, (math.inf, -1)]:
         while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
-            found.offer(pricer.price(layouts[heapq.heappop(waiting)[1]]))
+            found.offer(pricer.price(heapq.heappop(waiting)[-1]))
         if rough_s >= found.limit_s or number < 0:
             break
-        layout = layouts[number]
-        if pricer.fits(layout):
-            heapq.heappush(waiting, (pricer.bound_s(layout), number))
+        if not pricer.fits(layouts[number]):
+            continue
+        for way, layout in enumerate(variants(space, layouts[number])):
+            if way == 0 or pricer.fits(layout):
+                heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
     if not found.prices:
         raise InputError(_nothing_fits(pricer, space, legal))
     return found.prices
 
 
 def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
+    """What is missing, and what would be legal or fit."""
     where = f"{space.ranks} ranks of {pricer.cluster.name}"
     if not legal:
+        near = " or ".join(map(str, _legal_ranks(pricer, space)))
         config = pricer.model.config
         return (
             f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
             f"{config.heads} heads, p be at most {config.layers}, d b divide the batch of "
-            f"{pricer.batch}; {config.heads * config.layers * pricer.batch} ranks are the most"
+            f"{pricer.batch}; legal nearby: {near} ranks"
         )
     least = min(legal, key=lambda layout: pricer.memory(layout).total)
-    needed = pricer.memory(least).total
+    needed = pricer.memory(least)
+    parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(needed).items() if n)
+    grown = (replace(space, ranks=factor * space.ranks) for factor in GROWTHS[1:])
+    more = (
+        f"{layout.ranks} ranks ({size(pricer.memory(layout).total)} with {layout})"
+        for layout in itertools.chain.from_iterable(groups(bigger, pricer) for bigger in grown)
+        if pricer.fits(layout)
+    )
+    sharded = (
+        f"--zero {zero} (ptdmpi train has no ZeRO)"
+        for zero in range(space.zero + 1, 4)
+        if any(pricer.fits(replace(layout, zero=zero)) for layout in legal)
+    )
+    helps = [*itertools.islice(more, 1), *itertools.islice(sharded, 1)]
+    advice = "would fit: " + ", or ".join(helps) if helps else "nor would one on 64 times as many"
     return (
         f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
-        f"{size(needed)} per rank ({least}, recompute {least.recompute}) of "
-        f"{size(pricer.capacity_bytes)}; take more ranks, or --zero 1 to 3"
+        f"{size(needed.total)} per rank ({least}, recompute {least.recompute}: {parts}) of "
+        f"{size(pricer.capacity_bytes)}; {advice}"
     )
+
+
+def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
+    """The numbers of ranks next to the one asked for that have a legal layout."""
+    config, batch = pricer.model.config, pricer.batch
+    tensors = [t for t in divisors(config.heads) if not any(mistakes(Layout(t, 1, 1), config, 1))]
+    pipelines = range(1, config.layers + 1)
+    legal = {t * p * d for t in tensors for p in pipelines for d in divisors(batch)}
+    below = [ranks for ranks in legal if ranks < space.ranks]
+    above = [ranks for ranks in legal if ranks > space.ranks]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
@@ -148,6 +202,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
         tried.append(replace(layout, virtual=virtual, schedule=default_kind(virtual)))
+    other = default_kind(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
+    tried.append(replace(layout, schedule=other))
     tried += [replace(layout, recompute=mode) for mode in RECOMPUTE_MODES]
     for key in SWITCHES:
         tried.append(replace(layout, **{key: not getattr(layout, key)}))
@@ -164,6 +220,9 @@ def difference(layout: Layout, changed: Layout) -> str:
         for letter, name in LETTERS.items()
         if getattr(changed, name) != getattr(layout, name)
     ]
+    kinds = {layout.schedule, changed.schedule}
+    if len(kinds) == 2 and "gpipe" in kinds:  # the others follow from v
+        words.append(f"--schedule {changed.schedule}")
     if changed.recompute != layout.recompute:
         words.append(f"recompute {changed.recompute}")
     for key in SWITCHES:
@@ -194,7 +253,7 @@ def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, lis
 
 def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
     """The `count` fastest, simulated by ascending bound."""
-    found = Best(count)
+    found = Best(count, same=lambda layout: layout)
     bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
     for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
         if bound_s >= found.limit_s:
@@ -216,15 +275,14 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """The layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5): t up to the
-    devices of a node, then p, as few model-parallel ranks as fit; the rest is data-parallel; b by
-    equation 1; recomputation in full. None if no such layout fits."""
+    """The layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5): t up to
+    what a node's devices and the model allow, then p, as few model-parallel ranks as fit; the rest
+    is data-parallel; b by equation 1; recomputation in full. None if no such layout fits."""
     devices = pricer.cluster.node.devices
-    legal = [
-        group
-        for group in groups(replace(space, recompute="full", sequence_parallel=False), pricer)
-        if group.tensor <= devices and (group.tensor == devices or group.pipeline == 1)
-    ]
+    within = replace(space, recompute="full", sequence_parallel=False)
+    legal = [group for group in groups(within, pricer) if group.tensor <= devices]
+    most = max((group.tensor for group in legal), default=1)
+    legal = [group for group in legal if group.tensor == most or group.pipeline == 1]
     for group in sorted(legal, key=lambda g: (g.tensor * g.pipeline, g.micro_size)):
         if pricer.memory(group).total > pricer.capacity_bytes:
             continue

@@ -12,6 +12,7 @@ from torch import Tensor
 from ptdmpi.model import kernels
 from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
 from ptdmpi.plan.machine import Machine
+from ptdmpi.plan.table import count
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
@@ -134,7 +135,7 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
         backward.append(max(back_s - launch, 0.2 * back_s) / scores)
         bench.note(
             f"attention, heads of {size}",
-            f"{1e-6 / forward[-1]:,.0f} M scores/s forward, {1e-6 / backward[-1]:,.0f} backward",
+            f"{count(1 / forward[-1])} scores/s forward, {count(1 / backward[-1])} backward",
         )
     return {
         "head_sizes": list(HEAD_SIZES),
@@ -191,7 +192,7 @@ def elementwise(
             found[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
         bench.note(
             name,
-            f"{1e-6 / found[name]:,.0f} M elements/s forward, "
-            f"{1e-6 / found[f'{name}_backward']:,.0f} backward",
+            f"{count(1 / found[name])} elements/s forward, "
+            f"{count(1 / found[f'{name}_backward'])} backward",
         )
     return found

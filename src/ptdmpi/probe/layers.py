@@ -20,6 +20,7 @@ from ptdmpi.plan.fit import descend, distance
 from ptdmpi.plan.grid import Grid
 from ptdmpi.plan.layout import Layout
 from ptdmpi.plan.price import Pricer
+from ptdmpi.plan.table import count
 from ptdmpi.probe.bench import Bench
 from ptdmpi.train.engine import Engine
 
@@ -98,7 +99,7 @@ class Layers:
             "update_s_per_element": per_element_s,
             "step_s": fixed_s,
         }
-        self.bench.note("optimizer", f"{1e-6 / per_element_s:,.0f} M parameters/s")
+        self.bench.note("optimizer", f"{count(1 / per_element_s)} parameters/s")
         self.bench.note("beside kernels and messages", f"{fixed_s * 1e3:.2f} ms a step")
         tree = {**tree, "measured": measured}
         keys = (
@@ -151,7 +152,8 @@ class Layers:
         values = descend(lambda tried: distance(pairs(tried)), start, most)
         words = ", ".join(f"{key} {v:.3g}" for (_, key), v in zip(keys, values, strict=True))
         off = distance(pairs(values))
-        self.bench.note(f"layers over {tensor} ranks", f"within {off:.1%} at {words}")
+        where = f"{tensor} ranks" if tensor > 1 else "1 rank"
+        self.bench.note(f"layers over {where}", f"within {off:.1%} at {words}")
         return changed(values)
 
     def _config(self, case: Case, tensor: int) -> Config:

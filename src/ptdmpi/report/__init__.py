@@ -128,7 +128,7 @@ def summary(run: Run) -> dict[str, Any]:
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
     if run.measured:
         numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
-        numbers["bubble_fraction_measured"] = run.measured.bubble_fraction()
+        numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
     return numbers
 
@@ -233,15 +233,8 @@ def loss_curve(run: Run, path: Path) -> None:
     for record in run.validations:
         if "bigram_validation_loss" in record:
             level = record["bigram_validation_loss"]
-            axes.axhline(level, color="#555555", linestyle="--", linewidth=1)
-            axes.annotate(
-                f"bigram model {level:.3f}",
-                (tokens[-1], level),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="right",
-                color="#555555",
-            )
+            name = f"bigram model {level:.3f}"
+            axes.axhline(level, color="#555555", linestyle="--", linewidth=1, label=name)
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")

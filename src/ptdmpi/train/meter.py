@@ -63,11 +63,11 @@ class Rates:
         model, recompute = config.model, config.recompute
         self.tokens = config.batch.global_size * model.seq_length
         self.ranks, self.peak = ranks, peak
-        recomputed = 0
-        if recompute.mode == "full":
-            recomputed = model.layers if recompute.layers == "all" else recompute.layers
+        layers = model.layers if recompute.layers == "all" else recompute.layers
         self.model_flops = model_flops(model, vocab_size, self.tokens)
-        self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recomputed)
+        self.hardware_flops = hardware_flops(
+            model, vocab_size, self.tokens, recompute.mode, layers
+        )
 
     def of(self, step_time_s: float) -> dict[str, float]:
         per_rank = self.ranks * step_time_s

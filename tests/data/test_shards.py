@@ -56,6 +56,8 @@ def test_round_trip(tmp_path, vocab_size, dtype, use_mmap):
     rows = dataset.read(np.arange(1000), 10)
     assert rows.dtype == np.int64 and rows.shape == (1000, 11)
     assert all((rows[j] == tokens[10 * j : 10 * j + 11]).all() for j in range(1000))
+    row = dataset.read(np.array([7]), 10)  # one alone
+    assert row.dtype == np.int64 and (row == rows[7:8]).all()
     assert verify(header.path) == []
     with h5py.File(header.path) as file:  # what HDF5 itself reads
         assert (file["tokens"][:] == tokens).all()
@@ -106,10 +108,11 @@ def test_id_outside_the_vocabulary(shard, use_mmap):
     overwrite(shard, 123, 1000)
     dataset = Dataset(shard.parent, use_mmap)
     dataset.read(np.array([0]), 100)
-    with pytest.raises(
-        InputError, match=r"shard\.h5: token 123 has id 1000, outside the vocabulary of 1000"
-    ):
-        dataset.read(np.array([0, 1]), 100)
+    for samples in ([1], [0, 1]):  # one alone goes another way
+        with pytest.raises(
+            InputError, match=r"shard\.h5: token 123 has id 1000, outside the vocabulary of 1000"
+        ):
+            dataset.read(np.array(samples), 100)
     assert any("token 123 has id 1000" in problem for problem in verify(shard))
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import zlib
 
 import h5py
 import numpy as np
@@ -73,6 +74,52 @@ def test_same_tokens_give_the_same_bytes(tmp_path):
             ends = [5] if start == 0 else ([100] if start == 800 else [])
             writer.write(tokens[start : start + 100], np.array(ends, dtype=int))
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+BLOCKS = (1, 32768, 32769, 700, 131072, 131073, 0, 98304, 4000, 262144, 17)
+
+
+@pytest.mark.parametrize("vocab_size", [50257, 70000])
+def test_the_same_bytes_whatever_the_blocks_and_their_types(tmp_path, vocab_size):
+    total = sum(BLOCKS)
+    tokens = np.random.default_rng(1).integers(0, vocab_size, total)
+    tokens[-1] = vocab_size - 1
+    ends = np.append(np.arange(50, total, 50), total)
+    write_shard(tmp_path / "whole.h5", tokens, ends, vocab_size=vocab_size)
+    header = read_header(tmp_path / "whole.h5")
+    content = (tmp_path / "whole.h5").read_bytes()
+    assert header.checksum == f"crc32:{zlib.crc32(tokens.astype(header.dtype)):08x}"
+    types = [np.int64, np.uint64, np.dtype(">i4"), np.uint32]
+    types += [np.uint16] if vocab_size == 50257 else []
+    for shift in range(len(types)):
+        path, done = tmp_path / f"{shift}.h5", 0
+        with ShardWriter(path, **{**VOCABULARY, "vocab_size": vocab_size}) as writer:
+            for number, count in enumerate(BLOCKS):
+                block = tokens[done : done + count].astype(types[(number + shift) % len(types)])
+                inside = ends[(ends > done) & (ends <= done + count)] - done
+                writer.write(block, inside)
+                block[:], inside[:] = 0, 0  # the caller's own again
+                done += count
+        assert path.read_bytes() == content
+    for number, view in enumerate((tokens.astype(header.dtype).repeat(2)[::2], tokens[::-1][::-1])):
+        write_shard(tmp_path / f"strided{number}.h5", view, ends, vocab_size=vocab_size)
+        assert (tmp_path / f"strided{number}.h5").read_bytes() == content
+
+
+@pytest.mark.parametrize("bad", [-1, 50257, 1 << 16, 1 << 40, -(1 << 63)])
+@pytest.mark.parametrize("at", [0, 32767, 32768, 200_000])
+def test_an_id_whose_low_bits_are_legal_is_refused(tmp_path, bad, at):
+    tokens = np.zeros(200_001, np.int64)
+    tokens[at] = bad
+    with pytest.raises(InputError, match=f"token id {bad} is outside the vocabulary of 50257"):
+        write_shard(tmp_path / "a.h5", tokens, vocab_size=50257)
+    assert os.listdir(tmp_path) == []
+
+
+def test_narrow_blocks_become_wide_tokens(tmp_path):
+    tokens = np.arange(300_000).astype(np.uint8)
+    write_shard(tmp_path / "a.h5", tokens, vocab_size=256, eod_id=0)
+    assert (Dataset(tmp_path).read(np.array([0]), 299_999)[0] == tokens).all()
 
 
 def test_samples_never_cross_shards(tmp_path):

@@ -54,6 +54,14 @@ CONTENTS = {
 }
 
 
+def test_names_with_line_ends_stay_in_one_line(tmp_path, monkeypatch, capsys):
+    words = ("tokenize", "--output", tmp_path / "o", "--tokenizer", "bytes")
+    bad = tmp_path / "a\nb.jsonl"
+    bad.write_text("no JSON")
+    assert "a\\nb.jsonl:1: not a JSON" in fail(monkeypatch, capsys, *words, bad)
+    assert "c\\nd.txt: no such file" in fail(monkeypatch, capsys, *words, tmp_path / "c\nd.txt")
+
+
 @pytest.mark.parametrize("name", CONTENTS)
 def test_bad_corpus(tmp_path, monkeypatch, capsys, name):
     content, message = CONTENTS[name]

@@ -221,8 +221,12 @@ class RunState:
                 with suppress(OSError):  # not empty, or not made
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
-        for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
-            write_json(output / UNFINISHED / IDENTITY, identity)
+        try:
+            for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
+                write_json(output / UNFINISHED / IDENTITY, identity)
+        except InputError:
+            self.clean()
+            raise
         return None
 
     def _hold(self, output: Path) -> None:

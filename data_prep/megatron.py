@@ -34,11 +34,17 @@ _MAX_LENGTH = (1 << 31) - 1  # of a sequence: its length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".bin")
+    return _beside(prefix, ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".idx")
+    return _beside(prefix, ".idx")
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    if prefix.name in ("", ".."):
+        raise InputError(f"{prefix}: is no PREFIX; the name of a file is needed, without .bin")
+    return prefix.with_name(prefix.name + suffix)
 
 
 @dataclass(frozen=True)
@@ -256,7 +262,7 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
     """Keeps a second command from the names under which the first one writes. Raises InputError."""
-    path = prefix.with_name(prefix.name + ".lock")
+    path = _beside(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():
             raise InputError(

@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None if there is no such file. Raises InputError if it is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}; use --force to begin anew") from error

@@ -201,6 +201,9 @@ def test_output_that_is_a_file(good, monkeypatch, capsys):
     output.write_text("a file")
     words = ["--output", output, "--tokenizer", "bytes"]
     assert "o: is no directory" in fail(monkeypatch, capsys, "tokenize", good, *words)
+    words[1] = output / "below"
+    error = fail(monkeypatch, capsys, "tokenize", good, *words)
+    assert "below: cannot be written" in error and "--force" not in error
     assert output.read_text() == "a file"
 
 

@@ -257,6 +257,15 @@ def test_vocabularies_and_outputs_that_do_not_do(tmp_path, monkeypatch, capsys):
     run(monkeypatch, "export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     again = fail(monkeypatch, capsys, "export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     assert "b.bin: exists" in again
+    for nameless in (".", "/", ".."):
+        words = ("export-megatron", tmp_path / "o", "--output", nameless)
+        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+        words = ("import-megatron", nameless, *common[2:], "--tokenizer", "bytes")
+        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+    (tmp_path / "link.bin").symlink_to(tmp_path / "a.bin")
+    (tmp_path / "link.idx").symlink_to(tmp_path / "a.idx")
+    words = (*common[:2], tmp_path / "link", *common[2:], "--tokenizer", "bytes")
+    assert "link: given twice" in fail(monkeypatch, capsys, *words)
 
 
 def test_two_exports_to_one_prefix(tmp_path, monkeypatch, capsys):

@@ -27,7 +27,8 @@ MODELS = ("l=7,h=512,a=8", "l=12,h=1024,a=16,V=32000")
 
 
 def small(model, memory_bytes, batch=24, cluster=SELENE):
-    device = cluster.device.model_copy(update={"memory_bytes": memory_bytes})
+    memory = {"memory_bytes": memory_bytes, "runtime_bytes": 0.0}
+    device = cluster.device.model_copy(update=memory)
     return Pricer(cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16")
 
 

@@ -30,12 +30,14 @@ class Device(Section):
     """One accelerator: dense peak in FLOP/s by type, memory, multiprocessors that share the peak.
 
     A multiprocessor moves `shared_bytes_per_clock` through its shared memory and takes so many
-    exponentials. `kernel_s`: kernels do not follow each other faster than this.
+    exponentials. `kernel_s`: kernels do not follow each other faster than this. `runtime_bytes`:
+    what a rank's memory holds before its first tensor.
     """
 
     name: str
     peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], PositiveNumber]
     memory_bytes: PositiveNumber
+    runtime_bytes: Duration = 0.0
     memory_bytes_per_s: PositiveNumber
     multiprocessors: Positive
     clock_hz: PositiveNumber
@@ -70,7 +72,8 @@ class Software(Section):
     is the size of a gradient in the sum over the data axis. The overlaps say which messages
     proceed while their rank computes. `balanced_stages` counts the output head as layers.
     `zero_unit` is what ZeRO 3 gathers at once. `groups_per_adapter`: how many groups with some of a
-    node's ranks each choose the same adapter while others are idle.
+    node's ranks each choose the same adapter while others are idle. `keeps_outputs`: what a stage
+    sent on stays in its memory until its backward pass.
     """
 
     attention: Literal["unfused", "flash"]
@@ -81,6 +84,7 @@ class Software(Section):
     balanced_stages: bool
     zero_unit: Literal["tensor", "layer"]
     groups_per_adapter: Positive = 1
+    keeps_outputs: bool = False
 
     @property
     def adds_in_place(self) -> bool:

@@ -31,7 +31,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     curves = []
     for rank in range(layout.pipeline):
         peak = pricer.footprints.peak(layout, layers, rank, microbatches)
-        now = peak.weights + peak.gradients + peak.optimizer
+        now = peak.standing
         moments, amounts = [0.0], [now]
         spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]
         for span in sorted(spans, key=lambda s: s.start_s):

@@ -8,6 +8,7 @@ summed one is narrower.
 
 from dataclasses import dataclass
 from functools import cache
+from operator import mul
 
 from ptdmpi.config import (
     BatchConfig,
@@ -17,7 +18,7 @@ from ptdmpi.config import (
     RecomputeConfig,
 )
 from ptdmpi.plan import costs, memory
-from ptdmpi.plan.cluster import Model, Software
+from ptdmpi.plan.cluster import Cluster, Model
 from ptdmpi.plan.layout import Layout
 
 MASTER_BYTES = 4
@@ -32,31 +33,31 @@ class Footprint:
     optimizer: float
     activations: float
     working: float  # what one backward pass needs beside
+    runtime: float  # context of the device, buffers of messages
+
+    @property
+    def standing(self) -> float:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.optimizer + self.runtime
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        return self.standing + self.activations + self.working
 
 
 class Footprints:
     """Footprints of one model; what layouts have in common is counted once."""
 
-    def __init__(self, model: Model, software: Software, precision: str) -> None:
-        self.model, self.software, self.precision = model, software, precision
+    def __init__(self, model: Model, cluster: Cluster, precision: str) -> None:
+        self.model, self.precision = model, precision
+        self.software, self.runtime_bytes = cluster.software, cluster.device.runtime_bytes
         self.compute_bytes = memory.COMPUTE_BYTES[precision]
         self.of_microbatch = cache(self._of_microbatch)
 
     def peak(self, layout: Layout, layers: list[range], rank: int, microbatches: int) -> Footprint:
         """Of pipeline rank `rank` of a step of `microbatches`."""
-        own, kept_at_once = layers[rank :: layout.pipeline], in_flight(layout, microbatches, rank)
-        first, last = rank == 0, rank == layout.pipeline - 1
-        sizes = _key(layout)
-        kept_layer, working, embedding, head = self.of_microbatch(*sizes)
-        kept = sum(n * len(chunk) * kept_layer for n, chunk in zip(kept_at_once, own, strict=True))
-        if first:
-            kept += kept_at_once[0] * embedding
-        if last:
-            kept += kept_at_once[-1] * head
+        kept = self.kept_by_stage(layout, layers)[rank :: layout.pipeline]
+        working = self.of_microbatch(*_key(layout))[1]
         elements = self.elements(layout, layers, rank)
         shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
         summed = self.software.gradient_bytes
@@ -67,8 +68,9 @@ class Footprints:
             weights=elements * self.compute_bytes / shards[2],
             gradients=elements * (max(summed, self.compute_bytes) + widened) / shards[1],
             optimizer=elements * masters * wide / shards[0],
-            activations=kept,
+            activations=sum(map(mul, in_flight(layout, microbatches, rank), kept)),
             working=working + self._whole_bytes(layout),
+            runtime=self.runtime_bytes,
         )
 
     def _whole_bytes(self, layout: Layout) -> float:
@@ -87,9 +89,14 @@ class Footprints:
     def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
         """Bytes of activations that one microbatch leaves in each stage."""
         kept_layer, _, embedding, head = self.of_microbatch(*_key(layout))
-        kept = [len(own) * kept_layer for own in layers]
+        sent = 0
+        if self.software.keeps_outputs and layout.pipeline > 1:
+            tokens = layout.micro_size * self.model.config.seq_length
+            share = layout.tensor if layout.sequence_parallel else 1
+            sent = tokens // share * self.model.config.hidden * self.compute_bytes
+        kept = [len(own) * kept_layer + sent for own in layers]
         kept[0] += embedding
-        kept[-1] += head
+        kept[-1] += head - sent
         return kept
 
     def elements(self, layout: Layout, layers: list[range], rank: int) -> int:

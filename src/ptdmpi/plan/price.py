@@ -81,7 +81,7 @@ class Pricer:
         self.cluster, self.model, self.batch = cluster, model, batch
         self.capacity_bytes = cluster.device.memory_bytes
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
-        self.footprints = Footprints(model, cluster.software, precision)
+        self.footprints = Footprints(model, cluster, precision)
         self._layers: dict[tuple, LayerTimes] = {}
         self._splits: dict[tuple[int, int], list[range]] = {}
         self._rough: dict[tuple, float] = {}

@@ -16,7 +16,7 @@ PARTS = {
     "data": "data axis",
     "optimizer": "optimizer",
 }
-MEMORY = ("weights", "gradients", "optimizer", "activations", "working")
+MEMORY = ("weights", "gradients", "optimizer", "activations", "working", "runtime")
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:

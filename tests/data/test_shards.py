@@ -189,8 +189,10 @@ DAMAGES = {
     "has no attribute 'checksum'": lambda f: f.attrs.pop("checksum"),
     "format_version 2": lambda f: f.attrs.update(format_version=2),
     "eod_id 1000 and vocab_size 1000": lambda f: f.attrs.update(eod_id=1000),
-    "'vocab_size' is 'many'": lambda f: f.attrs.update(vocab_size="many"),
-    "'tokenizer' is": lambda f: f.attrs.update(tokenizer=5),
+    "'vocab_size' is no integer": lambda f: f.attrs.update(vocab_size="many"),
+    "'eod_id' is no integer": lambda f: f.attrs.update(eod_id=[5]),
+    "'tokenizer' is no text": lambda f: f.attrs.update(tokenizer=5),
+    "(b'x'), no text of variable length": lambda f: f.attrs.update(tokenizer=np.bytes_("x")),
     "no dataset 'documents'": lambda f: f.pop("documents"),
     "no dataset 'tokens'": lambda f: f.pop("tokens"),
     "type <i8": lambda f: replace_tokens(f, data=np.arange(500)),
@@ -227,6 +229,18 @@ def test_a_damaged_heap_of_texts_is_not_given_to_hdf5(shard, size):
         content[at : at + 2] = b"\0\0"
     shard.write_bytes(content)
     with pytest.raises(InputError, match=r"shard\.h5: .*damaged texts"):
+        read_header(shard)
+
+
+def test_a_text_whose_type_is_damaged_is_not_given_to_hdf5(shard):
+    """Which would crash: sequences of variable length in place of a text of such a length."""
+    content = bytearray(shard.read_bytes())
+    name = b"tokenizer_sha256\0"
+    at = content.find(b"\x19\x01", content.find(name) + len(name))  # class 9, of texts
+    assert 0 < at - content.find(name) < 30
+    content[at + 1] = 0x86
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match="attribute 'tokenizer_sha256' is no text"):
         read_header(shard)
 
 

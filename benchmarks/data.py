@@ -193,6 +193,8 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         for part in arguments.parts or PARTS:
             begun = time.perf_counter()

@@ -5,9 +5,10 @@ BPE tokenizer that is trained on a part of it:
 
 - one process, everything loaded and warm: `ptdmpi-data tokenize` beside the bare `encode_batch` and
   `encode_batch_fast` on texts that are in memory already;
-- whole commands on all cores, whose rate is taken between a short and a long corpus, so that what
-  a start costs (imports, the tokenizer's file, processes) drops out: it stands in a column of its
-  own. The bare calls are run there by as many processes as there are cores, each on its share.
+- whole commands on all cores, whose rate is taken between two corpora, so that what a start costs
+  (imports, the tokenizer's file, processes) drops out: it stands in a column of its own. Tools that
+  take no time for these get a longer one as well. The bare calls are run there by as many processes
+  as there are cores, each on its share.
 """
 
 import json
@@ -28,6 +29,7 @@ VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
 LONG_BYTES, SHORT_SHARE = 12_000_000, 4  # the short corpus has a quarter of the long one
+LONGEST_TIMES = 10  # the longest is the long one so many times
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "ptdmpi-data tokenize"
 GROUP_TEXTS = 256  # that the bare calls are given at a time
@@ -160,6 +162,7 @@ class Tool:
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
     shares: bool = False  # is run once per core, each time with another file of the corpus
+    quick: bool = False  # is given the longest corpus too
 
 
 def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
@@ -181,7 +184,7 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
             options = ["--tokenizer", f"{prefix}{tokenizer}", "--workers", str(cores), "--quiet"]
             return words + options
 
-        return Tool(words)
+        return Tool(words, quick=bool(prefix))
 
     def datatrove(corpus: Path, out: Path, cores: int) -> list[str]:
         return [there, str(script), str(tokenizer), str(corpus), str(out), str(cores)]
@@ -194,7 +197,7 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
             words += ["--tokenizer-model", str(model), "--append-eod", *options]
             return [*words, "--workers", str(cores)] if "--use-gigatoken" not in options else words
 
-        return Tool(words, "*.bin")
+        return Tool(words, "*.bin", quick="--use-gigatoken" in options)
 
     tools = {
         "bare encode_batch_fast": replace(bare("encode_batch_fast"), shares=True),
@@ -243,28 +246,30 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
     """Whole commands on all cores; the first one's rates are what the ratios are to."""
     cores = len(os.sched_getaffinity(0))
     texts = stdlib_texts(LONG_BYTES)
-    sizes = (texts[::SHORT_SHARE], texts)
+    sizes = (texts[::SHORT_SHARE], texts, texts * LONGEST_TIMES)
     corpora = [write_corpus(folder / f"corpus{n}", part, cores) for n, part in enumerate(sizes)]
     tools, wrong = _tools(folder, tokenizer, peers), {}
     table = folder / "tokens"
     words = [sys.executable, "-m", "data_prep.cli", "inspect", "--json", str(table)]
     tokens = []
-    for corpus in corpora:
+    for corpus in corpora[:2]:
         _run(tools[OURS], corpus, table, cores)
         tokens.append(json.loads(subprocess.check_output(words))["tokens"])
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in tools}
+    tokens.append(LONGEST_TIMES * tokens[1])
+    seconds: dict[str, list[list[float]]] = {name: [] for name in tools}
     for number in range(rounds + 1):  # the round before the first warms up
         for name in list(seconds)[:: 1 if number % 2 else -1]:
+            mine = corpora if tools[name].quick else corpora[:2]
             try:
-                runs = [_run(tools[name], corpus, folder / "out", cores) for corpus in corpora]
+                runs = [_run(tools[name], corpus, folder / "out", cores) for corpus in mine]
             except (OSError, RuntimeError) as error:
                 wrong[name] = str(error)
                 del seconds[name]
                 continue
             if number:
-                seconds[name].append((runs[0][0], runs[1][0]))
+                seconds[name].append([taken for taken, _ in runs])
             elif any(
-                have not in (None, want) for (_, have), want in zip(runs, tokens, strict=True)
+                have not in (None, want) for (_, have), want in zip(runs, tokens, strict=False)
             ):
                 wrong[name] = f"(wrote {runs[1][1]:,} tokens, not {tokens[1]:,})"
     _show(seconds, tokens, f"{cores} core(s), {len(texts):,} documents")
@@ -274,17 +279,28 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
         print("  (others' tools: --peers PYTHON, for Megatron's also --megatron DIR)")
 
 
-def _show(seconds: dict[str, list[tuple[float, float]]], tokens: list[int], what: str) -> None:
-    """Rates between the short and the long corpus; a ratio is that of one round."""
-    rates = {
-        name: [(tokens[1] - tokens[0]) / (long - short) for short, long in pairs]
-        for name, pairs in seconds.items()
-    }
+def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
+    """Tokens per second of each round, between the shortest corpus and the longest that the tool
+    was given. None where the times of these two differ by no more than they scatter."""
+    longest = len(seconds[0]) - 1
+    differences = [times[longest] - times[0] for times in seconds]
+    if min(differences) <= max(differences) - min(differences):
+        return None
+    return [(tokens[longest] - tokens[0]) / difference for difference in differences]
+
+
+def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
+    """A ratio is that of one round; a dash: no rate, see `rates_between`."""
+    rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")
     print(f"  {'':<42} {'tokens/s':>12} {'ratio':>20} {'whole command':>14}")
     for name, mine in rates.items():
-        ratios = [a / b for a, b in zip(mine, plain, strict=True)]
-        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-        whole = statistics.median(long for _, long in seconds[name])
-        print(f"  {name:<42} {statistics.median(mine):>12,.0f} {spread:>20} {whole:>12.1f} s")
+        rate, spread = "-", "-"
+        if mine is not None:
+            rate = f"{statistics.median(mine):,.0f}"
+        if mine is not None and plain is not None:
+            ratios = [a / b for a, b in zip(mine, plain, strict=True)]
+            spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        whole = statistics.median(times[1] for times in seconds[name])
+        print(f"  {name:<42} {rate:>12} {spread:>20} {whole:>12.1f} s")

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -289,24 +289,25 @@ def main() -> None:
     try:
         commands.main(standalone_mode=False)
     except InputError as error:
-        click.echo(f"ptdmpi-data: error: {error}", err=True)
-        sys.exit(2)
+        _end(str(error), 2)
     except click.UsageError as error:
-        click.echo(f"ptdmpi-data: error: {error.format_message()}", err=True)
-        sys.exit(2)
+        _end(error.format_message(), 2)
     except ChildProcessError as error:
-        click.echo(f"ptdmpi-data: error: {error}", err=True)
-        sys.exit(1)
+        _end(str(error), 1)
     except BrokenPipeError:  # who read our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:  # a name that is too long, a folder that may not be entered
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        click.echo(f"ptdmpi-data: error: {text}", err=True)
-        sys.exit(2)
+        _end(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
     except (KeyboardInterrupt, click.Abort):
         click.echo("ptdmpi-data: interrupted; the same command again goes on", err=True)
         sys.exit(130)
+
+
+def _end(text: str, code: int) -> NoReturn:
+    """One line on stderr: names of files may have line ends in them."""
+    click.echo("ptdmpi-data: error: " + "\\n".join(text.splitlines()), err=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ _BANDS, _ROWS = 14, 8
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+_FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}  # type, dims
+_ANEW = "use --force to begin anew"
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,15 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        return np.load(self._path(what, group), mmap_mode="r")
+        """Raises InputError for a file that is gone or is not what `_write` made."""
+        path, (dtype, dims) = self._path(what, group), _FILES[what]
+        try:
+            values = np.load(path, mmap_mode="r")
+        except Exception as error:  # of any class: a damaged head goes through a parser of Python
+            raise InputError(f"{path}: cannot be read: {error}; {_ANEW}") from error
+        if values.dtype != dtype or values.ndim != dims:
+            raise InputError(f"{path}: has {values.dtype} in {values.ndim} dims; {_ANEW}")
+        return values
 
     def read_keys(
         self,
@@ -183,6 +193,10 @@ class Duplicates:
         """For each task of a group: is the document left out that goes on in it, and those that
         begin in it; bool [1 + documents that begin]."""
         begun, dropped = self._read("begun", group), self._read("dropped", group)
+        if not begun.size or begun[-1] != dropped.size or (begun[1:] < begun[:-1]).any():
+            raise InputError(
+                f"{self._path('begun', group)}: does not go with {dropped.size} documents; {_ANEW}"
+            )
         padded = np.concatenate([[False], dropped])
         return lambda index: padded[begun[index] : begun[index + 1] + 1]
 

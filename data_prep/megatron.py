@@ -10,7 +10,7 @@ sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_Inde
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.config import InputError
+from ptdmpi.data.disk import sync
 from ptdmpi.data.header import ShardHeader, confirmed
+from ptdmpi.data.lock import FileLock
 from ptdmpi.data.shards import Dataset, map_documents, map_tokens
 
 _HEADER = struct.Struct("<9sQBQQ")
@@ -32,11 +34,17 @@ _MAX_LENGTH = (1 << 31) - 1  # of a sequence: its length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".bin")
+    return _beside(prefix, ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    return prefix.with_name(prefix.name + ".idx")
+    return _beside(prefix, ".idx")
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    if prefix.name in ("", ".."):
+        raise InputError(f"{prefix}: is no PREFIX; the name of a file is needed, without .bin")
+    return prefix.with_name(prefix.name + suffix)
 
 
 @dataclass(frozen=True)
@@ -251,6 +259,24 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
     return documents
 
 
+@contextmanager
+def _alone(prefix: Path) -> Iterator[None]:
+    """Keeps a second command from the names under which the first one writes. Raises InputError."""
+    path = _beside(prefix, ".lock")
+    with FileLock(path) as lock:
+        if not lock.take():
+            raise InputError(
+                f"{prefix}: {lock.holder()} is writing it; wait for its end, or choose another "
+                "--output"
+            )
+        if not lock.still_there():
+            raise InputError(f"{prefix}: another process was at its end with it; run this again")
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
 def export(directory: Path, prefix: Path) -> dict[str, Any]:
     """Write a dataset as PREFIX.bin and PREFIX.idx, a sequence per document with its eod; a table.
 
@@ -263,23 +289,24 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     dtype = max((header.dtype for header in headers), key=lambda kind: kind.itemsize)
     dtype = np.dtype("<u2" if dtype.itemsize == 2 else "<i4")
     paths = (bin_path(prefix), idx_path(prefix))
-    for path in paths:
-        if path.exists():
-            raise InputError(f"{path}: exists; remove it, or choose another --output")
     temporary = [path.with_name(path.name + ".tmp") for path in paths]
-    with ExitStack() as undo:
-        for path in temporary:
-            undo.callback(path.unlink, missing_ok=True)
-        try:
-            prefix.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(prefix), ExitStack() as undo:
+            for path in paths:
+                if path.exists():
+                    raise InputError(f"{path}: exists; remove it, or choose another --output")
+            for path in temporary:
+                undo.callback(path.unlink, missing_ok=True)
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
-            for path, name in zip(temporary, paths, strict=True):
-                os.replace(path, name)
-        except OSError as error:
-            with suppress(OSError):
-                paths[0].unlink(missing_ok=True)
-            raise InputError(f"{prefix}: cannot be written: {error}") from error
+            os.replace(temporary[0], paths[0])
+            undo.callback(paths[0].unlink)  # of no use without the other
+            os.replace(temporary[1], paths[1])
+            undo.pop_all()
+            sync(prefix.parent)
+    except OSError as error:
+        raise InputError(f"{prefix}: cannot be written: {error}") from error
     return {
         "bin": str(paths[0]),
         "idx": str(paths[1]),

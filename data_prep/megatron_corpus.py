@@ -59,8 +59,9 @@ class MegatronCorpus:
         self.tokenizer_file = None if tokenizer is None else tokenizer_file(tokenizer)
         self._valid_fraction = valid_fraction
         self._prefixes = [_prefix(text) for text in prefixes]
+        files = [bin_path(prefix).resolve() for prefix in self._prefixes]
         for number, prefix in enumerate(self._prefixes):
-            if prefix in self._prefixes[:number]:
+            if files[number] in files[:number]:
                 raise InputError(f"{prefix}: given twice")
         self.group_bytes = [MegatronIndex(prefix).bin_bytes for prefix in self._prefixes]
 

@@ -9,6 +9,7 @@ from data_prep.other_tokenizers import MISSING
 from ptdmpi.config import InputError
 
 _BATCH_ROWS = 256  # decoded at a time
+_TEXT_TYPES = ("string", "large_string", "string_view")  # the last one: pyarrow 16 on
 
 
 def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
@@ -51,10 +52,14 @@ def read_rows(
 
 def _check_column(pyarrow: ModuleType, file: Any, path: Path, text_field: str) -> None:
     schema = file.schema_arrow
-    if schema.names.count(text_field) != 1:
-        raise InputError(f"{path}: has no column {text_field!r}, but {', '.join(schema.names)}")
+    count = schema.names.count(text_field)
+    if count != 1:
+        found = f"{count} columns" if count else "no column"
+        raise InputError(f"{path}: has {found} {text_field!r}, but {', '.join(schema.names)}")
     kind = schema.field(text_field).type
-    if kind not in (pyarrow.string(), pyarrow.large_string()):
+    if pyarrow.types.is_dictionary(kind):  # as categories are written
+        kind = kind.value_type
+    if str(kind) not in _TEXT_TYPES:
         raise InputError(f"{path}: the column {text_field!r} has type {kind}, not text")
 
 

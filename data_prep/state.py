@@ -114,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None if there is no such file. Raises InputError if it is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}; use --force to begin anew") from error
@@ -221,8 +221,12 @@ class RunState:
                 with suppress(OSError):  # not empty, or not made
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
-        for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
-            write_json(output / UNFINISHED / IDENTITY, identity)
+        try:
+            for output, identity in reversed([*zip(self.outputs, self._identities, strict=True)]):
+                write_json(output / UNFINISHED / IDENTITY, identity)
+        except InputError:
+            self.clean()
+            raise
         return None
 
     def _hold(self, output: Path) -> None:

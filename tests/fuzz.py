@@ -109,22 +109,28 @@ def fuzz_shards(folder: Path) -> TryOne:
             at = header.byte_offset + (count - 1) * 16 * header.dtype.itemsize
             last = np.frombuffer(content, header.dtype, 17, at)
             assert (rows[-1] == last).all()
+            assert (dataset.read(np.array([count - 1]), 16) == rows[-1:]).all()
+
+    structures = {content: _structures(path, content) for content in good}
 
     def try_one(chance: random.Random) -> bool:
         content = chance.choice(good)
-        # the tokens begin at byte 4096; what is before and behind them is HDF5's and ours
-        size = len(content) - 4096
-        behind = 4096 + 900 * (2 if content is good[0] else 4)
-
-        def important(at: int) -> int:
-            return at % 2048 if at % 2 else behind + at % size
-
-        spread = important if chance.random() < 0.5 else lambda at: at
+        worth = structures[content]
+        spread = (lambda at: worth[at % len(worth)]) if chance.random() < 0.5 else lambda at: at
         damaged = changed(content, chance, spread)
         path.write_bytes(damaged)
         return documented(path, lambda: everything(damaged))
 
     return try_one
+
+
+def _structures(path: Path, content: bytes) -> list[int]:
+    """Where HDF5's own bytes and the documents are: not the tokens, nor the empty rest of pages."""
+    path.write_bytes(content)
+    header = read_header(path)
+    tokens = range(header.byte_offset, header.byte_offset + header.tokens * header.dtype.itemsize)
+    used = {at for at, byte in enumerate(content) if byte and at not in tokens}
+    return sorted({at + near for at in used for near in range(-8, 9)} & set(range(len(content))))
 
 
 def fuzz_lists(folder: Path) -> TryOne:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.bench import Trials, check_losses
 from benchmarks.case import LAYOUTS, Case, Row, Variant, choices, select
+from benchmarks.data_tokenize import rates_between
 from benchmarks.rounds import (
     Result,
     Round,
@@ -245,6 +246,14 @@ def test_a_side_that_does_not_start_says_why(monkeypatch):
     row = Row("single", "fp32", replace(TINY, heads=5))
     with pytest.raises(SideFailed, match=r"(?s)single-fp32: a rank .*model.heads = 5"):
         Side(row, Variant()).__enter__()
+
+
+def test_a_tool_that_is_too_quick_for_the_corpora_gets_no_rate():
+    tokens = [100, 500, 5000]
+    assert rates_between([[1.0, 3.0], [1.0, 2.5]], tokens) == [200, 400 / 1.5]
+    assert rates_between([[1.0, 1.1, 3.0], [1.0, 0.9, 3.5]], tokens) == [2450, 1960]
+    for scattered in ([[1.0, 1.2], [1.0, 1.5]], [[1.0, 1.2], [1.2, 1.0]], [[1.0, 1.0]]):
+        assert rates_between(scattered, tokens) is None
 
 
 def test_a_worker_ends_with_its_commands():

@@ -150,6 +150,8 @@ WRONG_VALUES = [
     ("data.train", [{"path": "x", "weight": 0}], r"data\.train\.0\.weight = 0: .*greater than 0"),
     ("data.train", [{"path": "x", "weight": "a"}], r"data\.train\.0\.weight = 'a': .*decimal"),
     ("data.train", [{"weight": 1}], r"data\.train\.0\.path is missing"),
+    ("data.train", [{"path": ""}], r"data\.train\.0\.path = '': .*at least 1 character"),
+    ("data.valid", "", r"data\.valid = '': .*at least 1 character"),
 ]
 
 

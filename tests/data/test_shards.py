@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import zlib
 
 import h5py
 import numpy as np
@@ -56,6 +57,8 @@ def test_round_trip(tmp_path, vocab_size, dtype, use_mmap):
     rows = dataset.read(np.arange(1000), 10)
     assert rows.dtype == np.int64 and rows.shape == (1000, 11)
     assert all((rows[j] == tokens[10 * j : 10 * j + 11]).all() for j in range(1000))
+    row = dataset.read(np.array([7]), 10)  # one alone
+    assert row.dtype == np.int64 and (row == rows[7:8]).all()
     assert verify(header.path) == []
     with h5py.File(header.path) as file:  # what HDF5 itself reads
         assert (file["tokens"][:] == tokens).all()
@@ -71,6 +74,52 @@ def test_same_tokens_give_the_same_bytes(tmp_path):
             ends = [5] if start == 0 else ([100] if start == 800 else [])
             writer.write(tokens[start : start + 100], np.array(ends, dtype=int))
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+BLOCKS = (1, 32768, 32769, 700, 131072, 131073, 0, 98304, 4000, 262144, 17)
+
+
+@pytest.mark.parametrize("vocab_size", [50257, 70000])
+def test_the_same_bytes_whatever_the_blocks_and_their_types(tmp_path, vocab_size):
+    total = sum(BLOCKS)
+    tokens = np.random.default_rng(1).integers(0, vocab_size, total)
+    tokens[-1] = vocab_size - 1
+    ends = np.append(np.arange(50, total, 50), total)
+    write_shard(tmp_path / "whole.h5", tokens, ends, vocab_size=vocab_size)
+    header = read_header(tmp_path / "whole.h5")
+    content = (tmp_path / "whole.h5").read_bytes()
+    assert header.checksum == f"crc32:{zlib.crc32(tokens.astype(header.dtype)):08x}"
+    types = [np.int64, np.uint64, np.dtype(">i4"), np.uint32]
+    types += [np.uint16] if vocab_size == 50257 else []
+    for shift in range(len(types)):
+        path, done = tmp_path / f"{shift}.h5", 0
+        with ShardWriter(path, **{**VOCABULARY, "vocab_size": vocab_size}) as writer:
+            for number, count in enumerate(BLOCKS):
+                block = tokens[done : done + count].astype(types[(number + shift) % len(types)])
+                inside = ends[(ends > done) & (ends <= done + count)] - done
+                writer.write(block, inside)
+                block[:], inside[:] = 0, 0  # the caller's own again
+                done += count
+        assert path.read_bytes() == content
+    for number, view in enumerate((tokens.astype(header.dtype).repeat(2)[::2], tokens[::-1][::-1])):
+        write_shard(tmp_path / f"strided{number}.h5", view, ends, vocab_size=vocab_size)
+        assert (tmp_path / f"strided{number}.h5").read_bytes() == content
+
+
+@pytest.mark.parametrize("bad", [-1, 50257, 1 << 16, 1 << 40, -(1 << 63)])
+@pytest.mark.parametrize("at", [0, 32767, 32768, 200_000])
+def test_an_id_whose_low_bits_are_legal_is_refused(tmp_path, bad, at):
+    tokens = np.zeros(200_001, np.int64)
+    tokens[at] = bad
+    with pytest.raises(InputError, match=f"token id {bad} is outside the vocabulary of 50257"):
+        write_shard(tmp_path / "a.h5", tokens, vocab_size=50257)
+    assert os.listdir(tmp_path) == []
+
+
+def test_narrow_blocks_become_wide_tokens(tmp_path):
+    tokens = np.arange(300_000).astype(np.uint8)
+    write_shard(tmp_path / "a.h5", tokens, vocab_size=256, eod_id=0)
+    assert (Dataset(tmp_path).read(np.array([0]), 299_999)[0] == tokens).all()
 
 
 def test_samples_never_cross_shards(tmp_path):
@@ -106,10 +155,11 @@ def test_id_outside_the_vocabulary(shard, use_mmap):
     overwrite(shard, 123, 1000)
     dataset = Dataset(shard.parent, use_mmap)
     dataset.read(np.array([0]), 100)
-    with pytest.raises(
-        InputError, match=r"shard\.h5: token 123 has id 1000, outside the vocabulary of 1000"
-    ):
-        dataset.read(np.array([0, 1]), 100)
+    for samples in ([1], [0, 1]):  # one alone goes another way
+        with pytest.raises(
+            InputError, match=r"shard\.h5: token 123 has id 1000, outside the vocabulary of 1000"
+        ):
+            dataset.read(np.array(samples), 100)
     assert any("token 123 has id 1000" in problem for problem in verify(shard))
 
 
@@ -139,8 +189,10 @@ DAMAGES = {
     "has no attribute 'checksum'": lambda f: f.attrs.pop("checksum"),
     "format_version 2": lambda f: f.attrs.update(format_version=2),
     "eod_id 1000 and vocab_size 1000": lambda f: f.attrs.update(eod_id=1000),
-    "'vocab_size' is 'many'": lambda f: f.attrs.update(vocab_size="many"),
-    "'tokenizer' is": lambda f: f.attrs.update(tokenizer=5),
+    "'vocab_size' is no integer": lambda f: f.attrs.update(vocab_size="many"),
+    "'eod_id' is no integer": lambda f: f.attrs.update(eod_id=[5]),
+    "'tokenizer' is no text": lambda f: f.attrs.update(tokenizer=5),
+    "(b'x'), no text of variable length": lambda f: f.attrs.update(tokenizer=np.bytes_("x")),
     "no dataset 'documents'": lambda f: f.pop("documents"),
     "no dataset 'tokens'": lambda f: f.pop("tokens"),
     "type <i8": lambda f: replace_tokens(f, data=np.arange(500)),
@@ -177,6 +229,18 @@ def test_a_damaged_heap_of_texts_is_not_given_to_hdf5(shard, size):
         content[at : at + 2] = b"\0\0"
     shard.write_bytes(content)
     with pytest.raises(InputError, match=r"shard\.h5: .*damaged texts"):
+        read_header(shard)
+
+
+def test_a_text_whose_type_is_damaged_is_not_given_to_hdf5(shard):
+    """Which would crash: sequences of variable length in place of a text of such a length."""
+    content = bytearray(shard.read_bytes())
+    name = b"tokenizer_sha256\0"
+    at = content.find(b"\x19\x01", content.find(name) + len(name))  # class 9, of texts
+    assert 0 < at - content.find(name) < 30
+    content[at + 1] = 0x86
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match="attribute 'tokenizer_sha256' is no text"):
         read_header(shard)
 
 

@@ -54,6 +54,14 @@ CONTENTS = {
 }
 
 
+def test_names_with_line_ends_stay_in_one_line(tmp_path, monkeypatch, capsys):
+    words = ("tokenize", "--output", tmp_path / "o", "--tokenizer", "bytes")
+    bad = tmp_path / "a\nb.jsonl"
+    bad.write_text("no JSON")
+    assert "a\\nb.jsonl:1: not a JSON" in fail(monkeypatch, capsys, *words, bad)
+    assert "c\\nd.txt: no such file" in fail(monkeypatch, capsys, *words, tmp_path / "c\nd.txt")
+
+
 @pytest.mark.parametrize("name", CONTENTS)
 def test_bad_corpus(tmp_path, monkeypatch, capsys, name):
     content, message = CONTENTS[name]
@@ -193,35 +201,28 @@ def test_output_that_is_a_file(good, monkeypatch, capsys):
     output.write_text("a file")
     words = ["--output", output, "--tokenizer", "bytes"]
     assert "o: is no directory" in fail(monkeypatch, capsys, "tokenize", good, *words)
+    words[1] = output / "below"
+    error = fail(monkeypatch, capsys, "tokenize", good, *words)
+    assert "below: cannot be written" in error and "--force" not in error
     assert output.read_text() == "a file"
 
 
-@pytest.mark.parametrize("limit", [100_000, 4_990_000, 5_010_000])
+@pytest.mark.parametrize("limit", [0, 100, 100_000, 4_990_000, 5_010_000])
 def test_full_disk(tmp_path, limit):
     """Simulated by a small RLIMIT_FSIZE: the kernel refuses to let a file grow beyond it. The
-    limits hit the writing of the first block, the last blocks, and the metadata at the end."""
+    limits hit the state, the first block, the last blocks, and the metadata at the end."""
     (tmp_path / "a.txt").write_text("some text\n" * 250_000)  # 2.5 M tokens: 5 MB
+    words = ["tokenize", tmp_path / "a.txt", "--output", tmp_path / "o", "--tokenizer", "bytes"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "data_prep.cli",
-            "tokenize",
-            tmp_path / "a.txt",
-            "--output",
-            tmp_path / "o",
-            "--tokenizer",
-            "bytes",
-            "--workers",
-            "1",
-        ],
+        [sys.executable, "-m", "data_prep.cli", *words, "--workers", "1"],
         capture_output=True,
         text=True,
         timeout=60,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("ptdmpi-data: error: shard ") and done.stderr.count("\n") == 1
+    place = "shard " if limit > 100 else f"{tmp_path}/o/.unfinished/identity.json: "
+    assert done.stderr.startswith(f"ptdmpi-data: error: {place}") and done.stderr.count("\n") == 1
     assert "cannot be written" in done.stderr
     assert os.listdir(tmp_path) == ["a.txt"]
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.cli import main
-from data_prep.duplicates import repeated
+from data_prep.duplicates import EXACT, Duplicates, repeated
 from data_prep.state import RunState
+from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
 
@@ -127,3 +128,31 @@ def test_chains_of_shared_keys(rows):
                     groups[i] = groups[j] = min(groups[i], groups[j])
     expected = [group != number for number, group in enumerate(groups)]
     assert repeated(lambda column: keys[:, column], 3, len(rows)).tolist() == expected
+
+
+def test_damaged_files_between_the_two_readings(tmp_path):
+    found = Duplicates(tmp_path, EXACT)
+    keys = np.array([[4], [5], [4], [6], [5]], np.uint64)
+    found._write("keys", 0, keys)
+    found._write("begun", 0, np.array([0, 3, 5]))
+    found.find(1)
+    assert found.of_task(0)(1).tolist() == [True, False, True]
+    cut = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'shape': (("  # no end of its head
+    for name, read in (("keys", found.find), ("begun", found.of_task), ("dropped", found.of_task)):
+        path = tmp_path / f"{name}-00000.npy"
+        good = path.read_bytes()
+        bad = [b"", b"text", cut + b" " * 90, good[:-1], bytes(len(good)), None]
+        for content in [*bad, good.replace(b"<u8", b"<f8").replace(b"|b1", b"|u1")]:
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+            if content == good:  # "begun" has neither of the types
+                continue
+            with pytest.raises(InputError, match="--force to begin anew") as caught:
+                read(0 if name != "keys" else 1)
+            assert str(path) in str(caught.value)
+        path.write_bytes(good)
+    for begun in ([], [0, 3], [0, 6], [0, 4, 3, 5]):
+        found._write("begun", 0, np.array(begun, np.int64))
+        with pytest.raises(InputError, match="does not go with 5 documents"):
+            found.of_task(0)

@@ -257,6 +257,55 @@ def test_vocabularies_and_outputs_that_do_not_do(tmp_path, monkeypatch, capsys):
     run(monkeypatch, "export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     again = fail(monkeypatch, capsys, "export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     assert "b.bin: exists" in again
+    for nameless in (".", "/", ".."):
+        words = ("export-megatron", tmp_path / "o", "--output", nameless)
+        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+        words = ("import-megatron", nameless, *common[2:], "--tokenizer", "bytes")
+        assert f"{nameless}: is no PREFIX" in fail(monkeypatch, capsys, *words)
+    (tmp_path / "link.bin").symlink_to(tmp_path / "a.bin")
+    (tmp_path / "link.idx").symlink_to(tmp_path / "a.idx")
+    words = (*common[:2], tmp_path / "link", *common[2:], "--tokenizer", "bytes")
+    assert "link: given twice" in fail(monkeypatch, capsys, *words)
+
+
+def test_two_exports_to_one_prefix(tmp_path, monkeypatch, capsys):
+    write_megatron(tmp_path / "a", [[[1] * 5]])
+    run(monkeypatch, "import-megatron", tmp_path / "a", "--output", tmp_path / "o", "--quiet",
+        "--tokenizer", "bytes")  # fmt: skip
+    words = ("export-megatron", tmp_path / "o", "--output", tmp_path / "b")
+    write_index, seen = megatron._write_index, []
+
+    def meanwhile(*arguments):
+        seen.append(fail(monkeypatch, capsys, *words))
+        return write_index(*arguments)
+
+    monkeypatch.setattr(megatron, "_write_index", meanwhile)
+    run(monkeypatch, *words)
+    assert len(seen) == 1 and f"b: process {os.getpid()} on " in seen[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.bin", "a.idx", "b.bin", "b.idx", "o",
+    ]  # fmt: skip
+    (tmp_path / "c.lock").write_text("process 1, killed")  # keeps nobody out
+    run(monkeypatch, *words[:3], tmp_path / "c")
+    assert (tmp_path / "c.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+    assert not (tmp_path / "c.lock").exists()
+
+
+def test_an_export_that_ends_between_its_files_leaves_none(tmp_path, monkeypatch, capsys):
+    write_megatron(tmp_path / "a", [[[1] * 5]])
+    run(monkeypatch, "import-megatron", tmp_path / "a", "--output", tmp_path / "o", "--quiet",
+        "--tokenizer", "bytes")  # fmt: skip
+    replace = os.replace
+
+    def full(source, target):
+        if str(target).endswith(".idx"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(megatron.os, "replace", full)
+    words = ("export-megatron", tmp_path / "o", "--output", tmp_path / "b")
+    assert "No space left" in fail(monkeypatch, capsys, *words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "o"]
 
 
 def test_ids_too_large_for_megatron(tmp_path, monkeypatch, capsys):

@@ -62,6 +62,14 @@ def test_tokenize_a_directory_with_parquet(tmp_path, monkeypatch, pyarrow):
     assert len(headers) > 5
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_the_types_that_texts_have(tmp_path, pyarrow, kind):
+    texts = pyarrow.array(["one", "ünï", "one"])
+    column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(kind)
+    path = write(pyarrow, tmp_path / "a.parquet", texts=column)
+    assert texts_of(find_sources([path])) == ["one", "ünï", "one"]
+
+
 def test_bad_files(tmp_path, pyarrow):
     good = write(pyarrow, tmp_path / "a.parquet").read_bytes()
     cases = {
@@ -69,6 +77,11 @@ def test_bad_files(tmp_path, pyarrow):
         "has type int64, not text": write(pyarrow, tmp_path / "c.parquet", texts=[1, 2]),
         "row 1: no text": write(pyarrow, tmp_path / "d.parquet", texts=["x", None]),
     }
+    import pyarrow.parquet as parquet
+
+    twice = pyarrow.table([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "f.parquet")
+    cases["has 2 columns 'text', but text, text"] = tmp_path / "f.parquet"
     (tmp_path / "e.parquet").write_bytes(good[: len(good) // 2])
     cases["e.parquet: cannot be read"] = tmp_path / "e.parquet"
     for message, path in cases.items():

@@ -107,6 +107,42 @@ def test_verify_finds_gaps_and_overlaps(tmp_path, change, words):
     assert code == 1 and words in text
 
 
+def _paths(value, path=()):
+    """Where something stands in a tree of JSON."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in inside:
+        yield (*path, key)
+        if isinstance(one, dict | list):
+            yield from _paths(one, (*path, key))
+
+
+@pytest.mark.parametrize("value", ["nothing", None, "x", -1, [], {}, [5], 1e300, True])
+def test_a_forged_manifest_is_told_in_one_line(tmp_path, value):
+    """Keys that are missing or of another kind, under a checksum that holds."""
+    checkpoint, sound = save(tmp_path / "a", cut=(2, 1)), save(tmp_path / "b")
+    whole = files.read_manifest(checkpoint)
+    for path in list(_paths(whole)):
+        if path == ("format_version",):
+            continue
+        forged = json.loads(json.dumps(whole))
+        place = forged
+        for key in path[:-1]:
+            place = place[key]
+        if value == "nothing":
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        crc32 = files._checksum(forged)
+        (checkpoint / "manifest.json").write_text(json.dumps({**forged, "crc32": crc32}))
+        try:
+            files.sound_manifest(checkpoint)
+        except InputError as error:
+            assert "\n" not in str(error)
+        for words in (("inspect", checkpoint), ("verify", checkpoint), ("diff", sound, checkpoint)):
+            code, text = _run(*words)
+            assert code in (0, 1, 2) and "Traceback" not in text, (path, words)
+
+
 def test_diff_of_equal_tensors_in_other_pieces(tmp_path):
     a, b = save(tmp_path / "a"), save(tmp_path / "b", cut=(2, 5))
     assert _run("diff", a, b) == (0, "equal to the bit\n")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
 
 
 class Section(BaseModel):
@@ -234,7 +235,7 @@ class OptimizerConfig(Section):
 class TrainDataConfig(Section):
     """One dataset of the mixture: a directory of shards, its share, how often it may be seen."""
 
-    path: str
+    path: DirectoryName
     weight: Decimal = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
     epochs: Decimal | None = Field(default=None, gt=0, le=10**9, strict=False)
 
@@ -249,7 +250,11 @@ class TrainDataConfig(Section):
 
 class DataConfig(Section):
     train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
-    valid: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
+    valid: (
+        DirectoryName
+        | Annotated[tuple[DirectoryName, ...], Field(min_length=1, strict=False)]
+        | None
+    ) = None
     tokenizer_sha256: str | None = None
     document_boundaries: bool = False
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = MASK_FRACTION

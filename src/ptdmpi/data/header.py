@@ -23,6 +23,11 @@ SUMMARY = "tokenize.json"  # what was made of what, and the headers of the shard
 _HEAP_BYTES = 1 << 20  # looked at in each place where HDF5 keeps the texts of attributes
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
+# HDF5's type of an attribute, h5py's, and its name; of texts: True
+_KINDS = {
+    False: (h5py.h5t.TypeIntegerID, np.integer, "integer"),
+    True: (h5py.h5t.TypeStringID, str, "text of variable length"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,15 @@ def _attributes(file: h5py.File) -> dict[str, int | str]:
     for name in (*_INTEGERS, *_TEXTS):
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
+        stored = attributes.get_id(name)
+        kind, wanted, what = _KINDS[name in _TEXTS]
+        # looked at first: HDF5 2.0 crashes where it reads a text whose type is damaged
+        if stored.shape != () or not isinstance(stored.get_type(), kind):
+            raise ValueError(f"attribute {name!r} is no {what}")
         value = attributes[name]
-        if name in _TEXTS:
-            if not isinstance(value, str):
-                raise ValueError(f"attribute {name!r} is {value!r}, not a text")
-            values[name] = value
-        elif not isinstance(value, int | np.integer):
-            raise ValueError(f"attribute {name!r} is {value!r}, not an integer")
-        else:
-            values[name] = int(value)
+        if not isinstance(value, wanted):
+            raise ValueError(f"attribute {name!r} is {value!r}, no {what}")
+        values[name] = value if wanted is str else int(value)
     if values["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}"

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -28,8 +29,9 @@ class FileLock:
                 return False
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         who = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, who.encode(), 0)
+        with suppress(OSError):  # on a full disk nobody says who, and the lock holds as well
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, who.encode(), 0)
         return True
 
     def holder(self) -> str:

@@ -18,13 +18,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
 from ptdmpi.data.disk import sync
 from ptdmpi.train.checkpoint_data import TYPE_NAMES
+from ptdmpi.train.checkpoint_form import require_form
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -42,6 +43,9 @@ class Progress:
     loss_scale: float
     good_steps: int
     seed: int
+
+
+_PROGRESS = {one.name: (int, float) if one.type is float else (int,) for one in fields(Progress)}
 
 
 def name_of(step: int) -> str:
@@ -126,6 +130,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
     if manifest.pop("crc32", None) != _checksum(manifest):
         raise InputError(f"{path} is damaged: its checksum does not hold")
+    try:
+        require_form(manifest, _PROGRESS)
+    except ValueError as error:
+        raise InputError(f"{path} is no manifest of a checkpoint: {error}") from None
     types = {tensor["dtype"] for tensor in manifest["tensors"].values()}
     if types - TYPE_NAMES.keys():
         raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")

@@ -148,6 +148,12 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
+        for name in ("vocab_size", "eod_id"):  # a hash may be given without a file behind it
+            if getattr(dataset, name) != getattr(train[0], name):
+                raise InputError(
+                    f"{path} has {name} {getattr(dataset, name)}, but {paths[0]} has "
+                    f"{getattr(train[0], name)}; all datasets of a run need the same"
+                )
         dataset.samples(config.model.text_length)  # refuses a corpus shorter than one sequence
     if config.model.masked:
         masked_samples(config, train[0])  # refuses a tokenizer that does not tell words apart

@@ -118,7 +118,7 @@ def test_batches_do_not_matter(tmp_path, monkeypatch):
             score(loaded, [request])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded, "log_probabilities", lambda ids, labels: 2 * [labels * torch.nan])
-        with pytest.raises(ArithmeticError, match=r"logits are not finite: weights"):
+        with pytest.raises(InputError, match=r"logits are not finite: weights"):
             score(loaded, requests())
     with pytest.raises(InputError, match=r"stride = 17; legal: 1 to seq_length = 16"):
         perplexity(loaded, Dataset(shards(tmp_path / "data")), 17)

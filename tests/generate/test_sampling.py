@@ -51,7 +51,7 @@ def test_the_least_temperature_is_greedy():
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_logits_that_are_no_numbers(wrong):
     for sampling in (GREEDY, Sampling()):
-        with pytest.raises(ArithmeticError, match=r"logits are not finite: weights"):
+        with pytest.raises(InputError, match=r"logits are not finite: weights"):
             choose(np.array([0.0, wrong], dtype=np.float32), sampling, 0, 0)
 
 

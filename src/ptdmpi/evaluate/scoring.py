@@ -40,8 +40,8 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     """The score of each request, on every rank; every rank calls it with the same requests.
 
     What does not fit `seq_length` loses its first tokens. Raises InputError where that would cut
-    into the scored ones, or an id is none of the vocabulary; ArithmeticError where a score is no
-    number, for then no answer is better than another.
+    into the scored ones, an id is none of the vocabulary, or a score is no number: then no answer
+    is better than another.
     """
     fitted = [_fit(request, model) for request in requests]
     order = sorted(range(len(fitted)), key=lambda i: (-len(fitted[i].ids), i))
@@ -62,7 +62,7 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     found = model.share(found)
     everything = {i: one for part in data.all_gather_object(found) for i, one in part.items()}
     if any(math.isnan(one.log_likelihood) for one in everything.values()):
-        raise ArithmeticError(NOT_FINITE)
+        raise SharedInputError(NOT_FINITE)
     return [everything[i] for i in range(len(requests))]
 
 

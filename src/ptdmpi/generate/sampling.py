@@ -57,9 +57,9 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
     """The token at `position` of sample number `sample`, from logits float32 [V]. Raises
-    ArithmeticError where no token can be told from others."""
+    InputError where no token can be told from others."""
     if np.isnan(logits).any() or logits.max() == np.inf:
-        raise ArithmeticError(NOT_FINITE)
+        raise InputError(NOT_FINITE)
     ids, values = candidates(logits, sampling)
     if len(ids) == 1:
         return int(ids[0])

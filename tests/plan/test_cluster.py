@@ -71,7 +71,7 @@ def test_every_preset_loads():
         assert load_model(name).name == name
     for name in cluster_names():
         assert load_cluster(name).name == name
-    assert set(cluster_names()) == {"selene", "dgx-h100", "h200", "v100-dgx2"}
+    assert set(cluster_names()) == {"cpu-avx2", "dgx-h100", "h200", "selene", "v100-dgx2"}
 
 
 def test_sizes_in_letters_and_in_words():

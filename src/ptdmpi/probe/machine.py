@@ -95,7 +95,7 @@ def _device(
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads per rank"
+        name = f"{os.cpu_count()} cores, {torch.get_num_threads()} thread(s) per rank"
     best = max(rate for plane in gemm["flops_per_s"] for row in plane for rate in row)
     return {
         "name": name,

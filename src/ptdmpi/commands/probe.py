@@ -44,7 +44,8 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
         torch.set_num_threads(threads)
         tree, found = probe(world, precision, device_of(world))
         if world.rank == 0:
-            head = f"# Measured by `ptdmpi probe` on {world.size} ranks, {threads} thread(s) each.\n"
+            ranks = f"{world.size} rank(s), {threads} thread(s) each"
+            head = f"# Measured by `ptdmpi probe` on {ranks}.\n"
             save(output, tree, head)
             if as_json:
                 click.echo(json.dumps({"cluster": tree, "file": str(output)}))

@@ -29,10 +29,11 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         pricer.stage_times(layout),
         str(layout),
     )
-    kept = pricer.footprints.kept_by_stage(layout, layers)
+    footprints = pricer.footprints
+    kept = [footprints.kept_by_microbatch(layout, layers, stage) for stage in range(len(layers))]
     curves = []
     for rank in range(layout.pipeline):
-        peak = pricer.footprints.peak(layout, layers, rank, microbatches)
+        peak = footprints.peak(layout, layers, rank, microbatches)
         now = peak.standing
         moments, amounts = [0.0], [now]
         spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]

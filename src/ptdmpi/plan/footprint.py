@@ -56,7 +56,8 @@ class Footprints:
 
     def peak(self, layout: Layout, layers: list[range], rank: int, microbatches: int) -> Footprint:
         """Of pipeline rank `rank` of a step of `microbatches`."""
-        kept = self.kept_by_stage(layout, layers)[rank :: layout.pipeline]
+        stages = range(rank, len(layers), layout.pipeline)
+        kept = [self.kept_by_microbatch(layout, layers, stage) for stage in stages]
         working = self.of_microbatch(*_key(layout))[1]
         elements = self.elements(layout, layers, rank)
         shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
@@ -86,17 +87,15 @@ class Footprints:
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         return unit * (gradient + self.compute_bytes * (layout.zero == 3))
 
-    def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
-        """Bytes of activations that one microbatch leaves in each stage."""
+    def kept_by_microbatch(self, layout: Layout, layers: list[range], stage: int) -> int:
+        """Bytes of activations that one microbatch leaves in a stage."""
         kept_layer, _, embedding, head = self.of_microbatch(*_key(layout))
-        sent = 0
-        if self.software.keeps_outputs and layout.pipeline > 1:
+        last = stage == len(layers) - 1
+        kept = len(layers[stage]) * kept_layer + embedding * (stage == 0) + head * last
+        if self.software.keeps_outputs and layout.pipeline > 1 and not last:
             tokens = layout.micro_size * self.model.config.seq_length
-            share = layout.tensor if layout.sequence_parallel else 1
-            sent = tokens // share * self.model.config.hidden * self.compute_bytes
-        kept = [len(own) * kept_layer + sent for own in layers]
-        kept[0] += embedding
-        kept[-1] += head - sent
+            tokens //= layout.tensor if layout.sequence_parallel else 1
+            kept += tokens * self.model.config.hidden * self.compute_bytes
         return kept
 
     def elements(self, layout: Layout, layers: list[range], rank: int) -> int:

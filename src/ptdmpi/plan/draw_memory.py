@@ -29,11 +29,10 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         pricer.stage_times(layout),
         str(layout),
     )
-    footprints = pricer.footprints
-    kept = [footprints.kept_by_microbatch(layout, layers, stage) for stage in range(len(layers))]
+    kept = pricer.footprints.kept_by_stage(layout, layers)
     curves = []
     for rank in range(layout.pipeline):
-        peak = footprints.peak(layout, layers, rank, microbatches)
+        peak = pricer.footprints.peak(layout, layers, rank, microbatches)
         now = peak.standing
         moments, amounts = [0.0], [now]
         spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]

@@ -56,9 +56,14 @@ class Footprints:
 
     def peak(self, layout: Layout, layers: list[range], rank: int, microbatches: int) -> Footprint:
         """Of pipeline rank `rank` of a step of `microbatches`."""
-        stages = range(rank, len(layers), layout.pipeline)
-        kept = [self.kept_by_microbatch(layout, layers, stage) for stage in stages]
-        working = self.of_microbatch(*_key(layout))[1]
+        own, at_once = layers[rank :: layout.pipeline], in_flight(layout, microbatches, rank)
+        kept_layer, working, embedding, head = self.of_microbatch(*_key(layout))
+        sent = self._sent_bytes(layout)
+        kept = kept_layer * sum(map(mul, at_once, map(len, own))) + sent * sum(at_once)
+        if rank == 0:
+            kept += at_once[0] * embedding
+        if rank == layout.pipeline - 1:
+            kept += at_once[-1] * (head - sent)
         elements = self.elements(layout, layers, rank)
         shards = [layout.data if layout.zero >= stage else 1 for stage in (1, 2, 3)]
         summed = self.software.gradient_bytes
@@ -69,7 +74,7 @@ class Footprints:
             weights=elements * self.compute_bytes / shards[2],
             gradients=elements * (max(summed, self.compute_bytes) + widened) / shards[1],
             optimizer=elements * masters * wide / shards[0],
-            activations=sum(map(mul, in_flight(layout, microbatches, rank), kept)),
+            activations=kept,
             working=working + self._whole_bytes(layout),
             runtime=self.runtime_bytes,
         )
@@ -87,16 +92,22 @@ class Footprints:
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         return unit * (gradient + self.compute_bytes * (layout.zero == 3))
 
-    def kept_by_microbatch(self, layout: Layout, layers: list[range], stage: int) -> int:
-        """Bytes of activations that one microbatch leaves in a stage."""
+    def kept_by_stage(self, layout: Layout, layers: list[range]) -> list[int]:
+        """Bytes of activations that one microbatch leaves in each stage."""
         kept_layer, _, embedding, head = self.of_microbatch(*_key(layout))
-        last = stage == len(layers) - 1
-        kept = len(layers[stage]) * kept_layer + embedding * (stage == 0) + head * last
-        if self.software.keeps_outputs and layout.pipeline > 1 and not last:
-            tokens = layout.micro_size * self.model.config.seq_length
-            tokens //= layout.tensor if layout.sequence_parallel else 1
-            kept += tokens * self.model.config.hidden * self.compute_bytes
+        sent = self._sent_bytes(layout)
+        kept = [len(own) * kept_layer + sent for own in layers]
+        kept[0] += embedding
+        kept[-1] += head - sent
         return kept
+
+    def _sent_bytes(self, layout: Layout) -> int:
+        """What a stage's rank keeps of a microbatch that it has sent on."""
+        if not self.software.keeps_outputs or layout.pipeline == 1:
+            return 0
+        tokens = layout.micro_size * self.model.config.seq_length
+        tokens //= layout.tensor if layout.sequence_parallel else 1
+        return tokens * self.model.config.hidden * self.compute_bytes
 
     def elements(self, layout: Layout, layers: list[range], rank: int) -> int:
         """Parameters of a pipeline rank; the table counts on the first and on the last one."""

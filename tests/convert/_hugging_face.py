@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 COMMON = {"bos_token_id": 0, "eos_token_id": 0}
 V = 50
 GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": V}
@@ -29,8 +27,8 @@ BERT = {
 def model(family: str, dtype: str = "float32", masked_only: bool = False, **changes):
     """A random model with weights large enough that each of them matters. `masked_only`: a BERT
     without the head for two segments."""
-    transformers = pytest.importorskip("transformers")
     import torch
+    import transformers
 
     torch.manual_seed(0)
     if family == "gpt2":

@@ -119,7 +119,8 @@ def test_a_pooler_without_the_head_behind_it_is_kept(tmp_path):
 @pytest.mark.parametrize("family", ["bert", "megatron-bert"])
 def test_a_head_that_was_not_trained_is_left_out(tmp_path, family, shard):
     """A model of both heads that was trained further with sentence_order = false has one."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": V}
     source = saved(tmp_path / "hf", family, shard, **sizes)
     from_hf(source, tmp_path / "ours")
@@ -143,7 +144,8 @@ def test_a_head_that_was_not_trained_is_left_out(tmp_path, family, shard):
 
 def test_a_base_model_is_refused(tmp_path):
     """There is nothing to train or to ask without the output head."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     model = transformers.BertModel(transformers.BertConfig(**SMALL))
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(InputError, match=r"cls.predictions.*is missing: a base model, without a"):
@@ -197,7 +199,8 @@ def test_what_config_json_may_not_say(tmp_path, key, value, message):
     ids=lambda model: "-".join(map(str, model.values())) or "bert",
 )
 def test_transformers_loads_one_that_was_trained_here(tmp_path, model):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     run = _stored.stored(tmp_path / "run", V, kind="bert", **model)
     done = to_hf(run, tmp_path / "hf")
     family = "megatron-bert" if model.get("block_norm") == "pre" else "bert"

@@ -43,7 +43,8 @@ def trained(folder, content: str | None, lacks: int = 0, **model):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_transformers_reads_and_writes_text(tmp_path, kind):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     content, _ = train_bpe([TEXT] * 3, 300)
     run, eod_id = trained(tmp_path, content, **({} if kind == "gpt" else _stored.LLAMA))
     done = to_hf(run, tmp_path / "hf")
@@ -65,7 +66,8 @@ def test_transformers_reads_and_writes_text(tmp_path, kind):
 
 
 def test_an_end_that_is_no_token_of_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     words = {f"w{number}": number for number in range(20)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
     run, eod_id = trained(tmp_path / "a", tokenizer.to_str())
@@ -83,7 +85,8 @@ def test_an_end_that_is_no_token_of_it(tmp_path):
 
 @pytest.mark.parametrize("made, lacks", [(word_piece, 0), (byte_level, 2)])
 def test_special_tokens_of_a_bert(tmp_path, made, lacks):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     run, _ = trained(tmp_path, made().to_str(), lacks, kind="bert")
     to_hf(run, tmp_path / "hf")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -29,7 +29,8 @@ def stored(folder, **model):
     ids=lambda model: "-".join(map(str, model.values())) or "gpt",
 )
 def test_transformers_loads_it(tmp_path, model):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     done = to_hf(stored(tmp_path / "run", **model), tmp_path / "hf")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
@@ -79,7 +80,8 @@ def test_what_a_training_has_changed_stands_in_config_json(tmp_path, family, key
 
 
 def test_several_files(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     monkeypatch.setattr("ptdmpi.convert.tensors.FILE_BYTES", 10_000)
     done = to_hf(stored(tmp_path / "run"), tmp_path / "hf")
     assert done.files == len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3

@@ -1,7 +1,6 @@
 """BERT of Hugging Face `transformers`, with the same weights: logits of both heads, both losses and
 every gradient, on random small configurations."""
 
-import importlib.util
 import random
 from dataclasses import dataclass
 
@@ -18,9 +17,6 @@ from tests._configs import layout
 from tests._engines import build, from_root, load, logical, logits_of
 from tests._layers import difference
 from tests.parallel import parallel
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
 
 LAYER_NAMES = {
     "attention.out": "attention.output.dense",

@@ -3,6 +3,7 @@ gradient."""
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from ptdmpi.comm.world import World
@@ -10,8 +11,6 @@ from tests._configs import layout
 from tests._engines import build, load, logical, logits_of, microbatches, tokens
 from tests._layers import difference
 from tests.parallel import parallel
-
-transformers = pytest.importorskip("transformers")
 
 L, H, HEADS, S, V, FFN = 3, 32, 4, 16, 50, 48  # t = 2 does not divide everything that is padded
 COMMON = {

@@ -1,7 +1,6 @@
 """Random small configurations of `transformers`, converted: logits, loss and every gradient are
 theirs."""
 
-import importlib.util
 import math
 import random
 from collections.abc import Mapping
@@ -24,9 +23,6 @@ from ptdmpi.train.stored import StoredModel, declarations, open_model
 from tests._engines import build, load, logical, logits_of
 from tests._layers import difference
 from tests.train.test_engine_bert import microbatches, samples
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("needs transformers", allow_module_level=True)
 
 GELUS = ["gelu", "gelu_new", "gelu_pytorch_tanh"]
 HEADS = {"gpt2": ["LMHeadModel"], "llama": ["ForCausalLM"]}

@@ -22,7 +22,7 @@ from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.sections import Positive, Section
 
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
-Duration = Annotated[float, Field(ge=0, strict=False)]
+NotNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
 def _amount(value: float) -> float:
@@ -38,7 +38,7 @@ def _delay(value: float) -> float:
 
 
 Amount = Annotated[PositiveNumber, AfterValidator(_amount)]
-Delay = Annotated[Duration, AfterValidator(_delay)]
+Delay = Annotated[NotNegative, AfterValidator(_delay)]
 Triple = Annotated[tuple[PositiveNumber, PositiveNumber, PositiveNumber], Field(strict=False)]
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
@@ -54,7 +54,7 @@ class Device(Section):
     name: str
     peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], Amount]
     memory_bytes: Amount
-    runtime_bytes: Duration = 0.0
+    runtime_bytes: NotNegative = 0.0
     memory_bytes_per_s: Amount
     multiprocessors: Positive
     clock_hz: PositiveNumber
@@ -208,8 +208,8 @@ class Measured(Section):
     attention: Attention
     seconds_per_element: dict[str, PositiveNumber]
     messages: Annotated[tuple[Messages, ...], Field(strict=False)]
-    step_s: Duration
-    update_s_per_element: Duration
+    step_s: NotNegative
+    update_s_per_element: NotNegative
 
 
 class Cluster(Section):

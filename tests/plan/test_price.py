@@ -53,6 +53,19 @@ def test_activations_are_korthikantis(gpt3):
     assert memory.runtime == SELENE.device.runtime_bytes > 1e9
 
 
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_peak_is_what_its_stages_keep_and_the_last_one_sends_nothing(gpt3, v):
+    layout = Layout(8, 4, 1, v, schedule=default_kind(v))
+    layers, kept = gpt3.split(layout), gpt3.footprints.kept_by_stage(layout, gpt3.split(layout))
+    for rank in range(4):
+        at_once = footprint.in_flight(layout, 6, rank)
+        expected = sum(n * bytes_ for n, bytes_ in zip(at_once, kept[rank::4], strict=True))
+        assert gpt3.footprints.peak(layout, layers, rank, 6).activations == expected
+    kept_layer, _, _, head = gpt3.footprints.of_microbatch(8, 1, False, "none")
+    assert kept[-1] == len(layers[-1]) * kept_layer + head
+    assert kept[1] == len(layers[1]) * kept_layer + 2 * 2048 * 12288
+
+
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_microbatches_in_flight_are_those_of_the_schedule(v):
     for m in (1, 4, 7, 12):

@@ -1,6 +1,6 @@
 """Measure this project and plain torch in turn, and write results/latest.json.
 
-    python -m benchmarks.bench [--rows "t2 single-bf16"] [--rounds 5] [--steps 1] [--profile ROW]
+python -m benchmarks.bench [--rows "t2 single-bf16"] [--rounds 5] [--steps 1] [--profile ROW]
 """
 
 import argparse

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.rows import published, read
-from ptdmpi.plan.cluster import Cluster, Efficiency, load_cluster, load_model
-from ptdmpi.plan.fit import descend, distance, fit_rings
-from ptdmpi.plan.layer import LayerTimes
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.machine import Machine
-from ptdmpi.plan.price import Pricer
+from ptdmpi.plan.cost.layer import LayerTimes
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Cluster, Efficiency, load_cluster, load_model
+from ptdmpi.plan.machine.fit import descend, distance, fit_rings
+from ptdmpi.plan.machine.kernels import Machine
 from tests.parallel import ROOT
 
 OUTPUT = ROOT / "src/ptdmpi/presets/efficiency.toml"

@@ -38,10 +38,10 @@ class Rank:
         import torch
         import torch.distributed as dist
 
+        from ptdmpi.checkpoint.save import Checkpoints
+        from ptdmpi.checkpoint.share import KINDS, tensor_of
         from ptdmpi.config import CheckpointConfig, resolve
-        from ptdmpi.plan.grid import Grid
-        from ptdmpi.train.checkpoint import Checkpoints
-        from ptdmpi.train.checkpoint_share import KINDS, tensor_of
+        from ptdmpi.plan.layout.grid import Grid
         from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)

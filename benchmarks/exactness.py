@@ -1,7 +1,7 @@
 """What exactness costs and what precision changes; each prints a table.
 
-    python -m benchmarks.exactness reproducible [--rounds 5]   # d = 2, with and without
-    python -m benchmarks.exactness precisions [--steps 300]    # fp32, bf16, fp16 on the demo's data
+python -m benchmarks.exactness reproducible [--rounds 5]   # d = 2, with and without
+python -m benchmarks.exactness precisions [--steps 300]    # fp32, bf16, fp16 on the demo's data
 """
 
 import argparse

@@ -14,7 +14,7 @@ from ptdmpi.comm.world import World, fail_together
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.train.engine import Engine
 
 GEMM_REPEATS = 5

@@ -26,7 +26,7 @@ from benchmarks.case import Row, Variant
 from benchmarks.gpt_torch import Gpt, mean_loss
 from benchmarks.worker import synthetic_ids
 from ptdmpi.config import Config
-from ptdmpi.plan.stages import head_in_layers, split_layers
+from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 
 
 class Optimizer:
@@ -89,9 +89,7 @@ class AccumulatingTrainer:
         size = self.row.case.micro_size
         first = self.data_rank * self.microbatches * size
         mine = synthetic_ids(self.row, step)[first : first + self.microbatches * size]
-        return [
-            (part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)
-        ]
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
         losses = []

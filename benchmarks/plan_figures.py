@@ -71,9 +71,7 @@ FIGURES = (
         lambda row: f"({row.layout.tensor}, {row.layout.data})",
         _batch,
     ),
-    Figure(
-        16, "91B on 64 GPUs", "microbatch size", lambda row: str(row.layout.micro_size), _batch
-    ),
+    Figure(16, "91B on 64 GPUs", "microbatch size", lambda row: str(row.layout.micro_size), _batch),
     Figure(17, "145B on 128 GPUs", "batch size", lambda row: str(row.batch), _recomputed),
     Figure(18, "175B on 96 GPUs", "batch size", lambda row: str(row.batch), _scattered),
 )

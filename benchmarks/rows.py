@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptdmpi.plan.cluster import Model, model_of
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.schedule import default_kind
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Model, model_of
+from ptdmpi.plan.schedule.orders import default_kind
 
 PUBLISHED = Path(__file__).parent / "published"
 JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures")

@@ -32,7 +32,7 @@ from benchmarks.torture_run import (
     prepare,
     records_deviate,
 )
-from ptdmpi.train import checkpoint_files as files
+from ptdmpi.checkpoint import directory as files
 
 NOWHERE = ("none", 1, 0)
 ATTEMPTS = 3

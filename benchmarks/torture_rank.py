@@ -35,8 +35,8 @@ def _countdown(count: int) -> Callable[[], bool]:
 
 def prepare(place: str, count: int, rank: int) -> None:
     """Put the killer into its place."""
-    from ptdmpi.train import checkpoint_data as data
-    from ptdmpi.train import checkpoint_files as files
+    from ptdmpi.checkpoint import boxes as data
+    from ptdmpi.checkpoint import directory as files
 
     now = _countdown(count)
     before = {"manifest": "write_manifest", "rename": "publish"}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine as check
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.train import checkpoint_check as check
-from ptdmpi.train import checkpoint_files as files
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0

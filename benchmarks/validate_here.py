@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ptdmpi.plan.cluster import load_cluster, load_model
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.price import Pricer
-from ptdmpi.plan.table import lines
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.show.table import lines
 
 RANKS, BATCH, PRECISION = 2, 8, "fp32"
 ROUNDS, STEPS = 3, 3  # of each layout; the first step of a round warms up
@@ -73,7 +73,7 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
 
     from ptdmpi.config import resolve
     from ptdmpi.model.stage import Batch
-    from ptdmpi.plan.grid import Grid
+    from ptdmpi.plan.layout.grid import Grid
     from ptdmpi.train.engine import Engine
 
     model = load_model(job["model"])

@@ -10,10 +10,10 @@ from collections import defaultdict
 
 from benchmarks.outside import outside_table
 from benchmarks.rows import Row, published
-from ptdmpi.plan.cluster import load_cluster
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.price import Price, Pricer
-from ptdmpi.plan.table import lines
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.show.table import lines
 
 CLUSTER, PRECISION = "selene", "fp16"
 GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 to 18": 8}

@@ -48,9 +48,7 @@ def synthetic_ids(row: Row, step: int) -> "Tensor":
     return (case.vocab_size**uniform).long() - 1
 
 
-def serve(
-    stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None
-) -> None:
+def serve(stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None) -> None:
     """Do what the commands say until there are no more. `gemm_time_s` measures the bare linear
     GEMMs of this rank in one step; one side's are enough."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ptdmpi.train import checkpoint_files as files
-from ptdmpi.train.checkpoint_data import Block, Slices, write
-from ptdmpi.train.checkpoint_files import Progress
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.boxes import Block, Slices, write
+from ptdmpi.checkpoint.directory import Progress
 
 SHAPE = (12, 10)
 

@@ -13,7 +13,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.run import as_masked
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
 from tests._layers import Piece, assemble, cut

@@ -11,7 +11,7 @@ import numpy as np
 from ptdmpi.comm.world import World
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.train.loop import Loop, checked
-from ptdmpi.train.watch import StopRequest
+from ptdmpi.watch.requests import StopRequest
 from tests._configs import tree
 
 VOCAB_SIZE = 53

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from ptdmpi.train import checkpoint_files as files
-from ptdmpi.train.checkpoint_data import Block, write
-from ptdmpi.train.checkpoint_files import Progress
-from ptdmpi.train.stored import config_of, declarations
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.boxes import Block, write
+from ptdmpi.checkpoint.directory import Progress
+from ptdmpi.inference.stored import config_of, declarations
 from tests._layers import random_tensor
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16}

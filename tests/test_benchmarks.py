@@ -29,9 +29,7 @@ from benchmarks.rounds import (
 from benchmarks.sides import Side, SideFailed, SideTooSlow, Steps
 from ptdmpi.config import InputError
 
-TINY = Case(
-    layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1
-)
+TINY = Case(layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1)
 QUIET, LOUD = 0.01, 0.5
 
 

@@ -1,29 +1,13 @@
-"""The documents name what is there: every file in README's tree, every key of the configuration."""
-
-import subprocess
-
-import pytest
+"""The documents name what is there: every file in the tree, every key of the configuration."""
 
 from ptdmpi.config import Config, TrainDataConfig
+from tests._tree import HOUSE, updated
 from tests.parallel import ROOT
 
-FOLDERS = ("src/ptdmpi", "data_prep", "jobs", "benchmarks", "docs")
 
-
-def _tracked() -> list[str]:
-    listing = subprocess.run(
-        ["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if listing.returncode:
-        pytest.skip("not a git checkout")
-    return listing.stdout.split()
-
-
-def test_readme_tree_names_every_file():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = {path.rsplit("/", 1)[-1] for path in _tracked()}
-    names -= {name for name in names if name.endswith((".png", ".svg", ".json", "__init__.py"))}
-    assert sorted(name for name in names if name not in readme) == []
+def test_house_has_the_tree_as_it_is():
+    page = HOUSE.read_text(encoding="utf-8")
+    assert page == updated(page), "write it anew: python -m tests._tree"
 
 
 def test_every_key_is_documented():

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from ptdmpi import report
 from ptdmpi.commands.report import command
 from ptdmpi.config import InputError, resolve, to_toml
-from ptdmpi.plan.schedule import build
-from ptdmpi.plan.simulate import Costs, Span, Timeline, simulate
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.simulate import Costs, Span, Timeline, simulate
 from ptdmpi.report import compare
 
 TREE = {

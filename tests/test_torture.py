@@ -8,7 +8,7 @@ import pytest
 from benchmarks import torture as program
 from benchmarks.torture import Lost, Torture, kinds
 from benchmarks.torture_run import Case, Training, newest_sound
-from ptdmpi.train import checkpoint_files as files
+from ptdmpi.checkpoint import directory as files
 from tests.parallel import mpi_environment
 
 CASE = Case("p=2", 2, ("parallel.pipeline=2", "checkpoint.asynchronous=true"))

@@ -15,7 +15,7 @@ launch.prepare()
 from mpi4py import MPI
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import World
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 world = World()
 axes = world.split(Grid(2, 1, 2))
 assert not ulfm.rank_lost(world, patience_s=0.1)

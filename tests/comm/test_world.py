@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ptdmpi.comm import launch
 from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import InputError
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 from tests.parallel import ROOT, mpirun, parallel
 
 

@@ -15,10 +15,10 @@ from ptdmpi.config import InputError
 from ptdmpi.convert import check
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.inference.model import open_inference
+from ptdmpi.inference.stored import open_model
 from ptdmpi.model.stage import Batch
 from ptdmpi.model.transformer import SentenceOrder
-from ptdmpi.train.inference import open_inference
-from ptdmpi.train.stored import open_model
 from tests import _stored
 from tests.convert._hugging_face import saved
 from tests.convert.test_convert import changed, contents

@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ptdmpi.checkpoint import examine
 from ptdmpi.commands.convert import command
 from ptdmpi.config import InputError
 from ptdmpi.convert import check, tensors
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.reference import FORWARD, Asked
 from ptdmpi.convert.to_hf import to_hf
-from ptdmpi.train import checkpoint_check
-from ptdmpi.train.stored import open_model
+from ptdmpi.inference.stored import open_model
 from tests.convert._hugging_face import model, saved
 from tests.parallel import ROOT
 
@@ -83,7 +83,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
     # an untied BERT of theirs has two biases before its output, of which one is used
     twice = "bert" in family and not theirs.config.tie_word_embeddings
     assert done.parameters == theirs.num_parameters() - twice * theirs.config.vocab_size
-    assert checkpoint_check.problems(open_model(tmp_path / "ours").checkpoint) == []
+    assert examine.problems(open_model(tmp_path / "ours").checkpoint) == []
     back = to_hf(tmp_path / "ours", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
     assert back.files == len(list(source.glob("*.safetensors"))) > ("shard" in changes)

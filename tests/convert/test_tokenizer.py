@@ -14,8 +14,8 @@ from ptdmpi.commands.convert import command
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.train.stored import open_model
-from ptdmpi.train.tokenizer import tokenizer_sha256
+from ptdmpi.inference.stored import open_model
+from ptdmpi.inference.tokenizer import tokenizer_sha256
 from tests import _stored
 from tests.data.test_words import byte_level, word_level, word_piece
 

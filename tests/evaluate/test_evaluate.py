@@ -22,7 +22,7 @@ from ptdmpi.evaluate.harness import Harness
 from ptdmpi.evaluate.perplexity import perplexity, windows
 from ptdmpi.evaluate.scoring import Request, score
 from ptdmpi.generate.text import Text
-from ptdmpi.train.inference import open_inference
+from ptdmpi.inference.model import open_inference
 from tests import _stored
 from tests.parallel import mpirun, parallel
 

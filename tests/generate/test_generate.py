@@ -17,7 +17,7 @@ from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import GREEDY, Sampling
-from ptdmpi.train.inference import InferenceModel, open_inference
+from ptdmpi.inference.model import InferenceModel, open_inference
 from tests import _stored
 from tests._layers import difference
 from tests.convert._hugging_face import model as hugging_face

@@ -15,8 +15,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
 from ptdmpi.parity.suite import Comparison
-from ptdmpi.plan import schedule as schedules
-from ptdmpi.plan.schedule import Op
+from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.orders import Op
 from ptdmpi.train.gradients import DataSum, GradientReduction
 from tests.parallel import parallel
 

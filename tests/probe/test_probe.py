@@ -11,9 +11,9 @@ import torch
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.model import kernels as model_kernels
-from ptdmpi.plan.cluster import Cluster, load_model
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.price import Pricer
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.probe import bench, kernels
 from ptdmpi.probe.bench import ProbeError
 from ptdmpi.probe.layers import Case

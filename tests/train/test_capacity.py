@@ -7,7 +7,7 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.plan import relief
+from ptdmpi.plan.cost import relief
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
 from tests._configs import small

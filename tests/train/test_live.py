@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdmpi.plan.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Coordinates, Grid
 from ptdmpi.train.live import Report, live_step, routes
 
 

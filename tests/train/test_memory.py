@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from ptdmpi.comm.world import World
 from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan import memory
-from ptdmpi.plan.state import state_bytes
+from ptdmpi.plan.cost import memory
+from ptdmpi.plan.cost.state import state_bytes
 from tests._engines import build, microbatches
 from tests.parallel import parallel
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from ptdmpi.checkpoint.save import Saved, SaveFailed
 from ptdmpi.config import CheckpointConfig
-from ptdmpi.train.checkpoint import Saved, SaveFailed
 from ptdmpi.train.saving import Saving
 
 

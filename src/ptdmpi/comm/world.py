@@ -19,7 +19,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import InputError
-from ptdmpi.plan.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Coordinates, Grid
 
 T = TypeVar("T")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine as check
 from ptdmpi.config import InputError
-from ptdmpi.train import checkpoint_check as check
-from ptdmpi.train import checkpoint_files as files
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")

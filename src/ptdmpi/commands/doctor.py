@@ -162,7 +162,7 @@ def _software(world: "World") -> list[Finding]:
 
 
 def _placed(world: "World") -> list[Finding]:
-    from ptdmpi.plan.grid import Grid
+    from ptdmpi.plan.layout.grid import Grid
 
     inside = [
         tensor
@@ -176,7 +176,7 @@ def _placed(world: "World") -> list[Finding]:
 def _all_reduce(world: "World") -> list[Finding]:
     import torch
 
-    from ptdmpi.plan.grid import Grid
+    from ptdmpi.plan.layout.grid import Grid
 
     comm = world.split(Grid(1, 1, world.size)).data
     found = []

@@ -9,13 +9,14 @@ import click
 
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets, recipe
-from ptdmpi.plan import choose, draw, draw_memory, pipeline, table
-from ptdmpi.plan.cluster import cluster_names, load_cluster, load_model, model_of
-from ptdmpi.plan.costs import parameter_count
-from ptdmpi.plan.layout import Layout, complete, mistakes, parse
-from ptdmpi.plan.price import Price, Pricer
-from ptdmpi.plan.schedule import KINDS
-from ptdmpi.plan.search import (
+from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layout.layout import Layout, complete, mistakes, parse
+from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
+from ptdmpi.plan.schedule.orders import KINDS
+from ptdmpi.plan.search import choose
+from ptdmpi.plan.search.search import (
     Space,
     compute_optimal,
     difference,
@@ -24,6 +25,7 @@ from ptdmpi.plan.search import (
     microbatch_model,
     search,
 )
+from ptdmpi.plan.show import draw, draw_memory, table
 
 MOST_DRAWN = 10_000  # microbatches of a step
 

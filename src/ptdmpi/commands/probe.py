@@ -37,8 +37,8 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     with fail_together(world):
         import torch
 
+        from ptdmpi.inference.model import device_of
         from ptdmpi.probe.machine import probe
-        from ptdmpi.train.inference import device_of
 
         world.on_root(lambda: _check(output))
         torch.set_num_threads(threads)

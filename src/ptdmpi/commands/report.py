@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ptdmpi import report
-from ptdmpi.plan import draw
+from ptdmpi.plan.show import draw
 from ptdmpi.report import compare
 
 

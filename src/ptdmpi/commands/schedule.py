@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import click
 
-from ptdmpi.plan import draw
-from ptdmpi.plan.schedule import KINDS, Schedule, build, default_kind
-from ptdmpi.plan.simulate import Costs, Timeline, simulate
+from ptdmpi.plan.schedule.orders import KINDS, Schedule, build, default_kind
+from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
+from ptdmpi.plan.show import draw
 
 
 @click.command("schedule")

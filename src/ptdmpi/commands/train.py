@@ -7,7 +7,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.config import load
-from ptdmpi.train.watch import StopRequest
+from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
     from ptdmpi.comm.world import World
@@ -45,7 +45,7 @@ def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> Non
 
 def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
     """The configuration with the layout that the run has, or the best one."""
-    from ptdmpi.plan import choose
+    from ptdmpi.plan.search import choose
     from ptdmpi.train.loop import checked_data
 
     ranks = world.on_root(lambda: choose.working_ranks(tree, world.size))
@@ -60,7 +60,7 @@ def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
         tree = choose.applied(tree, {"run": {"cluster": _probed(config, world)}})
 
     def best() -> tuple[dict[str, Any], str]:
-        from ptdmpi.plan.cluster import load_cluster
+        from ptdmpi.plan.machine.cluster import load_cluster
 
         cluster = load_cluster(tree["run"]["cluster"])
         prices, pricer = choose.choose(config, vocab_size, cluster, ranks)
@@ -77,8 +77,8 @@ def _probed(config: "Config", world: "World") -> str:
     import torch
 
     from ptdmpi.commands.probe import save
+    from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
-    from ptdmpi.train.inference import device_of
 
     path = Path(config.run.dir) / "cluster.toml"
     if world.rank == 0:

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config
 from ptdmpi.convert.family import ConfigJson, Family, Place
 from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Asked
 from ptdmpi.convert.tensors import TYPES, WeightFiles
+from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.train.checkpoint_data import Reader
-from ptdmpi.train.stored import StoredModel
 
 # Greatest difference of two logits over the greatest magnitude of all.
 BAR = 1e-5

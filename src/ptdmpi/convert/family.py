@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ptdmpi.checkpoint.boxes import Slices
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
-from ptdmpi.train.checkpoint_data import Slices
 
 Json = Mapping[str, Any]
 

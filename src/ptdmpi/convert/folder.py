@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptdmpi.checkpoint import directory as files
 from ptdmpi.config import InputError
-from ptdmpi.train import checkpoint_files as files
 
 HEADERS = "headers.json"
 BUFFERS = "buffers.safetensors"

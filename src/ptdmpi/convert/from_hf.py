@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.boxes import Block, Slices, write
+from ptdmpi.checkpoint.directory import Progress
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
@@ -20,11 +23,8 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
+from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
 from ptdmpi.model.parameters import Declaration
-from ptdmpi.train import checkpoint_files as files
-from ptdmpi.train.checkpoint_data import Block, Slices, write
-from ptdmpi.train.checkpoint_files import Progress
-from ptdmpi.train.stored import CONFIG, KEPT, config_of, declarations, open_model
 
 # These hold weights, in whatever form; everything else of a model directory is kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}

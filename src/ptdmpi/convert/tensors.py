@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ptdmpi.checkpoint.boxes import Slices
 from ptdmpi.config import InputError
-from ptdmpi.train.checkpoint_data import Slices
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,6 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine
+from ptdmpi.checkpoint.boxes import Damaged, Reader
 from ptdmpi.config import InputError
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
@@ -22,11 +25,7 @@ from ptdmpi.convert.family import ConfigJson, Family, places
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
-from ptdmpi.model.parameters import Declaration
-from ptdmpi.train import checkpoint_check
-from ptdmpi.train import checkpoint_files as files
-from ptdmpi.train.checkpoint_data import Damaged, Reader
-from ptdmpi.train.stored import (
+from ptdmpi.inference.stored import (
     KEPT,
     StoredModel,
     config_of,
@@ -34,6 +33,7 @@ from ptdmpi.train.stored import (
     open_model,
     require_weights,
 )
+from ptdmpi.model.parameters import Declaration
 
 # The names that config.json has for types, and those of safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -75,7 +75,7 @@ def to_hf(
     for name in _buffers(kept) & plan.by_name.keys():
         plan = plan.unused(name)
     form = form if dtype is None else _in_type(form, plan, dtype)
-    damaged = checkpoint_check.problems(stored.checkpoint)
+    damaged = examine.problems(stored.checkpoint)
     if damaged:
         raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
     size = sum(one.nbytes for one in form.tensors.values())

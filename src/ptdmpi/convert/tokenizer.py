@@ -9,8 +9,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
-from ptdmpi.train.stored import StoredModel
-from ptdmpi.train.tokenizer import TOKENIZER, find_tokenizer, shard_header
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header
 
 # What transformers calls the special tokens of a masked language model.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}

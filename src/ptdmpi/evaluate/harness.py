@@ -16,7 +16,7 @@ from ptdmpi.evaluate.scoring import Request, score
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text
-from ptdmpi.train.inference import InferenceModel
+from ptdmpi.inference.model import InferenceModel
 
 MAX_NEW_TOKENS = 256  # the harness' own default
 

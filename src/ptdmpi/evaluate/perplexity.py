@@ -13,7 +13,7 @@ from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.scoring import rows_of
-from ptdmpi.train.inference import InferenceModel
+from ptdmpi.inference.model import InferenceModel
 
 Window = tuple[int, int, int, int]  # shard, first input, labels until, first scored label
 

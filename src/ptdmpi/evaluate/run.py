@@ -19,9 +19,9 @@ from ptdmpi.evaluate.tasks import Item
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
-from ptdmpi.train.inference import InferenceModel, open_inference
-from ptdmpi.train.stored import StoredModel
-from ptdmpi.train.tokenizer import tokenizer_sha256
+from ptdmpi.inference.model import InferenceModel, open_inference
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
 

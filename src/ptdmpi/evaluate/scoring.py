@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
-from ptdmpi.train.inference import InferenceModel
+from ptdmpi.inference.model import InferenceModel
 
 # A batch is as large as both allow: enough tokens for efficient products, and not more logits.
 BATCH_TOKENS = 4096

@@ -8,7 +8,7 @@ import torch
 
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
-from ptdmpi.train.inference import InferenceModel
+from ptdmpi.inference.model import InferenceModel
 
 # Prompts that are continued together.
 ROWS = 16

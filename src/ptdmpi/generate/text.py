@@ -11,8 +11,8 @@ import numpy as np
 from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader
-from ptdmpi.train.stored import StoredModel
-from ptdmpi.train.tokenizer import TOKENIZER, find_tokenizer, kept_files, shard_header
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, kept_files, shard_header
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.generate.generator import Prompt, check, generate
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
-from ptdmpi.train.inference import InferenceModel, open_inference
-from ptdmpi.train.stored import StoredModel
+from ptdmpi.inference.model import InferenceModel, open_inference
+from ptdmpi.inference.stored import StoredModel
 
 MAX_NEW_TOKENS = 100
 

@@ -13,7 +13,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.train.engine import Engine
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16

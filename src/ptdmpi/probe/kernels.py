@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ptdmpi.model import kernels
 from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
-from ptdmpi.plan.machine import Machine
-from ptdmpi.plan.table import count
+from ptdmpi.plan.machine.kernels import Machine
+from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)

@@ -15,12 +15,12 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, resolve
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.cluster import Cluster, Model
-from ptdmpi.plan.fit import descend, distance
-from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.price import Pricer
-from ptdmpi.plan.table import count
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Cluster, Model
+from ptdmpi.plan.machine.fit import descend, distance
+from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench
 from ptdmpi.train.engine import Engine
 

@@ -10,8 +10,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.memory import COMPUTE_BYTES
+from ptdmpi.plan.cost.memory import COMPUTE_BYTES
+from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Case, Layers

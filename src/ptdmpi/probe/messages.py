@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import World
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.kernels import rising
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.plan import draw
-from ptdmpi.plan.schedule import Op, build
-from ptdmpi.plan.simulate import COMPUTE_KINDS, Timeline, simulate
+from ptdmpi.plan.schedule.orders import Op, build
+from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Timeline, simulate
+from ptdmpi.plan.show import draw
 
 # What a rank's step time is made of besides computing, in the words of the table.
 PARTS = {

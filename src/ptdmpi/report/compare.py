@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError, resolve
-from ptdmpi.plan import pipeline
-from ptdmpi.plan.cluster import Model, cluster_names, load_cluster
-from ptdmpi.plan.layout import Layout
-from ptdmpi.plan.price import Pricer
-from ptdmpi.plan.simulate import COMPUTE_KINDS, Span, Timeline
-from ptdmpi.plan.table import lines
+from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
+from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.plan.show.table import lines
 
 # part -> kinds of spans; what is left of forwards and backwards without the tensor axis computes
 WAITING = "bubble and messages between stages"

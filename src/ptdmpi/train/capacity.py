@@ -11,8 +11,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan import relief
-from ptdmpi.plan.grid import Grid
+from ptdmpi.plan.cost import relief
+from ptdmpi.plan.layout.grid import Grid
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")

@@ -12,14 +12,14 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan import schedule as schedules
-from ptdmpi.plan.program import post_early, programs
-from ptdmpi.plan.simulate import Span
-from ptdmpi.plan.stages import head_in_layers, split_layers
+from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.program import post_early, programs
+from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
 from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
-from ptdmpi.train.stopwatch import Place, Stopwatch
+from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,7 @@ class Feed:
         formed = FormedBatches(batches, self._form(self.train, self.order.locate))
         return Prefetcher(formed, first, config.run.steps)
 
-    def _form(
-        self, datasets: list[Dataset], locate: Locate
-    ) -> Callable[[Microbatch], Microbatch]:
+    def _form(self, datasets: list[Dataset], locate: Locate) -> Callable[[Microbatch], Microbatch]:
         """What makes samples of windows of tokens."""
         windows = Windows(datasets, locate, self.length)
         if self.masked is not None:

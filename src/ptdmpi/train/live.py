@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
-from ptdmpi.plan.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Coordinates, Grid
 from ptdmpi.train.engine import Engine, StepResult
 
 # One message at most: counts of MPI calls are 32-bit integers.

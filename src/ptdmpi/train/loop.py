@@ -13,23 +13,21 @@ from typing import Any
 
 import torch
 
+from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve, to_toml
 from ptdmpi.data.batches import Prefetcher
+from ptdmpi.inference.model import device_of
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.cluster import load_cluster
-from ptdmpi.plan.costs import parameter_count
-from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.simulate import COMPUTE_KINDS
+from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.train.capacity import Memory
-from ptdmpi.train.checkpoint import Checkpoints
 from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
-from ptdmpi.train.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
-from ptdmpi.train.inference import device_of
 from ptdmpi.train.live import Completed, Handover
-from ptdmpi.train.lock import RunLock
 from ptdmpi.train.meter import (
     Rates,
     RunDirectory,
@@ -41,9 +39,11 @@ from ptdmpi.train.meter import (
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.recent import RecentSteps
 from ptdmpi.train.saving import Saving
-from ptdmpi.train.stopwatch import Place, Stopwatch
-from ptdmpi.train.watch import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
-from ptdmpi.train.whereabouts import Ranks, slow_ranks
+from ptdmpi.watch.heartbeat import COMPUTE_STEPS, Heartbeat, Judge
+from ptdmpi.watch.lock import RunLock
+from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Requests, StopRequest
+from ptdmpi.watch.stopwatch import Place, Stopwatch
+from ptdmpi.watch.whereabouts import Ranks, slow_ranks
 
 # A rank is slow if its own work takes so many times that of the others; told once in a while.
 SLOW_FACTOR = 1.3

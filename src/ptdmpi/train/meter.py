@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptdmpi.config import Config, InputError
-from ptdmpi.plan.costs import hardware_flops, model_flops
+from ptdmpi.plan.cost.counts import hardware_flops, model_flops
 from ptdmpi.train.engine import Sums
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
@@ -65,9 +65,7 @@ class Rates:
         self.ranks, self.peak = ranks, peak
         layers = model.layers if recompute.layers == "all" else recompute.layers
         self.model_flops = model_flops(model, vocab_size, self.tokens)
-        self.hardware_flops = hardware_flops(
-            model, vocab_size, self.tokens, recompute.mode, layers
-        )
+        self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recompute.mode, layers)
 
     def of(self, step_time_s: float) -> dict[str, float]:
         per_rank = self.ranks * step_time_s

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.model.stage import Batch, Stage
-from ptdmpi.plan.schedule import Op
+from ptdmpi.plan.schedule.orders import Op
 from ptdmpi.train.engine import Engine, StepResult
 
 FAILED_EXIT_CODE = 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ptdmpi.comm.world import Axes
-from ptdmpi.plan.simulate import Span, Timeline
+from ptdmpi.plan.schedule.simulate import Span, Timeline
 
 STEPS = 20
 

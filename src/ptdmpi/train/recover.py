@@ -17,13 +17,13 @@ from typing import Any
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
 from ptdmpi.config import Config, InputError
-from ptdmpi.plan.grid import Grid
-from ptdmpi.plan.seats import seats, widest_data_size
+from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.seats import seats, widest_data_size
 from ptdmpi.train import live
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked, layout_name
 from ptdmpi.train.meter import append_lines
-from ptdmpi.train.watch import StopRequest
+from ptdmpi.watch.requests import StopRequest
 
 SPARE_POLL_S = 0.02  # how often a spare rank looks whether it is needed
 FINISHED = 1  # the lowest of the bits that all agree on; the exit code stands above it

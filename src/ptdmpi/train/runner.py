@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.stage import Stage
-from ptdmpi.plan.program import Action, Compute, Receive, Send
-from ptdmpi.plan.schedule import Op, Schedule
-from ptdmpi.plan.simulate import Span
-from ptdmpi.train.stopwatch import Place, Stopwatch
+from ptdmpi.plan.schedule.orders import Op, Schedule
+from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
+from ptdmpi.plan.schedule.simulate import Span
+from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 KINDS = {"F": "forward", "B": "backward"}
 

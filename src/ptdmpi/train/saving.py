@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from ptdmpi.train.checkpoint import Checkpoints, Saved, SaveFailed
+from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
 
 
 class Saving:

@@ -1,0 +1,303 @@
+"""The checkpoints of a run as directories: what is complete, which is newest, what may go.
+
+    checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
+    checkpoints/latest                   the name of the newest one, for people and scripts
+    checkpoints/step-00000200.tmp        being written, or left by a crash
+    checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
+    checkpoints/step-00000100.damaged    the same, for one that was found damaged
+    checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
+    checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
+
+A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and goes by one:
+no crash leaves an incomplete checkpoint under such a name.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.checkpoint.boxes import TYPE_NAMES
+from ptdmpi.checkpoint.manifest import require_form
+from ptdmpi.config import InputError
+from ptdmpi.data.disk import sync
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+LATEST = "latest"
+BRANCHED_FROM = "branched_from"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, besides its tensors. `step` steps are done, `samples` consumed."""
+
+    step: int
+    samples: int
+    updates: int
+    loss_scale: float
+    good_steps: int
+    seed: int
+
+
+_PROGRESS = {one.name: (int, float) if one.type is float else (int,) for one in fields(Progress)}
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_name(name: str) -> bool:
+    return re.fullmatch(r"step-\d{8,}", name) is not None
+
+
+def step_of(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints of a run in ascending order of steps, whether or not they can be read."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
+
+
+def named(path: Path) -> Path:
+    """The checkpoint that a user names: itself, or through the file `latest`. Raises InputError."""
+    if path.is_file() and path.name == LATEST:
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
+        if not is_name(name):
+            raise InputError(f"{path} names no checkpoint: it has {name!r}")
+        return path.parent / name
+    return path
+
+
+# -- the manifest ----------------------------------------------------------------------------------
+
+
+def write_manifest(
+    directory: Path, progress: dict[str, Any], model: dict[str, Any], written: list[dict]
+) -> None:
+    """Write and sync the manifest over the files of all ranks, as `write` gave them; `model` is the
+    section [model] that they are weights of.
+
+    Raises InputError where a file is not seen from here.
+    """
+    files: dict[str, dict[str, int]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in written:
+        path = directory / part["file"]
+        if not path.is_file() or path.stat().st_size != part["bytes"]:
+            raise InputError(
+                f"{path} was written by its rank but is not seen by rank 0: the run directory must "
+                "be on a file system that all nodes share"
+            )
+        files[part["file"]] = {"bytes": part["bytes"]}
+        for piece in part["pieces"]:
+            tensor = tensors.setdefault(
+                piece["tensor"], {"shape": piece["shape"], "dtype": piece["dtype"], "pieces": []}
+            )
+            kept = ("key", "start", "stop", "offset", "crc32")
+            tensor["pieces"].append({"file": part["file"], **{key: piece[key] for key in kept}})
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "progress": progress,
+        "model": model,
+        "files": files,
+        "tensors": dict(sorted(tensors.items())),
+    }
+    text = json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
+    write_synced(directory / MANIFEST, text)
+    sync(directory)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises InputError unless it is whole and of this version."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{path} is not JSON: truncated or damaged") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
+    if manifest.pop("crc32", None) != _checksum(manifest):
+        raise InputError(f"{path} is damaged: its checksum does not hold")
+    try:
+        require_form(manifest, _PROGRESS)
+    except ValueError as error:
+        raise InputError(f"{path} is no manifest of a checkpoint: {error}") from None
+    types = {tensor["dtype"] for tensor in manifest["tensors"].values()}
+    if types - TYPE_NAMES.keys():
+        raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")
+    return manifest
+
+
+def sound_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest, if all files that it names have the sizes that it names. Raises InputError."""
+    manifest = read_manifest(directory)
+    for name, file in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise InputError(f"{path} is missing")
+        if path.stat().st_size != file["bytes"]:
+            raise InputError(f"{path} has {path.stat().st_size} bytes instead of {file['bytes']}")
+    return manifest
+
+
+def is_sound(directory: Path) -> bool:
+    try:
+        sound_manifest(directory)
+    except InputError:
+        return False
+    return True
+
+
+def total_bytes(manifest: dict[str, Any]) -> int:
+    return sum(file["bytes"] for file in manifest["files"].values())
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+# -- appearing and going ---------------------------------------------------------------------------
+
+
+def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
+    """An empty directory to write the checkpoint of `step` into; what crashes left goes first.
+
+    Raises InputError where the file system has not the space.
+    """
+    remove_leftovers(directory)
+    require_space(directory, needed_bytes)
+    temporary = directory / (name_of(step) + ".tmp")
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what crashes and failed saves have left. Not while a save is under way."""
+    for leftover in directory.glob("step-*.tmp"):
+        _remove(leftover)
+
+
+def require_space(directory: Path, needed_bytes: int) -> None:
+    """Raises InputError unless the file system of `directory` can take so many bytes more."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed_bytes:
+        raise InputError(
+            f"a checkpoint needs {needed_bytes / 1e6:,.1f} MB, "
+            f"{there} has {free / 1e6:,.1f} MB free"
+        )
+
+
+def publish(temporary: Path, damaged: Collection[str]) -> Path:
+    """Give a written checkpoint its name, then move `latest`; returns its path.
+
+    One that has the name already makes room: it is removed after the rename, or kept aside if its
+    name is in `damaged`.
+    """
+    final = temporary.with_suffix("")
+    replaced = final.with_name(final.name + ".replaced")
+    if os.path.lexists(final):
+        final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
+    temporary.rename(final)
+    sync(final.parent)
+    draft = final.with_name(LATEST + ".tmp")
+    write_synced(draft, final.name + "\n")
+    draft.rename(final.with_name(LATEST))
+    sync(final.parent)
+    if os.path.lexists(replaced):
+        discard(replaced)
+    return final
+
+
+def branch(directory: Path, source: Path | None) -> None:
+    """The run has not come from all that is here: set the others aside, and remember the source.
+
+    They would be the newest ones by their steps, and the next start would go on from them. Kept are
+    those before a source that is here itself; `None`: the run was begun anew.
+    """
+    own = source is not None and source.parent.resolve() == directory.resolve()
+    last = step_of(source) if own else -1
+    for path in checkpoints_in(directory):
+        if step_of(path) > last:
+            path.rename(_free_name(path, "abandoned"))
+    marker = directory / BRANCHED_FROM
+    if source is None:
+        marker.unlink(missing_ok=True)
+    else:
+        write_synced(marker, f"{source.resolve()}\n")
+    sync(directory)
+
+
+def went_on_from(directory: Path, source: Path) -> bool:
+    """Whether the run has branched from this checkpoint before, and saved since."""
+    marker = directory / BRANCHED_FROM
+    if not marker.is_file() or marker.read_text(encoding="utf-8").strip() != str(source.resolve()):
+        return False
+    own = source.parent.resolve() == directory.resolve()
+    newest = max(map(step_of, checkpoints_in(directory)), default=-1)
+    return newest > (step_of(source) if own else -1)
+
+
+def put_back(directory: Path) -> None:
+    """Undo a replacement that a crash cut in two."""
+    for replaced in directory.glob("step-*.replaced"):
+        final = replaced.with_suffix("")
+        if os.path.lexists(final):
+            discard(replaced)
+        else:
+            replaced.rename(final)
+
+
+def superfluous(
+    directory: Path, keep: int, keep_every: int, damaged: Collection[str] = ()
+) -> Iterator[Path]:
+    """Checkpoints that retention lets go: complete ones, neither among the newest `keep` complete
+    ones nor at a multiple of `keep_every` steps. `keep = 0` keeps all."""
+    kept = 0
+    for path in reversed(checkpoints_in(directory)):
+        if not keep:
+            return
+        if path.name in damaged or not is_sound(path):
+            continue
+        kept += 1
+        if kept > keep and not (keep_every and step_of(path) % keep_every == 0):
+            yield path
+
+
+def discard(directory: Path) -> None:
+    """Remove a checkpoint: its name first, so that a crash leaves no incomplete one."""
+    name = directory.name.partition(".")[0] + ".tmp"
+    gone = directory.with_name(name)
+    if os.path.lexists(gone):
+        _remove(gone)
+    directory.rename(gone)
+    _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _free_name(final: Path, why: str) -> Path:
+    names = (final.with_name(f"{final.name}.{why}{number}") for number in ("", *range(2, 10000)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def write_synced(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    sync(path)

@@ -1,0 +1,317 @@
+"""Checkpoints of logical tensors: any layout reads what any layout wrote.
+
+A checkpoint is a directory `step-00000100/` with one safetensors file per rank that had something
+to write, and `manifest.json`, which says for every logical tensor (`weights/NAME`, `exp_avg/NAME`,
+`exp_avg_sq/NAME`; float32 masters) its shape, its type, and in which file which box of it stands.
+Everything is written and synced under a temporary name; the manifest comes last, then the directory
+is renamed, then `latest` is moved. Ranks that hold equal tensors share the writing by bytes.
+
+A thread of each rank writes its file, and one of rank 0 the rest. What all ranks must agree on goes
+over the world communicator, on the main thread, between two steps: MPI need not bear threads, and
+the messages of a step meet no others.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.boxes import Block, write
+from ptdmpi.checkpoint.directory import Progress
+from ptdmpi.checkpoint.examine import newest
+from ptdmpi.checkpoint.load import load, load_tensors, on_root
+from ptdmpi.checkpoint.share import share, tensor_of
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import CheckpointConfig, InputError
+
+if TYPE_CHECKING:
+    from ptdmpi.train.engine import Engine
+
+
+class SaveFailed(SharedInputError):
+    """A checkpoint could not be written; every rank knows, and those before it stay."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete on the disk. `stall_s`: how long the training waited for it,
+    `write_s`: from the first byte to the moved `latest`. `warning`: why older ones did not go."""
+
+    path: Path
+    step: int
+    bytes: int
+    stall_s: float
+    write_s: float
+    warning: str | None = None
+
+
+@dataclass
+class _Flight:
+    """A save under way: all ranks write their files, then rank 0 publishes."""
+
+    temporary: Path
+    progress: Progress
+    since: float
+    writing: "Future[dict | None]"
+    publishing: "Future[tuple[float, str | None]] | None" = None  # rank 0 only
+    written: bool = False
+    bytes: int = 0
+    stall_s: float = 0.0
+
+
+class Checkpoints:
+    """The checkpoints of one run directory; every rank calls every method but `close`."""
+
+    def __init__(self, directory: Path, engine: "Engine", config: CheckpointConfig) -> None:
+        self.directory, self.engine, self.config = directory, engine, config
+        self.world = engine.axes.world
+        self.damaged: list[str] = []  # names of checkpoints that were stepped over
+        # what the first save has to do with checkpoints that the run does not come from
+        self._branch: Callable[[], None] | None = None
+        self.followed: Path | None = None  # by an earlier start, which this one goes on from
+        self.parts = list(share(engine))
+        mine = sum(part.elements for part in self.parts) * engine.buffer.master.element_size()
+        self.state_bytes = sum(self.world.all_gather_object(mine))
+        self._host: Tensor | None = None
+        self._flight: _Flight | None = None
+        self._threads = ThreadPoolExecutor(1, "checkpoint")
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(self, step: int) -> list[Saved]:
+        """Write the state after `step` steps; returns what is complete.
+
+        With `checkpoint.asynchronous` the state is copied and the rest left to a thread: an earlier
+        save that was still under way is waited for and returned, and `poll` brings on this one.
+        Raises SaveFailed where a rank could not write; what it had written is removed.
+        """
+        done = self.finish()
+        begin = time.perf_counter()
+        try:
+            temporary = on_root(self.world, lambda: self._prepare(step))
+        except SharedInputError as error:
+            raise self._failure(step, str(error)) from None
+        blocks = self._blocks()
+        path = temporary / f"rank-{self.world.rank:05d}.safetensors"
+        since = time.perf_counter()
+        writing = self._threads.submit(write, path, blocks)
+        self._flight = _Flight(temporary, self._progress(step), since, writing)
+        self._flight.stall_s = time.perf_counter() - begin
+        return done if self.config.asynchronous else [*done, *self.finish()]
+
+    def _prepare(self, step: int) -> Path:
+        """Rank 0: where to write. Only now others are set aside: a start that saves nothing leaves
+        a run as it was."""
+        temporary = files.prepare(self.directory, step, self.state_bytes)
+        if self._branch is not None:
+            self._branch()
+            self._branch = None
+        return temporary
+
+    def poll(self) -> list[Saved]:
+        """Bring on a save under way without waiting for the disk; returns it when it is complete.
+
+        To be called between steps. Raises SaveFailed.
+        """
+        return self._advance(wait=False)
+
+    def finish(self) -> list[Saved]:
+        """Wait for a save under way and return it. Raises SaveFailed."""
+        return self._advance(wait=True)
+
+    def close(self) -> None:
+        """Wait for this rank's thread, and no other rank. A save under way stays a leftover, which
+        the next save removes."""
+        self._threads.shutdown(wait=True)
+        self._flight = None
+
+    def check_space(self) -> None:
+        """Raises InputError, on every rank, where not even one checkpoint could be written."""
+        on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
+
+    def _progress(self, step: int) -> Progress:
+        engine = self.engine
+        return Progress(
+            step=step,
+            samples=step * engine.config.batch.global_size,
+            updates=engine.optimizer.updates,
+            loss_scale=engine.loss_scale.value,
+            good_steps=engine.loss_scale.good_steps,
+            seed=engine.config.run.seed,
+        )
+
+    def _blocks(self) -> list[Block]:
+        """This rank's part of the state: under `asynchronous` as it is now, in the host copy, whose
+        memory is used again by each save; else the state itself."""
+        master = self.engine.buffer.master
+        dtype = str(master.dtype).removeprefix("torch.")
+        copied, begin = self.config.asynchronous, 0
+        if copied and self._host is None:
+            size = sum(part.elements for part in self.parts)
+            self._host = torch.empty(size, dtype=master.dtype, pin_memory=master.is_cuda)
+        blocks = []
+        for part in self.parts:
+            view = tensor_of(self.engine, part.kind, part.entry).detach()[part.box.local]
+            if copied:
+                host = self._host[begin : begin + part.elements].view(view.shape)
+                host.copy_(view, non_blocking=True)
+                begin, view = begin + part.elements, host
+            name, shape = f"{part.kind}/{part.entry.name}", part.entry.declaration.shape
+            blocks.append(Block(name, shape, part.box.logical, dtype, partial(_on_host, view)))
+        if master.is_cuda:
+            torch.cuda.synchronize(master.device)
+        return blocks
+
+    def _advance(self, wait: bool) -> list[Saved]:
+        flight = self._flight
+        if flight is None:
+            return []
+        begin = time.perf_counter()
+        done = self._published(flight, wait) if self._written(flight, wait) else None
+        flight.stall_s += time.perf_counter() - begin
+        if done is None:
+            return []
+        self._flight = None
+        path = flight.temporary.with_suffix("")
+        return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
+
+    def _written(self, flight: _Flight, wait: bool) -> bool:
+        """Whether all ranks have written; when they have, rank 0's thread begins to publish."""
+        if flight.written:
+            return True
+        if not all(self.world.all_gather_object(wait or flight.writing.done())):
+            return False
+        part, error = _result(flight.writing)
+        text = f"rank {self.world.rank}: {error}" if error else None
+        everyone = self.world.all_gather_object((part, text))
+        self._give_up_on(flight, next((text for _, text in everyone if text), None))
+        written = [part for part, _ in everyone]
+        flight.written, flight.bytes = True, sum(part["bytes"] for part in written)
+        if self.world.rank == 0:
+            flight.publishing = self._threads.submit(self._publish, flight, written)
+        return True
+
+    def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
+        """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
+        model = self.engine.config.model.model_dump()
+        files.write_manifest(flight.temporary, asdict(flight.progress), model, written)
+        files.publish(flight.temporary, self.damaged)
+        write_s = time.perf_counter() - flight.since
+        keep, keep_every = self.config.keep, self.config.keep_every
+        try:
+            for path in list(files.superfluous(self.directory, keep, keep_every, self.damaged)):
+                files.discard(path)
+        except OSError as error:
+            return write_s, f"older checkpoints cannot be removed: {error}"
+        return write_s, None
+
+    def _published(self, flight: _Flight, wait: bool) -> tuple[float, str | None] | None:
+        state: tuple[tuple | None, str | None] = (None, None)
+        if flight.publishing is not None and (wait or flight.publishing.done()):
+            state = _result(flight.publishing)
+        done, error = self.world.broadcast_object(state)
+        self._give_up_on(flight, error)
+        return done
+
+    def _give_up_on(self, flight: _Flight, error: str | None) -> None:
+        if error is None:
+            return
+        self._flight = None
+        # what cannot be removed now, the next save removes; the first error is the one to tell
+        with contextlib.suppress(SharedInputError):
+            on_root(self.world, lambda: files.remove_leftovers(self.directory))
+        raise self._failure(flight.progress.step, error)
+
+    def _failure(self, step: int, error: str) -> SaveFailed:
+        path = self.directory / files.name_of(step)
+        return SaveFailed(f"checkpoint {path} was not written: {error}")
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def resume(self, wanted: str) -> tuple[Progress | None, list[str]]:
+        """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
+        "never" nothing, else the checkpoint of that path, or, where an earlier start has gone on
+        from that one, the newest. Returns also what was stepped over.
+
+        Raises InputError if a named checkpoint cannot be used, if one does not fit the model or
+        the run's sample order, or if all are damaged: to begin anew would bury what can perhaps be
+        mended.
+        """
+        if wanted == "never":
+            self._branch = partial(files.branch, self.directory, None)
+            return None, []
+        if wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
+            self.followed, wanted = Path(wanted), "auto"
+        skipped: list[str] = []
+        for candidate in on_root(self.world, lambda: self._candidates(wanted)):
+            loaded = load(self.engine, candidate)
+            if isinstance(loaded, Progress):
+                if wanted == "auto":
+                    self._require_same_samples(candidate, loaded)
+                else:
+                    self._branch = partial(files.branch, self.directory, candidate)
+                return loaded, skipped
+            skipped.append(f"{candidate}: {loaded}")
+            self.damaged += [candidate.name] if wanted == "auto" else []
+        if wanted != "auto":
+            raise SharedInputError(f"checkpoint.resume = {skipped[0]}")
+        if skipped:
+            raise SharedInputError(
+                f"no checkpoint in {self.directory} is complete ({'; '.join(skipped)}); "
+                'checkpoint.resume = "never" begins anew'
+            )
+        return None, []
+
+    def _went_on_from(self, wanted: str) -> bool:
+        """The command of a batch job stays the same when it is started again: then it goes on."""
+        return files.went_on_from(self.directory, files.named(Path(wanted)))
+
+    def begin_from(self, path: Path) -> str:
+        """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
+        it; returns which that is. Raises InputError on every rank."""
+        directory = on_root(self.world, lambda: newest(path))
+        loaded = load_tensors(self.engine, directory)
+        if isinstance(loaded, str):
+            raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
+        return str(directory)
+
+    def _candidates(self, wanted: str) -> list[Path]:
+        if wanted != "auto":
+            return [files.named(Path(wanted))]
+        if self.directory.is_dir():
+            files.put_back(self.directory)
+        return files.checkpoints_in(self.directory)[::-1]
+
+    def _require_same_samples(self, path: Path, progress: Progress) -> None:
+        """A run goes on with the sample behind the last one that it has seen."""
+        config = self.engine.config
+        seen = (progress.samples, progress.seed)
+        if seen != (progress.step * config.batch.global_size, config.run.seed):
+            raise SharedInputError(
+                f"{path}: {progress.step} steps have taken {progress.samples} samples in the order "
+                f"of run.seed = {progress.seed}; with batch.global_size = "
+                f"{config.batch.global_size} and run.seed = {config.run.seed} samples would be "
+                "skipped or seen twice; legal: the values of before, or another run.name with "
+                f'checkpoint.resume = "{path}"'
+            )
+
+
+def _result(future: Future) -> tuple[Any, str | None]:
+    """Wait for it: (result, None), or (None, why the disk or its user must be asked)."""
+    try:
+        return future.result(), None
+    except (OSError, InputError) as error:
+        return None, str(error)
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

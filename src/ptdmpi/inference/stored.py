@@ -1,0 +1,102 @@
+"""A model on the disk: its shape and its weights, from a run directory, a converted one, or a
+checkpoint. Without MPI."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine
+from ptdmpi.checkpoint.boxes import Reader
+from ptdmpi.comm.communicator import OneRank
+from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.model.parameters import Declaration
+from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+CONFIG = "config.toml"
+# Beside it, of a model that came from Hugging Face: its own config.json, tokenizer and so on.
+KEPT = "hugging_face"
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """`path`: the directory that holds config.toml; `tree`: what stands in it."""
+
+    path: Path
+    checkpoint: Path
+    tree: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest["tensors"][f"weights/{TIED_NAME}"]["shape"][0]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["progress"]["step"]
+
+    def config(self, ranks: int = 1, precision: str = "fp32", **parallel: int) -> Config:
+        """A configuration of this model for work without training. Raises InputError."""
+        return config_of(self.tree["model"], ranks, precision, **parallel)
+
+    def reader(self) -> Reader:
+        return Reader(self.checkpoint, dict(self.manifest))
+
+
+def open_model(path: Path) -> StoredModel:
+    """The newest complete checkpoint that `path` names, and its config.toml. Raises InputError."""
+    checkpoint = examine.newest(path)
+    manifest = files.sound_manifest(checkpoint)
+    if f"weights/{TIED_NAME}" not in manifest["tensors"]:
+        raise InputError(f"checkpoint {checkpoint} holds no weights/{TIED_NAME}")
+    folders = (path, checkpoint.parent.parent, checkpoint)
+    folder = next((one for one in folders if (one / CONFIG).is_file()), None)
+    if folder is None:
+        raise InputError(
+            f"no {CONFIG} in {checkpoint.parent.parent}: it says what shape the model has, and "
+            "stands in every run directory"
+        )
+    try:
+        tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{folder / CONFIG}: {error}") from None
+    if not isinstance(tree.get("model"), dict):
+        raise InputError(f"{folder / CONFIG} has no section [model]")
+    return StoredModel(folder, checkpoint, tree, manifest)
+
+
+def config_of(
+    model: Mapping[str, Any], ranks: int = 1, precision: str = "fp32", **parallel: int
+) -> Config:
+    """A configuration for work without training. Raises InputError."""
+    data = max(1, ranks // (parallel.get("tensor", 1) * parallel.get("pipeline", 1)))
+    tree = {
+        "run": {"steps": 1},
+        "model": model,
+        "parallel": parallel,
+        "batch": {"global_size": data},
+        "precision": {"compute": precision},
+        "data": {"train": [{"path": "none"}]},
+    }
+    return resolve(tree, ranks)
+
+
+def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
+    """Every parameter of the model by its logical name; nothing is allocated."""
+    stage = Stage(config, vocab_size, range(config.model.layers), TensorAxis(OneRank()))
+    return {name: weight.declaration for name, weight in stage.named_logical_parameters()}
+
+
+def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
+    """Raises InputError unless the checkpoint has exactly these weights in these shapes."""
+    for name, declaration in needed.items():
+        reader.require(f"weights/{name}", declaration.shape)
+    known = {f"weights/{name}" for name in needed}
+    extra = [name for name in reader.tensors if name.startswith("weights/") and name not in known]
+    if extra:
+        raise InputError(
+            f"checkpoint {reader.directory}: {extra[0]} is not of the model in its {CONFIG}"
+        )

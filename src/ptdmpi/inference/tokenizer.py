@@ -1,0 +1,62 @@
+"""Which tokenizer a stored model has: where its shards, or its conversion, have left the file."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ptdmpi.config import InputError
+from ptdmpi.data.header import ShardHeader, read_header
+from ptdmpi.data.shards import find_shards
+from ptdmpi.inference.stored import KEPT, StoredModel
+
+TOKENIZER = "tokenizer.json"
+
+
+def kept_files(stored: StoredModel) -> Path | None:
+    """What came from Hugging Face beside the weights, of this model or the one it began from."""
+    began = stored.tree.get("checkpoint", {}).get("initial")
+    folders = [stored.path / KEPT, *([Path(began) / KEPT] if began else [])]
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def shard_header(stored: StoredModel) -> ShardHeader | None:
+    """Of the first shard that the model was trained on; None where it was not trained here.
+
+    Raises InputError where it was, and the shards are gone.
+    """
+    datasets = stored.tree.get("data", {}).get("train", [])
+    return read_header(find_shards(datasets[0]["path"])[0]) if datasets else None
+
+
+def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
+    """The file of the tokenizer that made a shard of the model. Raises InputError."""
+    for path in _candidates(header, stored):
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == (
+            header.tokenizer_sha256
+        ):
+            return path
+    raise InputError(
+        f"the tokenizer of {header.path} ({header.tokenizer}, sha256 "
+        f"{header.tokenizer_sha256[:12]}) does not lie beside the shards"
+    )
+
+
+def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
+    shards, kept = header.path.absolute(), kept_files(stored)
+    copy = Path(TOKENIZER).with_suffix(Path(header.tokenizer).suffix)  # as ptdmpi-data names it
+    for folder in (stored.path, *([kept] if kept else []), *list(shards.parents)[:3]):
+        yield from (folder / header.tokenizer, folder / copy)
+
+
+def tokenizer_sha256(stored: StoredModel) -> str | None:
+    """Of the tokenizer that the model knows, where that can be told."""
+    try:
+        header = shard_header(stored)
+    except InputError:  # its shards have gone elsewhere
+        return None
+    if header is not None:
+        return header.tokenizer_sha256
+    kept = kept_files(stored)
+    if kept is None or not (kept / TOKENIZER).is_file():
+        return None
+    return hashlib.sha256((kept / TOKENIZER).read_bytes()).hexdigest()

@@ -1,0 +1,261 @@
+"""Time of one layer, of the embedding and of the head, for one microbatch on one rank.
+
+Each part is a list of kernels: products of matrices, and kernels that are bound by the bytes they
+move. Bytes per element stand beside each kernel; e is the size of an activation, g of a gradient.
+The kernels are those of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3; Narayanan et
+al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and addition fused).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Model
+from ptdmpi.plan.machine.kernels import Group, Machine
+
+WIDE_BYTES = 4  # softmax of the loss, in float32
+MASK_BYTES = 1
+# Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
+# divide the heads of a microbatch (megatron/model/fused_softmax.py).
+FUSED_KEYS, FUSED_HEADS = 2048, 4
+# Bytes per score of that kernel, and of those in its place, each forward and backward: to float32,
+# scale, mask, softmax, to half; going back the masked gradient is copied first.
+FUSED_SOFTMAX, PLAIN_SOFTMAX = (3.0, 4.0), (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time in kernels, and in messages over the tensor axis that the kernels wait for."""
+
+    compute: float = 0.0
+    messages: float = 0.0
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.compute + other.compute, self.messages + other.messages)
+
+    def __mul__(self, times: int) -> "Seconds":
+        return Seconds(self.compute * times, self.messages * times)
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.messages
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with a weight of (inputs, outputs) on this rank."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+class LayerTimes:
+    """The parts of a model on one tensor rank of `layout`, one microbatch at a time."""
+
+    def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
+        self.machine, self.layout, self.vocab_size = machine, layout, model.vocab_size
+        self.model, self.software = model.config, machine.cluster.software
+        config, t = model.config, layout.tensor
+        self.e, self.g = machine.element_bytes, self.software.gradient_bytes
+        self.tokens = config.seq_length * layout.micro_size
+        self.predicted = config.predictions() * layout.micro_size
+        self.local_tokens = self.tokens // (t if layout.sequence_parallel else 1)
+        self.group = Group(t, min(t, machine.cluster.node.devices))
+        self.heads = config.heads // t
+        self.head_size = config.head_size
+        self.kv_heads = max(1, config.kv_heads // t)
+        self.ffn = config.ffn_hidden // t
+        self.gates = 2 if config.activation == "swiglu" else 1
+        h = config.hidden
+        in_attention, in_mlp = config.attention_bias, config.mlp_bias
+        self.qkv = Linear(h, (self.heads + 2 * self.kv_heads) * self.head_size, in_attention)
+        self.out = Linear(self.heads * self.head_size, h, in_attention)
+        self.up = Linear(h, self.gates * self.ffn, in_mlp)
+        self.down = Linear(self.ffn, h, in_mlp)
+        self.linears = (self.qkv, self.out, self.up, self.down)
+
+    def _norm(self, *element_bytes: float, backward: bool = False) -> float:
+        elements = self.local_tokens * self.model.hidden
+        kind = self.model.norm + ("_backward" if backward else "")
+        moved = (elements * size for size in element_bytes)
+        return self.machine.elementwise_s(kind, elements, *moved)
+
+    def _activation(self, *element_bytes: float, backward: bool = False) -> float:
+        elements = self.tokens * self.ffn
+        kind = self.model.activation + ("_backward" if backward else "")
+        moved = (elements * size for size in element_bytes)
+        return self.machine.elementwise_s(kind, elements, *moved)
+
+    def _stream(self, *moved_bytes: float) -> float:
+        return sum(self.machine.stream_s(amount) for amount in moved_bytes)
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """The tensor between two layers on this rank."""
+        return self.local_tokens * self.model.hidden * self.e
+
+    @cached_property
+    def _whole_bytes(self) -> int:
+        return self.tokens * self.model.hidden * self.e
+
+    @cached_property
+    def _gather_s(self) -> float:
+        return self.machine.all_gather_s(self._whole_bytes, self.group)
+
+    @cached_property
+    def _scatter_s(self) -> float:
+        return self.machine.reduce_scatter_s(self._whole_bytes, self.group)
+
+    @cached_property
+    def _sum_s(self) -> float:
+        """Of a whole activation over the tensor axis; with sequence parallelism a reduce-scatter
+        and an all-gather in its place (Korthikanti et al. 2022, section 4.2.2)."""
+        if self.layout.sequence_parallel:
+            return self._gather_s + self._scatter_s
+        return self.machine.all_reduce_s(self._whole_bytes, self.group)
+
+    def _attention_core(self, backward: bool) -> float:
+        """From query, key, value to the heads' outputs. Unfused, a scores tensor of a s^2 b / t
+        elements: the mask spares half the reads of the softmax kernel, not the writes."""
+        b, s = self.layout.micro_size, self.model.seq_length
+        batch, d, e = b * self.heads, self.head_size, self.e
+        if self.software.attention == "flash":
+            # backward: the scores again, and two products for each of the two forward ones
+            return self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
+        scores = batch * s * s
+        gemm = self.machine.gemm_s
+        fused = s <= FUSED_KEYS and batch % FUSED_HEADS == 0
+        softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
+        streams = [scores * softmax * e / 2]
+        if self.software.dropout:
+            streams.append(scores * (2 * e + MASK_BYTES))
+        if backward:
+            products = gemm(s, s, d, batch) + 3 * gemm(s, d, s, batch)
+        else:
+            products = gemm(s, s, d, batch) + gemm(s, d, s, batch)
+        return products + self._stream(*streams)
+
+    @cached_property
+    def core_forward_s(self) -> float:
+        return self._attention_core(backward=False)
+
+    @cached_property
+    def forward(self) -> Seconds:
+        """Forward pass of one layer."""
+        e, t = self.e, self.tokens
+        local = self.local_tokens * self.model.hidden
+        mask = MASK_BYTES if self.software.dropout else 0
+        products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
+        if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
+            products += self._stream(t * self.qkv.outputs * 2 * e)
+        norms = 2 * self._norm(2 * e)
+        merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
+        activation = self._activation((self.gates + 1) * e)
+        residuals = 2 * self._stream(local * (3 * e + mask))
+        compute = products + norms + merged + activation + residuals + self.core_forward_s
+        return Seconds(compute, 2 * self._sum_s)
+
+    @cached_property
+    def backward(self) -> Seconds:
+        """Backward pass of one layer, without anything that is recomputed."""
+        e, t = self.e, self.tokens
+        local = self.local_tokens * self.model.hidden
+        mask = MASK_BYTES if self.software.dropout else 0
+        norms = 2 * self._norm(3 * e, 2 * e, 3 * e, backward=True)
+        merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
+        activation = self._activation((2 * self.gates + 1) * e, backward=True)
+        residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0
+        linears = sum(self._linear_backward(w, t) for w in self.linears)
+        compute = norms + merged + activation + residuals + linears
+        compute += self._attention_core(backward=True)
+        return Seconds(compute, self._backward_messages_s())
+
+    def _linear_backward(self, weight: Linear, tokens: int) -> float:
+        """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
+        t, gemm = tokens, self.machine.gemm_s
+        products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
+        added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
+        adds_s = self._stream(added)
+        if self.software.adds_in_place and self.e == self.g:
+            adds_s = 0.0
+        bias = self._stream(t * weight.outputs * self.e) if weight.bias else 0.0
+        return products + adds_s + bias
+
+    def _backward_messages_s(self) -> float:
+        """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
+        own. With sequence parallelism the inputs of these linears are gathered again, behind their
+        input gradients (Korthikanti et al. 2022, section 4.2.2)."""
+        messages, t, hides = 0.0, self.tokens, self.software.overlap_tensor
+        for weight in (self.qkv, self.up):
+            sum_s = self._sum_s
+            if self.layout.sequence_parallel:
+                behind_s = self.machine.gemm_s(t, weight.inputs, weight.outputs) if hides else 0.0
+                messages += self._gather_s + max(0.0, self._gather_s - behind_s)
+                sum_s = self._scatter_s
+            hidden_s = self.machine.gemm_s(weight.inputs, weight.outputs, t) if hides else 0.0
+            messages += max(0.0, sum_s - hidden_s)
+        return messages
+
+    def recomputed(self, mode: str) -> Seconds:
+        """What the backward pass computes again first."""
+        if mode == "full":
+            return self.forward
+        return Seconds(self.core_forward_s if mode == "selective" else 0.0)
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """Elements of a layer's weights, biases and norms on this rank."""
+        norms = (4 if self.model.norm == "layernorm" else 2) * [self.model.hidden]
+        biases = [w.outputs for w in self.linears if w.bias]
+        return [*(w.inputs * w.outputs for w in self.linears), *biases, *norms]
+
+    @cached_property
+    def table_elements(self) -> int:
+        """Of the vocabulary's table on this rank; padded where t does not divide V."""
+        return -(-self.vocab_size // self.layout.tensor) * self.model.hidden
+
+    @cached_property
+    def embedding_forward(self) -> Seconds:
+        mask = MASK_BYTES if self.software.dropout else 0
+        moved = self.tokens * self.model.hidden * (2 * self.e)
+        dropped = self.local_tokens * self.model.hidden * (2 * self.e + mask)
+        summed_s = self._scatter_s if self.layout.sequence_parallel else self._sum_s
+        return Seconds(self._stream(moved, dropped), summed_s)
+
+    @cached_property
+    def embedding_backward(self) -> Seconds:
+        """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
+        if self.software.adds_in_place:
+            moved = self.tokens * self.model.hidden * (self.e + 2 * self.g)
+            gathered = self._gather_s if self.layout.sequence_parallel else 0.0
+            return Seconds(self._stream(moved), gathered)
+        return Seconds(self._stream(self.table_elements * 2 * (self.e + self.g)))
+
+    @cached_property
+    def head_forward(self) -> Seconds:
+        """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
+        their sum, their quotient. Three numbers per token are summed over the tensor axis."""
+        columns, e = self.table_elements // self.model.hidden, self.e
+        logits = self.predicted * columns
+        norm = self._norm(2 * e)
+        product = self.machine.gemm_s(self.predicted, columns, self.model.hidden)
+        w = max(e, WIDE_BYTES)
+        sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
+        loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
+        small = 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
+        gathered = self._gather_s if self.layout.sequence_parallel else 0.0
+        return Seconds(norm + product + loss, small + gathered)
+
+    @cached_property
+    def head_backward(self) -> Seconds:
+        columns, e = self.table_elements // self.model.hidden, self.e
+        logits = self.predicted * columns
+        norm = self._norm(5 * e, backward=True)
+        w = max(e, WIDE_BYTES)
+        sizes = (2 * w, *((e + w,) if e != w else ()))
+        moved = (logits * size for size in sizes)
+        loss = self.machine.elementwise_s("loss_backward", logits, *moved)
+        output = Linear(self.model.hidden, columns, self.model.head_bias)
+        linear = self._linear_backward(output, self.predicted)
+        return Seconds(norm + loss + linear, self._sum_s)

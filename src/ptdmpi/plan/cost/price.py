@@ -1,0 +1,327 @@
+"""The price of a layout: step time and memory, and what they are made of.
+
+A step is the pipeline's schedule, then the gradients' sum over the data axis, then the optimizer,
+as Megatron-LM and this trainer run it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.cost import counts, footprint, pipeline
+from ptdmpi.plan.cost.footprint import Footprint, Footprints
+from ptdmpi.plan.cost.layer import LayerTimes, Seconds
+from ptdmpi.plan.cost.memory import COMPUTE_BYTES
+from ptdmpi.plan.cost.pipeline import StageTimes
+from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import Cluster, Model
+from ptdmpi.plan.machine.kernels import Group
+from ptdmpi.plan.machine.measured import machine_of
+
+MASTER_BYTES = footprint.MASTER_BYTES
+VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of the busiest rank's step, by what they are spent on; together the step time."""
+
+    compute: float
+    tensor: float  # sums over the tensor axis
+    pipeline: float  # messages between stages that nothing hides
+    bubble: float
+    data: float  # sums and gathers over the data axis that nothing hides
+    optimizer: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one step of a layout counts."""
+
+    layout: Layout
+    step_time_s: float
+    parts: Parts
+    bubble_fraction: float
+    memory: Footprint
+    capacity_bytes: float
+    model_flops_per_rank: float
+    hardware_flops_per_rank: float
+    peak_flops: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity_bytes
+
+    @property
+    def model_tflops_per_rank(self) -> float:
+        return self.model_flops_per_rank / self.step_time_s / 1e12
+
+    @property
+    def hardware_tflops_per_rank(self) -> float:
+        return self.hardware_flops_per_rank / self.step_time_s / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops_per_rank / self.step_time_s / self.peak_flops
+
+    @property
+    def communication_fraction(self) -> float:
+        parts = self.parts
+        return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
+
+
+class Pricer:
+    """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
+
+    def __init__(self, cluster: Cluster, model: Model, batch: int, precision: str) -> None:
+        if precision not in cluster.device.peak_flops:
+            known = ", ".join(cluster.device.peak_flops)
+            raise InputError(f"{cluster.device.name} has no {precision}; legal are {known}")
+        self.cluster, self.model, self.batch = cluster, model, batch
+        self.capacity_bytes = cluster.device.memory_bytes
+        self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
+        self.footprints = Footprints(model, cluster, precision)
+        self._layers: dict[tuple, LayerTimes] = {}
+        self._splits: dict[tuple[int, int], list[range]] = {}
+        self._rough: dict[tuple, float] = {}
+
+    def layer(self, layout: Layout) -> LayerTimes:
+        key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
+        if key not in self._layers:
+            self._layers[key] = LayerTimes(self.machine, self.model, layout)
+        return self._layers[key]
+
+    def split(self, layout: Layout) -> list[range]:
+        key = (layout.pipeline, layout.virtual)
+        if key not in self._splits:
+            config = self.model.config
+            head = 0.0
+            if self.cluster.software.balanced_stages:
+                head = head_in_layers(config, self.model.vocab_size)
+            self._splits[key] = split_layers(config.layers, *key, head)
+        return self._splits[key]
+
+    def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
+        """(forward, backward) of each stage."""
+        layer, layers = self.layer(layout), self.split(layout)
+        backward = layer.backward + layer.recomputed(layout.recompute)
+        stages = [(layer.forward * len(own), backward * len(own)) for own in layers]
+        forward, back = stages[0]
+        stages[0] = (forward + layer.embedding_forward, back + layer.embedding_backward)
+        forward, back = stages[-1]
+        stages[-1] = (forward + layer.head_forward, back + layer.head_backward)
+        return stages
+
+    def stage_times(self, layout: Layout) -> StageTimes:
+        seconds, p = self.stage_seconds(layout), layout.pipeline
+        count = len(seconds)
+        ways = [0.0] * (count + 1)
+        if p > 1:
+            far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
+            way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
+            ways[1:-1] = [way_s[crosses] for crosses in far]
+        return StageTimes(
+            tuple(forward.total for forward, _ in seconds),
+            tuple(backward.total for _, backward in seconds),
+            tuple(ways[:-1]),
+            tuple(ways[1:]),
+            self.cluster.software.overlap_pipeline,
+        )
+
+    def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
+        """Whether any data rank's message from stage - 1 to stage leaves its node."""
+        devices, row = self.cluster.node.devices, layout.tensor * layout.data
+        if row % devices == 0:
+            return True
+        here, there = ((stage - 1) % layout.pipeline) * row, (stage % layout.pipeline) * row
+        return any(
+            (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
+        )
+
+    def _way_s(self, layout: Layout, crosses: bool) -> float:
+        """Each tensor rank sends the whole tensor, or, scattered, its part, which the receiving
+        node's ranks gather (Narayanan et al. 2021, section 4.1)."""
+        layer = self.layer(layout)
+        size = layer.boundary_bytes
+        scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
+        if not scatter:
+            return self.machine.send_s(size, crosses_nodes=crosses)
+        part_s = self.machine.send_s(size / layout.tensor, crosses_nodes=crosses)
+        return part_s + self.machine.all_gather_s(size, layer.group)
+
+    def data_group(self, layout: Layout) -> Group:
+        """Ranks t apart, so that a node holds devices / t of each group."""
+        per_node = max(1, self.cluster.node.devices // layout.tensor)
+        return Group(layout.data, min(per_node, layout.data))
+
+    def data_s(self, layout: Layout, elements: int) -> float:
+        """Sums over the data axis of a step, and the tied table's over the pipeline's ends.
+
+        ZeRO 1 sums and shards at once and gathers the weights: the volume of an all-reduce. ZeRO 2
+        does so for every microbatch's gradients, ZeRO 3 also gathers each weight before use.
+        """
+        group, machine = self.data_group(layout), self.machine
+        gradient, weight = self.cluster.software.gradient_bytes, machine.element_bytes
+        microbatches = layout.microbatches(self.batch)
+        if layout.data == 1:
+            summed_s = 0.0
+        elif layout.zero == 0:
+            summed_s = machine.all_reduce_s(elements * gradient, group)
+        elif layout.zero < 3:
+            times = microbatches if layout.zero == 2 else 1
+            summed_s = times * machine.reduce_scatter_s(elements * gradient, group)
+            summed_s += machine.all_gather_s(elements * weight, group)
+        else:
+            summed_s = microbatches * self._sharded_s(layout, elements)
+        if layout.pipeline > 1 and self.model.config.tie_embeddings:
+            table = self.layer(layout).table_elements * gradient
+            one_node = layout.ranks <= self.cluster.node.devices
+            summed_s += machine.all_reduce_s(table, Group(2, 1 + one_node))
+        return summed_s
+
+    def _sharded_s(self, layout: Layout, elements: int) -> float:
+        """ZeRO 3 of one microbatch: weights are gathered forwards and backwards, and to recompute,
+        and gradients summed, layer by layer or, as in DeepSpeed of 2021, tensor by tensor."""
+        machine, group = self.machine, self.data_group(layout)
+        weight, gradient = machine.element_bytes, self.cluster.software.gradient_bytes
+        gathers = 3 if layout.recompute == "full" else 2
+        layers = max(1, self.model.config.layers // layout.pipeline)
+        if self.cluster.software.zero_unit == "layer":
+            one_s = gathers * machine.all_gather_s(elements * weight / layers, group)
+            one_s += machine.reduce_scatter_s(elements * gradient / layers, group)
+            return layers * one_s
+        tensors = [*self.layer(layout).tensors * layers, self.layer(layout).table_elements]
+        gathered_s, reduced_s = 0.0, 0.0
+        for size in tensors:  # a buffer is cleared for it, and its gradient divided
+            gathered_s += machine.all_gather_s(size * weight, group)
+            gathered_s += machine.stream_s(size * weight) + self._listed_s(size, layout.data)
+            reduced_s += machine.reduce_scatter_s(size * gradient, group)
+            reduced_s += machine.stream_s(2 * size * gradient) + self._listed_s(size, layout.data)
+        return gathers * gathered_s + reduced_s
+
+    def _listed_s(self, elements: int, ranks: int) -> float:
+        """torch's list collectives need a view of each rank's part, and copy it by a kernel."""
+        moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
+        copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
+        return ranks * VIEW_S + copied_s
+
+    def optimizer_s(self, layout: Layout, elements: int) -> float:
+        """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d
+        (this trainer has the weights in its loss);
+        widen them where they are narrower than the masters; fp16 takes its loss scale out; norm;
+        scale; AdamW reads four numbers and writes three; copy the masters to the weights."""
+        gradient, weight = self.cluster.software.gradient_bytes, self.machine.element_bytes
+        w = MASTER_BYTES
+        kernels = [w, 2 * w, 7 * w]
+        if gradient < w:
+            kernels.append(gradient + w)
+        if self.machine.dtype == "fp16":
+            kernels.append(2 * w)
+        if weight < w:
+            kernels.append(w + weight)
+        shard = elements / (layout.data if layout.zero else 1)
+        update_s = self.machine.update_s(shard, kernels)
+        summed_only = layout.data == 1 or self.cluster.software.adds_in_place
+        divided = 0 if summed_only else 2 * gradient
+        return update_s + self.machine.stream_s(elements * (gradient + divided))
+
+    def bound_s(self, layout: Layout) -> float:
+        """A step time that no order of work falls below: what the search prunes by."""
+        microbatches = layout.microbatches(self.batch)
+        bound = self.stage_times(layout).lower_bound_s(layout.pipeline, microbatches)
+        after_s, _ = self._after_s(layout)
+        return bound + sum(after_s)
+
+    def _after_s(self, layout: Layout) -> tuple[tuple[float, float], int]:
+        """((exposed data axis, optimizer), elements) behind the pipeline's last backward, on the
+        rank with most parameters."""
+        layers = self.split(layout)
+        ranks = range(layout.pipeline)
+        elements = max(self.footprints.elements(layout, layers, rank) for rank in ranks)
+        data_s = self.data_s(layout, elements)
+        if layout.dp_overlap and layout.zero < 3:
+            # behind the last microbatch's backward; the last layer's gradients come too late
+            hidden_s = sum(backward.total for _, backward in self.stage_seconds(layout)[:1])
+            own = max(1, sum(map(len, layers[:: layout.pipeline])))
+            data_s = max(data_s / own, data_s - hidden_s)
+        return (data_s, self.optimizer_s(layout, elements)), elements
+
+    def rough_bound_s(self, layout: Layout) -> float:
+        """A bound below `bound_s` that needs no stages: of the mean rank its work, the filling and
+        draining before and behind it, and what follows for the mean of the ranks' parameters."""
+        layer, config = self.layer(layout), self.model.config
+        each = layer.forward.total + layer.backward.total
+        each += layer.recomputed(layout.recompute).total
+        microbatches, p = layout.microbatches(self.batch), layout.pipeline
+        fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * each
+        key = (layout.tensor, p, layout.data, layout.micro_size)
+        key += (layout.sequence_parallel, layout.recompute)
+        if key not in self._rough:
+            elements = config.layers * footprint.layer_elements(self.model, layout.tensor) // p
+            ends = (layer.embedding_forward, layer.embedding_backward)
+            ends += (layer.head_forward, layer.head_backward)
+            work_s = config.layers * each + sum(part.total for part in ends)
+            after_s = self.optimizer_s(layout, elements)
+            if not layout.dp_overlap:
+                after_s += self.data_s(layout, elements)
+            self._rough[key] = microbatches * work_s / p + after_s
+        return self._rough[key] + fill_s
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every pipeline rank's memory suffices; the first one, which keeps most
+        microbatches, is asked first."""
+        layers, microbatches = self.split(layout), layout.microbatches(self.batch)
+        return all(
+            self.footprints.peak(layout, layers, rank, microbatches).total <= self.capacity_bytes
+            for rank in range(layout.pipeline)
+        )
+
+    def memory(self, layout: Layout) -> Footprint:
+        """Of the pipeline rank that needs most."""
+        layers, microbatches = self.split(layout), layout.microbatches(self.batch)
+        peaks = (
+            self.footprints.peak(layout, layers, rank, microbatches)
+            for rank in range(layout.pipeline)
+        )
+        return max(peaks, key=lambda peak: peak.total)
+
+    def price(self, layout: Layout) -> Price:
+        """The simulated step; raises InputError for a layout that is not legal."""
+        p, microbatches = layout.pipeline, layout.microbatches(self.batch)
+        times = self.stage_times(layout)
+        makespan_s = pipeline.makespan_s(layout.schedule, p, layout.virtual, microbatches, times)
+        (data_s, optimizer_s), _ = self._after_s(layout)
+        busiest = max(range(p), key=lambda rank: times.busy_s(rank, p, microbatches))
+        busy_s = times.busy_s(busiest, p, microbatches)
+        mean_s = math.fsum(times.busy_s(r, p, microbatches) for r in range(p)) / p
+        own = self.stage_seconds(layout)[busiest::p]
+        tensor_s = microbatches * sum(f.messages + b.messages for f, b in own)
+        ways_s = 0.0
+        if not times.overlap:
+            ways_s = sum(times.forward_in_s[busiest::p]) + sum(times.backward_in_s[busiest::p])
+            ways_s *= microbatches
+        parts = Parts(
+            compute=busy_s - tensor_s,
+            tensor=tensor_s,
+            pipeline=ways_s,
+            bubble=max(0.0, makespan_s - busy_s - ways_s),  # not -0.0 by rounding
+            data=data_s,
+            optimizer=optimizer_s,
+        )
+        config, tokens = self.model.config, self.batch * self.model.config.seq_length
+        return Price(
+            layout=layout,
+            step_time_s=makespan_s + data_s + optimizer_s,
+            parts=parts,
+            bubble_fraction=max(0.0, makespan_s - mean_s) / mean_s,
+            memory=self.memory(layout),
+            capacity_bytes=self.capacity_bytes,
+            model_flops_per_rank=counts.model_flops(config, self.model.vocab_size, tokens)
+            / layout.ranks,
+            hardware_flops_per_rank=counts.hardware_flops(
+                config, self.model.vocab_size, tokens, layout.recompute, config.layers
+            )
+            / layout.ranks,
+            peak_flops=self.machine.peak,
+        )

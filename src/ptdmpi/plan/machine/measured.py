@@ -1,0 +1,143 @@
+"""Times on a machine that `ptdmpi probe` measured: tables of kernels and messages in place of data
+sheets.
+
+Between measured sizes times are interpolated, in logarithms; beyond them the rate stays. Groups of
+other sizes than the measured ones take as many more steps, and their bytes as long as in a ring.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.machine.cluster import Cluster, Messages
+from ptdmpi.plan.machine.kernels import Group, Machine
+
+
+def between(x: float, places: Sequence[float]) -> tuple[int, float]:
+    """(i, w): x lies at places[i] (1 - w) + places[i + 1] w in logarithms, clamped to the ends."""
+    if x <= places[0] or len(places) == 1:
+        return 0, 0.0
+    if x >= places[-1]:
+        return len(places) - 2, 1.0
+    i = bisect.bisect_right(places, x) - 1
+    return i, math.log(x / places[i]) / math.log(places[i + 1] / places[i])
+
+
+def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """The value at x of positive `values` at ascending `places`, both in logarithms."""
+    i, weight = between(x, places)
+    if weight == 0.0:
+        return values[i]
+    return values[i] ** (1 - weight) * values[i + 1] ** weight
+
+
+class MeasuredMachine(Machine):
+    """A `Machine` whose kernels and messages were measured, as the ranks of a node ran them at
+    once."""
+
+    def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
+        super().__init__(cluster, dtype, element_bytes)
+        self.measured = cluster.measured
+        self._overhead_s = cluster.device.kernel_s
+        self._messages: dict[tuple[str, bool], list[Messages]] = {}
+        for table in self.measured.messages:
+            self._messages.setdefault((table.collective, table.nodes > 1), []).append(table)
+
+    def _kernel_s(self, work_s: float) -> float:
+        """With its launch: behind the one before where the device computes by itself, else first
+        the one, then the other."""
+        if self.measured.asynchronous:
+            return max(self._overhead_s, work_s)
+        return self._overhead_s + work_s
+
+    def stream_s(self, moved_bytes: float) -> float:
+        table = self.measured.stream
+        rate = interpolate(moved_bytes, table.moved_bytes, table.bytes_per_s)
+        return self._kernel_s(moved_bytes / rate / self.cluster.efficiency.memory_fraction)
+
+    def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
+        per_element_s = self.measured.seconds_per_element.get(kind)
+        if per_element_s is None:
+            return super().elementwise_s(kind, elements, *moved_bytes)
+        return self._kernel_s(elements * per_element_s / self.cluster.efficiency.memory_fraction)
+
+    def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:
+        table = self.measured.gemm
+        sides = [
+            between(size, places) for size, places in ((m, table.m), (n, table.n), (k, table.k))
+        ]
+        log_rate = 0.0
+        for corner in range(8):
+            weight, at = 1.0, []
+            for axis, (i, w) in enumerate(sides):
+                far = corner >> axis & 1
+                weight *= w if far else 1 - w
+                at.append(i + far)
+            if weight:
+                log_rate += weight * math.log(table.flops_per_s[at[0]][at[1]][at[2]])
+        work_s = batch * 2 * m * n * k / math.exp(log_rate) / self.cluster.efficiency.gemm_fraction
+        return self._kernel_s(work_s)
+
+    def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
+        table = self.measured.attention
+        backward = products > 2
+        times = table.backward_s_per_score if backward else table.forward_s_per_score
+        (small, large), sizes = times, table.head_sizes
+        share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
+        per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
+        return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
+
+    def update_s(self, elements: float, kernel_bytes: Sequence[float]) -> float:
+        return self.measured.step_s + elements * self.measured.update_s_per_element
+
+    def _message_s(self, collective: str, size: float, group: Group) -> float:
+        """Of `size` bytes over a group. One that has several ranks on several nodes goes over the
+        network, with its part of what the ranks of a node sent there at once, and then over the
+        node."""
+        if group.ranks == 1:
+            return 0.0
+        if group.nodes == 1:
+            return self._table_s(collective, False, size, group.ranks)
+        if group.per_node == 1:
+            return self._table_s(collective, True, size, group.nodes)
+        across_s = self._table_s(collective, True, size / group.per_node, group.nodes)
+        return across_s + self._table_s(collective, False, size, group.per_node)
+
+    def _table_s(self, collective: str, network: bool, size: float, ranks: int) -> float:
+        """Scaled from the group of most similar size."""
+        tables = self._messages.get((collective, network), [])
+        if not tables:
+            devices = self.cluster.node.devices
+            known = f"on one node of {devices} rank{'s' * (devices > 1)}"
+            raise InputError(
+                f"cluster {self.cluster.name}: measured {known if network else 'without messages'};"
+                " run ptdmpi probe with as many ranks as the training will have"
+            )
+        table = min(tables, key=lambda one: (abs(math.log(one.ranks / ranks)), one.ranks))
+        least_s = min(table.seconds)
+        whole_s = interpolate(size, table.sizes_bytes, table.seconds)
+        if size > table.sizes_bytes[-1]:
+            whole_s *= size / table.sizes_bytes[-1]
+        steps = (ranks - 1) / (table.ranks - 1)
+        share = (1 - 1 / ranks) / (1 - 1 / table.ranks)
+        taken_s = steps * least_s + share * max(0.0, whole_s - least_s)
+        return taken_s / self.cluster.efficiency.link_fraction
+
+    def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
+        return self._message_s("all_gather", gathered_bytes, group)
+
+    def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
+        return self._message_s("reduce_scatter", summed_bytes, group)
+
+    def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
+        return self._message_s("all_reduce", summed_bytes, group)
+
+    def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
+        return self._table_s("send", crosses_nodes, message_bytes, 2)
+
+
+def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
+    """The machine of a cluster file: by its data sheets, or as it was measured."""
+    kind = Machine if cluster.measured is None else MeasuredMachine
+    return kind(cluster, dtype, element_bytes)

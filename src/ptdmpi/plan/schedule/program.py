@@ -1,0 +1,235 @@
+"""Schedule -> each rank's program: the same order of computation with its messages put in."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptdmpi.plan.schedule.orders import DeadlockError, Op, Schedule
+from ptdmpi.plan.schedule.simulate import Costs, execute
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute `op`."""
+
+    op: Op
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the output of `op` to pipeline rank `peer`."""
+
+    op: Op
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.op}->{self.peer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive the output of `op` from pipeline rank `peer`."""
+
+    op: Op
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.op}<-{self.peer}"
+
+
+Action = Compute | Send | Receive
+Program = tuple[Action, ...]
+
+
+class MismatchError(Exception):
+    """Programs that are wrong otherwise than by deadlock: a message or an op out of place."""
+
+
+def programs(schedule: Schedule) -> tuple[Program, ...]:
+    """One program per pipeline rank; a tensor that stays on its rank makes no message.
+
+    Every op has an end time at unit costs (t_f = 1, t_b = 2, no transfer time). All ops of all
+    ranks, at their ends, and all messages, each at its producer's end and after the ops that end
+    then, are put into one total order; each rank executes its part of it. Durations are positive,
+    so a message stands behind its producer and before its consumer.
+
+    This cannot deadlock, even if every message blocks both its ends and carries no tag: of all
+    that is not done yet take the first in the total order. Each rank that takes part in it has
+    done everything before it, so each is exactly there, and it proceeds. For the same reason
+    messages between two ranks match in order. Raises DeadlockError if the schedule itself waits
+    in a circle.
+    """
+    times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
+    # (end of the producer, computes before messages, producer, consumer's rank)
+    events: list[tuple[float, int, Op, int]] = []
+    for rank, order in enumerate(schedule.orders):
+        for op in order:
+            events.append((times[op].end_s, 0, op, rank))
+            source = schedule.source(op)
+            if source is not None and schedule.rank_of(source.stage) != rank:
+                events.append((times[source].end_s, 1, source, rank))
+    of_rank: list[list[Action]] = [[] for _ in range(schedule.pipeline)]
+    for _, is_message, op, rank in sorted(events):
+        if is_message:
+            sender = schedule.rank_of(op.stage)
+            of_rank[sender].append(Send(op, rank))
+            of_rank[rank].append(Receive(op, sender))
+        else:
+            of_rank[rank].append(Compute(op))
+    return tuple(tuple(actions) for actions in of_rank)
+
+
+def post_early(program: Program) -> Program:
+    """Moves each Receive in front of the Compute that precedes it, past no other Receive.
+
+    For wires whose receives return at once and match per direction (MPI): a receive is then
+    posted while the op before its consumer computes, and its message lands meanwhile. Only
+    nonblocking receives may be moved so: a blocking one would wait for what is computed after it.
+    """
+    early: list[Action] = []
+    since_compute: list[Action] = []  # the last Compute and the sends behind it
+    for action in program:
+        if isinstance(action, Compute):
+            early.extend(since_compute)
+            since_compute = [action]
+        elif isinstance(action, Receive):
+            early.append(action)
+        else:
+            since_compute.append(action)
+    return (*early, *since_compute)
+
+
+def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) -> None:
+    """Executes the programs of all ranks on the strictest wire and reports what goes wrong.
+
+    Every Send and Receive blocks until its partner stands at the matching one. Messages carry no
+    tag: between an ordered pair of ranks they match in order. With `nonblocking_receives` a
+    Receive only posts, and the Compute that needs its message waits for it.
+
+    Raises DeadlockError, which names for each unfinished rank the action it stands at, and
+    MismatchError if a Receive meets another message than its own, a message is never computed or
+    never used, a Compute runs without its inputs having been computed or asked for, or an op is
+    missing, computed twice, or on another rank than the rest of its stage.
+    """
+    wire = _Rendezvous(programs, nonblocking_receives)
+    wire.run()
+    wire.check_nothing_left()
+
+
+class _Rendezvous:
+    """State of `check`: how far each rank got, and what has been posted and delivered."""
+
+    def __init__(self, programs: Sequence[Program], nonblocking_receives: bool) -> None:
+        self.programs = programs
+        self.nonblocking_receives = nonblocking_receives
+        self.structure = _structure(programs)
+        self.position = [0] * len(programs)
+        self.computed: list[set[Op]] = [set() for _ in programs]
+        self.arrived: list[set[Op]] = [set() for _ in programs]
+        self.used: list[set[Op]] = [set() for _ in programs]
+        # (sender, receiver) -> receives posted and not yet met, oldest first
+        self.posted: dict[tuple[int, int], deque[Op]] = defaultdict(deque)
+        self.asked: list[set[Op]] = [set() for _ in programs]
+        self.runnable = list(range(len(programs)))
+
+    def run(self) -> None:
+        while self.runnable:
+            rank = self.runnable.pop()
+            while self.position[rank] < len(self.programs[rank]):
+                if not self._step(rank, self.programs[rank][self.position[rank]]):
+                    break
+                self.position[rank] += 1
+        stuck = [
+            f"rank {rank} at {program[position]}"
+            for rank, (program, position) in enumerate(
+                zip(self.programs, self.position, strict=True)
+            )
+            if position < len(program)
+        ]
+        if stuck:
+            raise DeadlockError(f"deadlock: {', '.join(stuck)}")
+
+    def _step(self, rank: int, action: Action) -> bool:
+        """Executes `action`; False if it has to wait for another rank."""
+        if isinstance(action, Compute):
+            return self._compute(rank, action.op)
+        if not 0 <= action.peer < len(self.programs) or action.peer == rank:
+            raise MismatchError(f"rank {rank}: {action} names no other rank")
+        if isinstance(action, Send):
+            return self._send(rank, action)
+        return self._receive(rank, action)
+
+    def _compute(self, rank: int, op: Op) -> bool:
+        for need in self.structure.needs(op):
+            if need in self.computed[rank]:
+                continue
+            self.used[rank].add(need)
+            if need in self.arrived[rank]:
+                continue
+            if need in self.asked[rank]:
+                return False
+            raise MismatchError(f"rank {rank}: {op} runs before its input {need} is here")
+        self.computed[rank].add(op)
+        return True
+
+    def _send(self, rank: int, action: Send) -> bool:
+        if action.op not in self.computed[rank]:
+            raise MismatchError(f"rank {rank}: {action} runs before {action.op} is computed here")
+        posted = self.posted[rank, action.peer]
+        if not posted:
+            return False
+        expected = posted.popleft()
+        if expected != action.op:
+            raise MismatchError(
+                f"rank {rank}: {action} meets the receive {expected}<-{rank} of rank {action.peer}"
+            )
+        self.arrived[action.peer].add(expected)
+        self.runnable.append(action.peer)
+        return True
+
+    def _receive(self, rank: int, action: Receive) -> bool:
+        if action.op in self.arrived[rank]:
+            return True
+        if action.op not in self.asked[rank]:
+            self.asked[rank].add(action.op)
+            self.posted[action.peer, rank].append(action.op)
+            self.runnable.append(action.peer)
+        return self.nonblocking_receives
+
+    def check_nothing_left(self) -> None:
+        for rank, arrived in enumerate(self.arrived):
+            if surplus := arrived - self.used[rank]:
+                raise MismatchError(f"rank {rank}: receives {min(surplus)} and never uses it")
+            if self.asked[rank] - arrived:
+                raise MismatchError(f"rank {rank}: waits for a message that nobody sends")
+
+
+def _structure(programs: Sequence[Program]) -> Schedule:
+    """The schedule whose dependencies the programs must keep, read off their own Computes.
+
+    Raises MismatchError unless every op stands exactly once, each stage on one rank.
+    """
+    orders = tuple(tuple(a.op for a in program if isinstance(a, Compute)) for program in programs)
+    home: dict[int, int] = {}
+    seen: set[Op] = set()
+    for rank, order in enumerate(orders):
+        for op in order:
+            if op in seen:
+                raise MismatchError(f"rank {rank}: {op} is computed twice")
+            if home.setdefault(op.stage, rank) != rank:
+                raise MismatchError(f"rank {rank}: {op} is computed here, its stage elsewhere")
+            seen.add(op)
+    stages = 1 + max((op.stage for op in seen), default=-1)
+    microbatches = 1 + max((op.microbatch for op in seen), default=-1)
+    for kind in sorted({op.kind for op in seen}):
+        for stage in range(stages):
+            for microbatch in range(microbatches):
+                if Op(kind, stage, microbatch) not in seen:
+                    raise MismatchError(f"{Op(kind, stage, microbatch)} is missing on every rank")
+    virtual, remainder = divmod(stages, len(programs))
+    if remainder:
+        raise MismatchError(f"{stages} stages on {len(programs)} ranks: some rank has fewer")
+    return Schedule("", len(programs), virtual, microbatches, orders)

@@ -1,0 +1,221 @@
+"""Schedule and costs -> Timeline: when each rank computes what, and what it waits for.
+
+A `Timeline` is also what a run measures, so that planned and measured are drawn by one function.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.schedule.orders import BACKWARD, FORWARD, DeadlockError, Op, Schedule
+
+SPAN_KINDS = (
+    "forward",
+    "backward",
+    "receive",  # waiting for the input of the next op
+    "send",
+    "gather",
+    "reduce",
+    "optimizer",
+    "data",
+    "other",
+)
+COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD}
+_KIND_OF_OP = {op_kind: span_kind for span_kind, op_kind in COMPUTE_KINDS.items()}
+_COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank did between two moments.
+
+    `kind` is one of SPAN_KINDS. `op` prints the op concerned ("F2.0"; for receive and send the op
+    whose output travels), or is empty.
+    """
+
+    rank: int
+    kind: str
+    op: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of one training step on all ranks, planned or measured, in any order.
+
+    `time_unit` is "s", or another word where the times are not seconds but multiples of a cost.
+    `tensor_s`: of each rank's forwards and backwards, the seconds in the tensor axis' collectives.
+    """
+
+    spans: tuple[Span, ...]
+    title: str = ""
+    time_unit: str = "s"
+    tensor_s: Mapping[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def start_s(self) -> float:
+        """When the first span starts; 0 without spans."""
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """From the start of the first span to the end of the last; 0 without spans."""
+        return max((span.end_s for span in self.spans), default=0.0) - self.start_s
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that appear, ascending."""
+        return tuple(sorted({span.rank for span in self.spans}))
+
+    @cached_property
+    def _compute_s(self) -> dict[int, float]:
+        durations: dict[int, list[float]] = defaultdict(list)
+        for span in self.spans:
+            if span.kind in COMPUTE_KINDS:
+                durations[span.rank].append(span.end_s - span.start_s)
+        return {rank: math.fsum(of_rank) for rank, of_rank in durations.items()}
+
+    def busy_s(self, rank: int) -> float:
+        """Time that `rank` spends in forwards and backwards."""
+        return self._compute_s.get(rank, 0.0)
+
+    def bubble_fraction(self) -> float:
+        """Idle over ideal time, (makespan - ideal) / ideal: Narayanan et al. 2021, section 2.2.1.
+
+        Ideal is the mean over ranks of the time in forwards and backwards. Raises ValueError
+        if no rank computes.
+        """
+        if not self._compute_s:
+            raise ValueError("no forward or backward in this timeline: its bubble is undefined")
+        ideal_s = math.fsum(self._compute_s.values()) / len(self.ranks)
+        return (self.makespan_s - ideal_s) / ideal_s
+
+    def to_json(self) -> str:
+        """One JSON object: title, time unit, names of the columns, one row per span."""
+        rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
+        head = {"title": self.title, "time_unit": self.time_unit, "columns": _COLUMNS}
+        head["tensor_s"] = {str(rank): seconds for rank, seconds in self.tensor_s.items()}
+        return json.dumps({**head, "spans": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Timeline":
+        """The timeline that `to_json` wrote; raises InputError for any other text."""
+        try:
+            stored = json.loads(text)
+            if stored["columns"] != _COLUMNS:
+                raise ValueError(f"its columns are {stored['columns']}")
+            spans = tuple(Span(*row) for row in stored["spans"])
+            inside = {int(rank): float(s) for rank, s in stored.get("tensor_s", {}).items()}
+            timeline = cls(spans, stored["title"], stored["time_unit"], inside)
+            if any(span.kind not in SPAN_KINDS or span.end_s < span.start_s for span in spans):
+                raise ValueError("a span is of unknown kind or ends before it starts")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"this is no timeline as written by ptdmpi: {error!r}") from error
+        return timeline
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an op through one chunk costs, and a tensor's way to the next rank.
+
+    Raises InputError unless the computing
+    times are positive and the transfer time is not negative, all finite.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    transfer_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, cost in (("forward", self.forward_s), ("backward", self.backward_s)):
+            if not 0 < cost < math.inf:
+                raise InputError(f"{name} cost {cost}: must be a positive, finite number")
+        if not 0 <= self.transfer_s < math.inf:
+            raise InputError(f"transfer cost {self.transfer_s}: must be 0 or positive, and finite")
+
+    def duration_s(self, op: Op) -> float:
+        """How long `op` computes; always positive."""
+        return self.forward_s if op.kind == FORWARD else self.backward_s
+
+    def travel_s(self, op: Op) -> float:
+        """From the end of the source of `op`, on another rank, to when `op` may start."""
+        return self.transfer_s
+
+
+class OpCosts(Protocol):
+    """What `execute` asks of costs; `Costs` is one, prices of a planned step are another."""
+
+    def duration_s(self, op: Op) -> float: ...
+
+    def travel_s(self, op: Op) -> float: ...
+
+
+class Interval(NamedTuple):
+    """When an op starts and ends."""
+
+    start_s: float
+    end_s: float
+
+
+def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
+    """When each op runs if every rank starts its next op as soon as its needs have arrived.
+
+    A tensor that changes ranks arrives `travel_s` after its producer's end, without occupying
+    either rank. Each op is visited once, and once more if it had to wait. Raises DeadlockError if
+    the orders of the ranks wait for each other in a circle.
+    """
+    done: dict[Op, Interval] = {}
+    position = [0] * schedule.pipeline
+    clock_s = [0.0] * schedule.pipeline
+    waiting: dict[Op, int] = {}  # missing op -> the rank that stopped for it
+    runnable = list(range(schedule.pipeline))
+    while runnable:
+        rank = runnable.pop()
+        order = schedule.orders[rank]
+        while position[rank] < len(order):
+            op = order[position[rank]]
+            start_s, missing = clock_s[rank], None
+            for need in schedule.needs(op):
+                interval = done.get(need)
+                if interval is None:
+                    missing = need
+                    break
+                travel_s = 0.0 if schedule.rank_of(need.stage) == rank else costs.travel_s(op)
+                start_s = max(start_s, interval.end_s + travel_s)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            clock_s[rank] = start_s + costs.duration_s(op)
+            done[op] = Interval(start_s, clock_s[rank])
+            position[rank] += 1
+            if op in waiting:
+                runnable.append(waiting.pop(op))
+    if waiting:
+        stuck = sorted((rank, missing) for missing, rank in waiting.items())
+        places = (f"rank {r} at {schedule.orders[r][position[r]]} (needs {op})" for r, op in stuck)
+        raise DeadlockError(f"the schedule cannot be executed: {', '.join(places)}")
+    return done
+
+
+def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
+    """The timeline of one step of `schedule` at these `costs`, starting at 0.
+
+    Raises DeadlockError if the orders of the ranks wait for each other in a circle.
+    """
+    times = execute(schedule, costs)
+    spans = []
+    for rank, order in enumerate(schedule.orders):
+        clock_s = 0.0
+        for op in order:
+            start_s, end_s = times[op]
+            if start_s > clock_s:  # only what comes from another rank can be waited for
+                spans.append(Span(rank, "receive", str(schedule.source(op)), clock_s, start_s))
+            spans.append(Span(rank, _KIND_OF_OP[op.kind], str(op), start_s, end_s))
+            clock_s = end_s
+    return Timeline(tuple(spans))

@@ -1,0 +1,394 @@
+"""Timeline -> terminal, PNG or SVG, Chrome trace. Planned and measured are drawn alike.
+
+Forwards are blue and backwards green, a shade per model chunk, as in Narayanan et al. 2021,
+Figure 4; idle time is grey, waiting for an input is hatched.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.schedule.orders import Op
+from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+# Shades of a rank's chunks, first to last: for pictures, and as ANSI 256-color backgrounds.
+_SHADES = {
+    "forward": ("#2b5c9e", "#4f86c6", "#86b0de", "#b5d0ee"),
+    "backward": ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"),
+}
+_ANSI_SHADES = {"forward": (25, 32, 75, 153), "backward": (28, 35, 78, 157)}
+_DARK_SHADES = 2  # so many of them carry white letters
+_COLORS = {
+    "send": "#e0a458",
+    "gather": "#c77dbb",
+    "reduce": "#8d5fb5",
+    "optimizer": "#d1603d",
+    "data": "#f2d16b",
+    "other": "#9a9aa5",
+}
+_LEGEND_ROW_INCHES = 0.2
+_IDLE, _HATCH = "#ececef", "#b4b4bd"
+_LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
+_FILL = {"forward": ">", "backward": "<"}
+_WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
+_SIDES_INCHES = (0.75, 0.15)  # left and right of the lanes
+_TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+class _Chunks:
+    """Which chunk of its rank an op belongs to, read off the stages that each rank runs."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        stages: dict[int, set[int]] = {}
+        for span in timeline.spans:
+            if span.kind in COMPUTE_KINDS:
+                stages.setdefault(span.rank, set()).add(Op.parse(span.op).stage)
+        self.stages = {rank: sorted(of_rank) for rank, of_rank in stages.items()}
+        self.count = max(map(len, self.stages.values()), default=1)
+
+    def shade(self, chunk: int) -> int:
+        """Index into the shades; the first chunk has the darkest, the last the lightest."""
+        last = len(_SHADES["forward"]) - 1
+        return chunk * last // max(self.count - 1, 1)
+
+    def shade_of(self, span: Span) -> int:
+        return self.shade(self.stages[span.rank].index(Op.parse(span.op).stage))
+
+
+def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
+    """The timeline as text of at most `width` columns: one line per rank, then a legend.
+
+    Each op shows its microbatch, then ">" (forward) or "<" (backward) up to its end, or blanks on
+    its color. If ops are too narrow for that, the numbers lose all but their last digit, then
+    vanish, and a line says which width would show them.
+    """
+    ranks, chunks = timeline.ranks, _Chunks(timeline)
+    names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
+    margin = max(map(len, names.values()), default=0)
+    columns_per_s = _columns_per_s(timeline, max(width - margin, 1))
+    label, note = _labels(timeline, columns_per_s, margin, color=color)
+    lanes = {rank: ["."] * round(timeline.makespan_s * columns_per_s) for rank in ranks}
+    for span in timeline.spans:
+        if span.kind == "receive":
+            continue
+        first, end = _cells(span, timeline, columns_per_s)
+        text = label(span) if span.kind in COMPUTE_KINDS else ""
+        fill = _FILL.get(span.kind) or _LETTERS[span.kind]
+        if color and span.kind in COMPUTE_KINDS:
+            fill = " "
+        cells = list(text.ljust(end - first, fill)[: end - first])
+        if color and cells and span.kind in COMPUTE_KINDS:
+            shade = chunks.shade_of(span)
+            letters = 15 if shade < _DARK_SHADES else 16
+            background = _ANSI_SHADES[span.kind][shade]
+            cells[0] = f"\x1b[38;5;{letters};48;5;{background}m{cells[0]}"
+            cells[-1] += "\x1b[0m"
+        lanes[span.rank][first:end] = cells
+    kinds = {span.kind for span in timeline.spans}
+    legend = ["number: microbatch", "> forward", "< backward", ". idle"]
+    if color:
+        legend[1:3] = ["blue: forward", "green: backward"]
+    legend += [f"{letter} {kind}" for kind, letter in _LETTERS.items() if kind in kinds]
+    lines = [names[rank] + "".join(lanes[rank]) for rank in ranks]
+    head = [timeline.title] if timeline.title else []
+    return "\n".join([*head, *lines, ", ".join(legend), *note])
+
+
+def _columns_per_s(timeline: Timeline, columns: int) -> float:
+    """The widest scale that fits; of whole columns, if all ops start and end on a regular grid."""
+    computes = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
+    tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
+    if tick_s <= 0 or widest * tick_s < 1:
+        return widest
+    moments = {
+        (moment - timeline.start_s) / tick_s
+        for span in computes
+        for moment in (span.start_s, span.end_s)
+    }
+    if all(math.isclose(moment, round(moment), abs_tol=1e-6) for moment in moments):
+        return math.floor(widest * tick_s + 1e-9) / tick_s
+    return widest
+
+
+def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
+    """First column of a span, and the column behind its last."""
+    first, end = (
+        round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
+    )
+    return first, end
+
+
+def _labels(
+    timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
+) -> tuple[Callable[[Span], str], list[str]]:
+    """How ops are labelled at this scale, and a note if that is less than in full."""
+    computes = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    microbatches = [Op.parse(span.op).microbatch for span in computes]
+    longest = len(str(max(microbatches, default=0)))
+
+    def needed(span: Span, digits: int) -> int:
+        # Without color a backward is told by its "<"; numbers of several digits need a gap.
+        return digits + (digits > 1 or (span.kind == "backward" and not color))
+
+    def fits(digits: int) -> bool:
+        widths = (_cells(span, timeline, columns_per_s) for span in computes)
+        return all(
+            end - first >= needed(span, digits)
+            for span, (first, end) in zip(computes, widths, strict=True)
+        )
+
+    if fits(longest):
+        return lambda span: str(Op.parse(span.op).microbatch), []
+    full_columns_per_s = max(
+        needed(span, longest) / max(span.end_s - span.start_s, 1e-12) for span in computes
+    )
+    full = margin + math.ceil(full_columns_per_s * timeline.makespan_s)
+    if fits(1):
+        note = f"(microbatch numbers modulo 10; about {full} columns show them in full)"
+        return lambda span: str(Op.parse(span.op).microbatch % 10), [note]
+    return lambda span: "", [f"(too narrow for microbatch numbers: about {full} columns show them)"]
+
+
+def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
+    """Draws the timelines below each other, a lane per rank, into a PNG or SVG file.
+
+    They share the time axis if they share the unit. Raises InputError for another suffix or a
+    path that cannot be written; a file that was there is then still there.
+    """
+    check_picture(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    lanes = [max(len(timeline.ranks), 1) for timeline in timelines]
+    heights = [_LANE_INCHES * count + _MARGIN_INCHES for count in lanes]
+    style = {"font.size": 9, "svg.hashsalt": "ptdmpi", "hatch.linewidth": 0.6}
+    with matplotlib.rc_context(style):
+        handles = _legend(timelines)
+        columns = min(len(handles), 7 if max(len(h.get_label()) for h in handles) < 18 else 5)
+        rows = math.ceil(len(handles) / columns)
+        below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
+        drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
+        _draw_all(drawing, timelines, heights, below)
+        drawing.legend(  # rows of like length
+            handles=handles,
+            loc="lower center",
+            ncols=math.ceil(len(handles) / rows),
+            frameon=False,
+            handlelength=1.4,
+            columnspacing=1.4,
+        )
+        save(drawing, path)
+
+
+def check_picture(path: str | Path) -> None:
+    """Raises InputError for a name that is neither .png nor .svg."""
+    if Path(path).suffix.lower() not in (".png", ".svg"):
+        raise InputError(f'{path}: pictures are .png or .svg, not "{Path(path).suffix}"')
+
+
+def save(drawing: "Figure", path: str | Path) -> None:
+    """Writes a picture as a whole or not at all; raises InputError for what `figure` does."""
+    check_picture(path)
+    kind = Path(path).suffix.lower()[1:]
+    # The date would make two pictures of the same timeline differ.
+    options = {"metadata": {"Date": None}} if kind == "svg" else {}
+    _write(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
+
+
+def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
+    """What the colors mean; chunks of one shade in one entry."""
+    from matplotlib.patches import Patch
+
+    handles: dict[str, Patch] = {}
+    for kind in ("forward", "backward"):
+        for timeline in timelines:
+            chunks = _Chunks(timeline)
+            alike: dict[int, list[int]] = {}
+            for chunk in range(chunks.count):
+                alike.setdefault(chunks.shade(chunk), []).append(chunk)
+            for shade, own in alike.items():
+                name = f"{kind}, chunk {own[0]}" if chunks.count > 1 else kind
+                if len(own) > 1:
+                    name = f"{kind}, chunks {own[0]} to {own[-1]}"
+                handles[name] = Patch(color=_SHADES[kind][shade], label=name)
+    waiting = "waiting for input"
+    handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
+    found = {span.kind for timeline in timelines for span in timeline.spans}
+    for kind, tint in _COLORS.items():
+        if kind in found:
+            handles[kind] = Patch(color=tint, label=kind)
+    return list(handles.values())
+
+
+def _draw_all(
+    drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float], below: float
+) -> None:
+    """Places one axes per timeline, top down, in inches, above what the legend takes."""
+    total = sum(heights) + below
+    left, right = _SIDES_INCHES
+    top = total
+    units = {timeline.time_unit for timeline in timelines}
+    longest_s = max(timeline.makespan_s for timeline in timelines)
+    for timeline, height in zip(timelines, heights, strict=True):
+        bottom = top - height
+        axes = drawing.add_axes(
+            (
+                left / _WIDTH_INCHES,
+                (bottom + 0.45) / total,
+                1 - (left + right) / _WIDTH_INCHES,
+                (height - _MARGIN_INCHES) / total,
+            )
+        )
+        _draw_lanes(axes, timeline, longest_s if len(units) == 1 else timeline.makespan_s)
+        top = bottom
+
+
+def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
+    """One timeline: bars, microbatch numbers, axis."""
+    ranks, chunks = timeline.ranks, _Chunks(timeline)
+    unit_s, unit = _readable_unit(timeline, extent_s)
+    lane = {rank: place for place, rank in enumerate(ranks)}
+    bars: dict[tuple[str, int], list[Span]] = {}
+    for span in timeline.spans:
+        shade = chunks.shade_of(span) if span.kind in COMPUTE_KINDS else 0
+        bars.setdefault((span.kind, shade), []).append(span)
+
+    def x(moment_s: float) -> float:
+        return (moment_s - timeline.start_s) / unit_s
+
+    axes.barh(list(lane.values()), timeline.makespan_s / unit_s, left=0, height=0.86, color=_IDLE)
+    for (kind, shade), spans in sorted(bars.items(), key=lambda item: item[0][0] in COMPUTE_KINDS):
+        _draw_bars(
+            axes,
+            kind,
+            shade,
+            [(x(s.start_s), lane[s.rank] - 0.43, (s.end_s - s.start_s) / unit_s) for s in spans],
+        )
+    _draw_numbers(axes, timeline, chunks, x, extent_s)
+
+    axes.set_xlim(0, extent_s / unit_s or 1)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    step = math.ceil(len(ranks) / 64)
+    axes.set_yticks(range(0, len(ranks), step), [f"rank {rank}" for rank in ranks[::step]])
+    axes.set_xlabel(f"time ({unit})", labelpad=2)
+    axes.tick_params(length=2, color=_HATCH)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
+    if any(span.kind in COMPUTE_KINDS for span in timeline.spans):
+        bubble = f"bubble {timeline.bubble_fraction():.1%} of ideal time"
+        axes.set_title(bubble, loc="right", fontsize=9, color="#55555f")
+
+
+def _draw_bars(
+    axes: "Axes", kind: str, shade: int, bars: Sequence[tuple[float, float, float]]
+) -> None:
+    """Rectangles (left, bottom, width) of one kind and shade, as one collection."""
+    from matplotlib.collections import PolyCollection
+
+    height = 0.86
+    corners = [
+        [(x, y), (x + width, y), (x + width, y + height), (x, y + height)] for x, y, width in bars
+    ]
+    if kind == "receive":
+        style = {"facecolors": _IDLE, "edgecolors": _HATCH, "linewidths": 0, "hatch": "/////"}
+    else:
+        tint = _SHADES[kind][shade] if kind in COMPUTE_KINDS else _COLORS[kind]
+        # A white rim parts neighbours; thousands of them would be nothing but rim.
+        style = {"facecolors": tint, "edgecolors": "white", "linewidths": min(0.7, 60 / len(bars))}
+    axes.add_collection(PolyCollection(corners, **style))
+
+
+def _draw_numbers(
+    axes: "Axes",
+    timeline: Timeline,
+    chunks: _Chunks,
+    x: Callable[[float], float],
+    extent_s: float,
+) -> None:
+    """The microbatch number in every bar that is wide enough for it, in one size of letters."""
+    points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
+    rooms = {  # letter size at which the number fills its bar
+        span: ((span.end_s - span.start_s) * points_per_s - 1.5)
+        / (0.62 * len(str(Op.parse(span.op).microbatch)))
+        for span in timeline.spans
+        if span.kind in COMPUTE_KINDS
+    }
+    sizes = sorted(size for size in rooms.values() if size >= 4)
+    for span, room in rooms.items():
+        if room < 4:
+            continue
+        axes.text(
+            x((span.start_s + span.end_s) / 2),
+            timeline.ranks.index(span.rank),
+            str(Op.parse(span.op).microbatch),
+            ha="center",
+            va="center_baseline",
+            fontsize=min(8.5, sizes[0]),
+            color="white" if chunks.shade_of(span) < _DARK_SHADES else "#1c2733",
+        )
+
+
+def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
+    """The unit of a time axis, in units of the timeline, and its name."""
+    if timeline.time_unit != "s":
+        return 1.0, timeline.time_unit
+    return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
+
+
+def chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Writes the timeline for Perfetto or chrome://tracing: a process per rank, microseconds.
+
+    A unit that is no second is shown as a millisecond. Raises InputError if `path` cannot be
+    written.
+    """
+    us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3
+    events: list[dict[str, object]] = []
+    for rank in timeline.ranks:
+        common = {"ph": "M", "pid": rank, "tid": 0}
+        events.append({**common, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
+    for span in timeline.spans:
+        name = span.op if span.kind in COMPUTE_KINDS else f"{span.kind} {span.op}".strip()
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": 0,
+                "cat": span.kind,
+                "name": name,
+                "ts": (span.start_s - timeline.start_s) * us_per_unit,
+                "dur": (span.end_s - span.start_s) * us_per_unit,
+            }
+        )
+    trace = json.dumps(
+        {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"title": timeline.title, "time_unit": timeline.time_unit},
+        }
+    )
+    _write(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a file beside `path`, then renames it, so that nothing stays half done."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            write(beside)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,116 @@
+"""Memory over the time of a step, one line per pipeline rank, beside what a rank has."""
+
+from pathlib import Path
+
+from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.schedule.orders import FORWARD, Op
+from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
+from ptdmpi.plan.show.draw import check_picture, save
+
+MOST_DRAWN = 8  # ranks; of more than these SOME_DRAWN are drawn
+SOME_DRAWN = 5
+COLUMNS = 400  # moments of a line
+
+
+def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
+    """Of each pipeline rank: (moments in s, bytes from each of them on).
+
+    Weights, gradients and optimizer state stand all the time. A forward leaves its activations, its
+    backward needs some beside and frees them.
+    """
+    layers, microbatches = pricer.split(layout), layout.microbatches(pricer.batch)
+    timeline = pipeline.timeline(
+        layout.schedule,
+        layout.pipeline,
+        layout.virtual,
+        microbatches,
+        pricer.stage_times(layout),
+        str(layout),
+    )
+    kept = pricer.footprints.kept_by_stage(layout, layers)
+    curves = []
+    for rank in range(layout.pipeline):
+        peak = pricer.footprints.peak(layout, layers, rank, microbatches)
+        now = peak.standing
+        moments, amounts = [0.0], [now]
+        spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]
+        for span in sorted(spans, key=lambda s: s.start_s):
+            op = Op.parse(span.op)
+            moments += [span.start_s, span.end_s]
+            if op.kind == FORWARD:
+                now += kept[op.stage]
+                amounts += [now, now]
+            else:
+                amounts.append(now + peak.working)
+                now -= kept[op.stage]
+                amounts.append(now)
+        curves.append((moments, amounts))
+    return curves
+
+
+def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
+    """Writes the picture (.png or .svg). Raises InputError if it cannot be written."""
+    check_picture(path)
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    curves = over_time(pricer, layout)
+    shown = drawn_ranks([max(amounts) for _, amounts in curves])
+    for rank in shown:
+        shade = colormaps["viridis"](0.9 * rank / max(1, len(curves) - 1))
+        moments, low, high = envelope(*curves[rank])
+        lows, highs = ([amount / 2**30 for amount in amounts] for amounts in (low, high))
+        axes.fill_between(moments, lows, highs, step="post", color=shade, alpha=0.25, linewidth=0)
+        axes.step(moments, highs, where="post", color=shade, linewidth=1.1, label=f"rank {rank}")
+    capacity = pricer.capacity_bytes / 2**30
+    has = f"a rank has {capacity:,.1f} GiB"
+    axes.axhline(capacity, color="#c8511b", linestyle="--", linewidth=1, label=has)
+    axes.set_ylim(0, 1.1 * max(capacity, *(max(amounts) / 2**30 for _, amounts in curves)))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time (s)")
+    axes.set_ylabel("GiB per rank")
+    title = f"memory of {pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    which = "pipeline ranks"
+    if len(shown) < len(curves):
+        which = f"{len(shown)} of {len(curves)} {which}"
+    figure.legend(
+        frameon=False, fontsize=8, title_fontsize=9, loc="outside right upper", title=which
+    )
+    save(figure, path)
+
+
+def drawn_ranks(peaks: list[float]) -> list[int]:
+    """All ranks, or where they are too many, some from the first to the last and the fullest."""
+    last = len(peaks) - 1
+    if last < MOST_DRAWN:
+        return list(range(last + 1))
+    some = {round(last * part / (SOME_DRAWN - 1)) for part in range(SOME_DRAWN)}
+    return sorted(some | {max(range(last + 1), key=lambda rank: peaks[rank])})
+
+
+def envelope(
+    moments: list[float], amounts: list[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """(moments, least, most from each of them on), of about `COLUMNS` moments: what a picture
+    can show of many short peaks."""
+    if len(moments) <= COLUMNS:
+        return moments, amounts, amounts
+    width = moments[-1] / COLUMNS
+    starts, low, high, now = [moments[0]], [amounts[0]], [amounts[0]], amounts[0]
+    for moment, amount in zip(moments, amounts, strict=True):
+        if moment >= starts[-1] + 2 * width:  # nothing happened for long: it stayed as it was
+            starts.append(starts[-1] + width)
+            low.append(now)
+            high.append(now)
+        if moment >= starts[-1] + width:
+            starts.append(moment)
+            low.append(amount)
+            high.append(amount)
+        low[-1], high[-1], now = min(low[-1], amount), max(high[-1], amount), amount
+    return starts, low, high

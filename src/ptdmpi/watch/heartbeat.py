@@ -1,0 +1,322 @@
+"""A thread of each rank that tells rank 0 where the rank is, whatever its main thread hangs in.
+
+Rank 0 holds the table of all ranks. When nobody has begun anything for too long, or a rank has
+failed, it prints who is where and who holds up whom, has every rank write its stacks, and ends all.
+Rank 1 listens for rank 0, which nobody else would miss.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from mpi4py import MPI
+
+from ptdmpi.comm.mailbox import Mailbox
+from ptdmpi.comm.world import Axes
+from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
+from ptdmpi.watch.stopwatch import Place
+from ptdmpi.watch.whereabouts import (
+    BEAT_S,
+    TERMINAL_ROWS,
+    Ranks,
+    Report,
+    Seen,
+    culprits,
+    describe,
+    idle_s,
+    rows,
+)
+
+# A stall is at least so many steps long, and in a save, a validation or the start-up (where ranks
+# rightly sit for long in one thing) this many times longer.
+STALL_STEPS = 5
+PATIENCE = 10
+# Launchers deliver a signal twice; after this long a second one is a second wish.
+SECOND_SIGNAL_S = 5.0
+DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
+# For the stacks of all ranks, once the verdict is there.
+COLLECT_S = 5.0
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
+LEAST_SILENCE_S = 5.0  # of rank 0: a busy machine may keep a thread waiting
+COMPUTE_STEPS = 20  # own work is judged by the median of so many steps
+
+
+class Heartbeat:
+    """The thread and what it needs to know. Made by all ranks together, `start`ed by each."""
+
+    def __init__(
+        self,
+        axes: Axes,
+        ranks: Ranks,
+        place: Place,
+        signals: StopRequest,
+        directory: Path,
+        judge: "Judge | None",
+        stall_s: float,
+    ) -> None:
+        self.axes, self.ranks, self.place = axes, ranks, place
+        self.signals, self.directory, self.judge = signals, directory, judge
+        self.stall_s = stall_s
+        self.mailbox = Mailbox(axes.world.control)
+        self._heard_s = math.inf  # when rank 0 last was, as rank 1 knows
+        self.compute_s: deque[float] = deque(maxlen=COMPUTE_STEPS)
+        self.lost: MPI.Exception | None = None
+        self._noted: list[tuple[int, float]] = []
+        self._failure: tuple[float, str] | None = None
+        self._shown = False
+        self._ended = threading.Event()
+        self._due_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> bool:
+        """False if this MPI does not let a thread of its own call it: then no heart beats."""
+        if not Mailbox.works_in_a_thread():
+            return False
+        # MPI is finalised at exit, and no thread may call it then
+        atexit.register(self.close)
+        self._thread.start()
+        return True
+
+    def failed(self, error: BaseException) -> None:
+        """Have rank 0 print the table of all ranks and end them; returns if it does not."""
+        notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+        where = f" ({notes[0].rstrip(':')})" if notes else ""
+        first = str(error).partition("\n")[0]
+        self._failure = (time.time(), f"{type(error).__name__}: {first}{where}")
+        if self._thread.is_alive():
+            self.signals.wake()
+            self._thread.join(COLLECT_S + 3 * BEAT_S)
+
+    def finish(self) -> None:
+        """The orderly end, on all ranks: rank 0 hears every rank's last report."""
+        if not self._thread.is_alive():
+            return
+        self.close()
+        self.mailbox.send(self._report(leaves=True), 0)
+        waiting, end_s = set(range(self.axes.world.size)), time.monotonic() + COLLECT_S
+        while self.axes.world.rank == 0 and waiting and time.monotonic() < end_s:
+            waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
+
+    def close(self) -> None:
+        """End the thread, without a word to the other ranks. May be called more than once."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self.signals.wake()
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._beat()
+        except MPI.Exception as error:
+            # A rank was lost. Whoever trains on makes a new world, with a heartbeat of its own.
+            self.lost = error
+
+    def _beat(self) -> None:
+        hurried = self.judge is not None and self.judge.verdict is not None
+        came = self.signals.wait(0.05 if hurried else BEAT_S)
+        now_s = time.monotonic()
+        for number in came:
+            if not self._noted or now_s - self._noted[-1][1] > DUPLICATE_S:
+                self._noted.append((int(number), now_s))
+        if came or (self._failure and not self._shown) or now_s >= self._due_s:
+            self._due_s = now_s + self.ranks.beat_s
+            self.mailbox.send(self._report(), 0)
+            if self.judge is not None and self.axes.world.size > 1:
+                self.mailbox.send(ALIVE, 1)
+        for rank, message in self.mailbox.receive():
+            if isinstance(message, Report):
+                self.judge.hear(rank, message, now_s)
+            elif message == ALIVE:
+                self._heard_s = now_s
+            elif not self._shown:
+                self._shown = True
+                self._write_stacks()
+                self.mailbox.send(self._report(), 0)
+        if self.judge is not None:
+            self._follow(self.judge, now_s)
+        elif self.stall_s and now_s - self._heard_s > max(self.stall_s, LEAST_SILENCE_S):
+            self._replace_the_judge(now_s)
+
+    def _replace_the_judge(self, now_s: float) -> None:
+        """Rank 0 does not even say where it is: its process is stopped, or sits in a call that lets
+        no thread run. Only rank 1 has ever heard it."""
+        for rank in range(1, self.axes.world.size):
+            self.mailbox.send(WRITE_STACKS, rank)
+        print(
+            f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
+            "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
+            f"the others: {self.directory / 'stacks'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._write_stacks()
+        time.sleep(COLLECT_S)
+        self.mailbox.abort(1)
+
+    def _follow(self, judge: "Judge", now_s: float) -> None:
+        if judge.look(now_s):
+            for rank in range(self.axes.world.size):
+                self.mailbox.send(WRITE_STACKS, rank)
+        if judge.stop_at_once:
+            self.mailbox.abort(STOPPED_EXIT_CODE)
+        if judge.verdict is not None and judge.complete(now_s):
+            judge.pronounce(self.directory)
+            time.sleep(0.2)  # the launcher forwards the lines before it hears of the abort
+            self.mailbox.abort(1)
+
+    def _report(self, leaves: bool = False) -> Report:
+        doing, now_s = self.place.doing, time.monotonic()
+        axis, collective = "", ""
+        for name in ("tensor", "data", "pipeline", "ends", "world"):
+            busy = getattr(getattr(self.axes, name), "busy", "")
+            if busy:
+                axis, collective = name, busy
+        known = len(self.compute_s) == COMPUTE_STEPS
+        return Report(
+            phase=self.place.phase,
+            step=self.place.step,
+            kind=doing.kind,
+            op=doing.op,
+            peer=doing.peer,
+            axis=axis,
+            collective=collective,
+            age_s=time.perf_counter() - doing.since_s,
+            compute_s=statistics.median(tuple(self.compute_s)) if known else 0.0,
+            signals=tuple((number, now_s - at_s) for number, at_s in self._noted),
+            failure=self._failure,
+            shown=self._shown,
+            leaves=leaves,
+        )
+
+    def _write_stacks(self) -> None:
+        """Best effort: a full disk must not keep the table from being told."""
+        with contextlib.suppress(OSError):
+            self._write_stack_file(self.directory / "stacks")
+
+    def _write_stack_file(self, folder: Path) -> None:
+        world = self.axes.world
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"rank-{world.rank:05d}.txt", "w", encoding="utf-8") as file:
+            name, doing = self.ranks.name(world.rank), describe(self._report())
+            file.write(f"{name}, process {os.getpid()}, step {self.place.step}: {doing}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+class Judge:
+    """Rank 0's table and what follows from it. `say` prints a line and keeps it in the log.
+
+    `stall_s` 0: nothing is a stall. `step_s` is the longest of the last steps.
+    """
+
+    def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
+        self.ranks, self.stall_s, self.say = ranks, stall_s, say
+        self.step_s = 0.0
+        beginning = Seen(Report("start-up", 0, "", "", None, "", "", 0.0), time.monotonic())
+        self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
+        self.verdict: str | None = None
+        self.stop_at_once = False
+        self._failed: list[int] = []
+        self._deadline_s = 0.0
+        self._acknowledged_s: float | None = None
+        self._told_silent: set[int] = set()
+        self._next_look_s = 0.0
+
+    def hear(self, rank: int, report: Report, now_s: float) -> None:
+        """Take a report into the table."""
+        known = len(self.table[rank].report.signals)
+        self.table[rank] = Seen(report, now_s)
+        for number, age_s in report.signals[known:]:
+            self._signal(rank, number, now_s - age_s, now_s)
+        if report.failure and rank not in self._failed:
+            self._failed = sorted([*self._failed, rank], key=self._failure)
+
+    def look(self, now_s: float) -> bool:
+        """Whether the stacks of all ranks are wanted now: something has gone wrong."""
+        if self.verdict is not None:
+            return False
+        if self._failed:
+            self.verdict = "a rank failed"
+        elif now_s >= self._next_look_s:
+            self._next_look_s = now_s + self.ranks.beat_s
+            self._tell_silent(now_s)
+            if self._stalls(now_s):
+                self.verdict = "no rank gets on"
+        self._deadline_s = now_s + COLLECT_S
+        return self.verdict is not None
+
+    def complete(self, now_s: float) -> bool:
+        """Every rank has written its stacks, or has had the time."""
+        shown = all(seen.report.shown for seen in self.table.values())
+        return shown or now_s > self._deadline_s
+
+    def pronounce(self, directory: Path) -> None:
+        """Print the table, the culprits first; the whole of it also goes to a file."""
+        now_s = time.monotonic()
+        first = self._failed or culprits(self.table, self.ranks, now_s)
+        headings = []
+        for rank in self._failed:
+            headings.append(f"failed: {self.ranks.name(rank)}: {self._failure(rank)[1]}")
+        if not self._failed:
+            idle = f"stall: for {idle_s(self.table, now_s):.0f} s no rank has begun anything"
+            who = f"held up by {self.ranks.name(first[0])}" if first else "they wait in a circle"
+            headings.append(f"{idle}; {who}")
+        lines = rows(self.table, self.ranks, now_s, first)
+        path = directory / "stacks" / "table.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join([*headings, *lines]) + "\n", encoding="utf-8")
+        except OSError as error:  # the terminal has it
+            headings.append(f"{path}: {error.strerror}")
+        if len(lines) > TERMINAL_ROWS + 1:
+            lines = [*lines[: TERMINAL_ROWS + 1], f"... all {len(self.table)} ranks: {path}"]
+        shown = sum(seen.report.shown for seen in self.table.values())
+        lines.append(f"stacks of {shown} of {len(self.table)} ranks: {directory / 'stacks'}")
+        for line in [*headings, *lines]:
+            self.say(line)
+        sys.stdout.flush()
+
+    def compute_s(self) -> dict[int, float]:
+        """Each rank's own work of a step; empty while one has not reported it yet."""
+        values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
+        return values if all(values.values()) else {}
+
+    def _failure(self, rank: int) -> tuple[float, str]:
+        return self.table[rank].report.failure or (0.0, "")
+
+    def _stalls(self, now_s: float) -> bool:
+        limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
+        if any(seen.report.phase != "training" for seen in self.table.values()):
+            limit_s *= PATIENCE
+        return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
+
+    def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
+        who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
+        if self._acknowledged_s is None:
+            self._acknowledged_s = now_s
+            self.say(f"{who}: stops after this step; one more from 5 s on stops it at once")
+        elif came_s - self._acknowledged_s >= SECOND_SIGNAL_S and not self.stop_at_once:
+            self.stop_at_once = True
+            self.say(f"{who}, again: stopped at once; the same command goes on from what is saved")
+
+    def _tell_silent(self, now_s: float) -> None:
+        silent = {r for r, seen in self.table.items() if self.ranks.silent(seen, now_s)}
+        for rank in sorted(silent - self._told_silent):
+            seen = self.table[rank]
+            self.say(
+                f"warning: {self.ranks.name(rank)} was not heard of for {now_s - seen.at_s:.0f} s; "
+                f"last in step {seen.report.step}: {describe(seen.report)}"
+            )
+        self._told_silent = silent

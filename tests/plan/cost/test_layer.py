@@ -1,0 +1,67 @@
+"""Kernels of a layer that a program adds or spares, counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from ptdmpi.plan.cost.layer import LayerTimes
+from ptdmpi.plan.cost.price import VIEW_S, Pricer
+from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.machine.kernels import Machine
+
+SELENE = load_cluster("selene")
+MODEL = load_model("l=2,h=4096,a=32")
+S = 2048
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return Machine(SELENE, "fp16", 2)
+
+
+def core(machine, model, layout, backward=False):
+    return LayerTimes(machine, model, layout)._attention_core(backward)
+
+
+@pytest.mark.parametrize(("backward", "fused", "plain"), [(False, 3, 37), (True, 4, 49)])
+def test_two_heads_of_a_microbatch_have_no_fused_softmax(machine, backward, fused, plain):
+    """Of 32 heads t = 16 leaves two. Products, dropout and what is moved per score are the same, so
+    two microbatches of two heads differ from one of four by the softmax alone."""
+    layout = Layout(8, 1, 1)
+    four = core(machine, MODEL, layout, backward)
+    two = core(machine, MODEL, replace(layout, tensor=16), backward)
+    more_s = 2 * S * S * (plain - fused) / machine.memory_rate
+    products_s = core(machine, MODEL, replace(layout, tensor=16, micro_size=2), backward) - four
+    assert products_s == pytest.approx(0.0, abs=1e-12)
+    assert two == pytest.approx(four / 2 + more_s, rel=0.1)
+    longer = load_model("l=2,h=4096,a=32,s=4096")
+    assert core(machine, longer, layout, backward) > 6 * four
+
+
+def test_the_bias_of_query_key_value_is_a_kernel_of_the_published_program(machine):
+    layout = Layout(8, 1, 1)
+    bias_s = machine.stream_s(S * 3 * 4096 // 8 * 4)
+    without = load_model("l=2,h=4096,a=32,bias=false")
+    found = LayerTimes(machine, MODEL, layout).forward.compute
+    assert found - LayerTimes(machine, without, layout).forward.compute == pytest.approx(bias_s)
+
+
+def test_tensors_are_all_parameters_of_a_layer(machine):
+    for tensor in (1, 8):
+        layer = LayerTimes(machine, MODEL, Layout(tensor, 1, 1))
+        weights, h = 12 * 4096**2 // tensor, 4096
+        assert sum(layer.tensors) == weights + 7 * h // tensor + 2 * h + 4 * h
+
+
+def test_lists_of_parts_cost_by_their_number():
+    """ZeRO 3 as published: a view and a copy for each rank's part of each of twelve tensors."""
+    pricer = Pricer(SELENE, MODEL, 512, "fp16")
+    elements = 2 * 12 * 4096**2
+    layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
+    few, many = (pricer.data_s(layout, elements) for layout in layouts)
+    each_s = VIEW_S + SELENE.device.kernel_s
+    small = 2 * 8  # biases and norms, whose bytes are next to nothing
+    assert many - few > small * 3 * 256 * each_s
+    newer = Pricer(load_cluster("dgx-h100"), MODEL, 512, "bf16")
+    assert newer.data_s(layouts[1], elements) < many / 10

@@ -1,0 +1,89 @@
+"""Times of kernels and messages: the published formulas, and what must hold for any size."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.machine.kernels import Group, Machine
+
+SELENE = load_cluster("selene")
+REACHED = SELENE.efficiency
+NODE = SELENE.node
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return Machine(SELENE, "fp16", 2)
+
+
+def test_a_large_product_runs_at_the_calibrated_fraction(machine):
+    m = n = 128 * 108  # whole waves of every tile
+    seconds = machine.gemm_s(m, n, 8192)
+    assert 2 * m * n * 8192 / seconds / 312e12 == pytest.approx(REACHED.gemm_fraction, rel=0.02)
+
+
+def test_small_and_thin_products_are_less_efficient(machine):
+    def efficiency(m, n, k):
+        return 2 * m * n * k / machine.gemm_s(m, n, k) / 312e12
+
+    assert efficiency(8192, 8192, 8192) > efficiency(2048, 480, 3840) > efficiency(128, 128, 128)
+    # 12 x 9 tiles are one wave on 108 multiprocessors, 13 x 9 are not
+    assert efficiency(12 * 128, 9 * 128, 8192) > 1.05 * efficiency(13 * 128, 9 * 128, 8192)
+    # a product with a vector reads its matrix once
+    rate = SELENE.device.memory_bytes_per_s * REACHED.memory_fraction
+    assert machine.gemm_s(8192, 1, 8192) == pytest.approx(2 * 8192**2 / rate, rel=0.01)
+
+
+def test_ring_all_reduce_closed_form(machine):
+    """Thakur et al. 2005: 2 (n - 1) steps, 2 (n - 1) / n of the bytes."""
+    size, rate = 1 << 28, NODE.link_bytes_per_s * REACHED.link_fraction
+    expected = REACHED.collective_s + 14 * REACHED.link_step_s + 14 / 8 * size / rate
+    assert machine.all_reduce_s(size, Group(8, 8)) == pytest.approx(expected)
+    assert machine.all_reduce_s(size, Group(1, 1)) == 0.0
+
+
+def test_reduce_scatter_and_all_gather_make_an_all_reduce(machine):
+    both = 2 * machine.all_gather_s(1 << 28, Group(8, 8))
+    assert both - REACHED.collective_s == pytest.approx(machine.all_reduce_s(1 << 28, Group(8, 8)))
+
+
+def test_groups_share_the_adapters_of_a_node(machine):
+    """All eight adapters for a group that fills its nodes, one for each of eight groups; under the
+    NCCL of 2021 pairs of groups take the same four."""
+    newer = Machine(load_cluster("dgx-h100"), "fp16", 2)
+    for each, groups in ((newer, 1), (machine, 2)):
+        adapter = each.cluster.node.adapter_bytes_per_s
+        assert each.ring_rate(Group(32, 8)) == min(each.link_rate, 8 * adapter)
+        assert each.ring_rate(Group(32, 2)) == pytest.approx(2 * adapter / groups)
+        assert each.ring_rate(Group(32, 1)) == pytest.approx(adapter / groups)
+        sent_s = each.send_s(1 << 30, crosses_nodes=True) - each.send_s(0, crosses_nodes=True)
+        assert sent_s == pytest.approx((1 << 30) / adapter * groups)
+    older = Machine(load_cluster("v100-dgx2"), "fp16", 2)  # 16 devices, 8 adapters
+    adapter = older.cluster.node.adapter_bytes_per_s
+    assert older.ring_rate(Group(4, 1)) == pytest.approx(adapter / 2)
+
+
+def test_many_nodes_take_the_tree(machine):
+    small = 1 << 16
+    ring = 2 * 1023 * REACHED.link_step_s
+    assert machine.all_reduce_s(small, Group(1024, 8)) < ring
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 4096))
+def test_no_product_beats_the_roofline(m, n, k):
+    machine = Machine(SELENE, "fp16", 2)
+    moved = (m * k + k * n + m * n) * 2
+    seconds = machine.gemm_s(m, n, k)
+    assert seconds >= 2 * m * n * k / (312e12 * REACHED.gemm_fraction) * (1 - 1e-9)
+    assert seconds >= moved / (SELENE.device.memory_bytes_per_s * REACHED.memory_fraction)
+
+
+def test_more_bytes_take_longer_everywhere(machine):
+    for group in (Group(8, 8), Group(64, 8), Group(64, 1)):
+        times = [machine.all_reduce_s(1 << power, group) for power in range(10, 34)]
+        assert times == sorted(times)
+    assert machine.send_s(1 << 26, crosses_nodes=True) > machine.send_s(
+        1 << 26, crosses_nodes=False
+    )

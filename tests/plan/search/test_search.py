@@ -1,0 +1,199 @@
+"""The search finds what pricing every layout finds."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.layout import RECOMPUTE_MODES, Layout, mistakes
+from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.search.search import (
+    Space,
+    compute_optimal,
+    difference,
+    heuristic,
+    improvements,
+    microbatch_model,
+    neighbours,
+    search,
+)
+
+SELENE = load_cluster("selene")
+MODELS = ("l=7,h=512,a=8", "l=12,h=1024,a=16,V=32000")
+
+
+def small(model, memory_bytes, batch=24, cluster=SELENE):
+    memory = {"memory_bytes": memory_bytes, "runtime_bytes": 0.0}
+    device = cluster.device.model_copy(update=memory)
+    return Pricer(cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16")
+
+
+def everything(pricer, ranks, dp_overlap=False):
+    """Prices of all layouts that training accepts, by trying all settings."""
+    found = []
+    for t, p, d in itertools.product(range(1, ranks + 1), repeat=3):
+        if t * p * d != ranks:
+            continue
+        for b, v in itertools.product(range(1, pricer.batch + 1), range(1, 13)):
+            if p == 1 and v > 1:
+                continue
+            for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), RECOMPUTE_MODES):
+                for sequence, scatter in itertools.product((False, True), repeat=2):
+                    sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
+                    layout = Layout(*sizes, dp_overlap=dp_overlap)
+                    if not any(mistakes(layout, pricer.model.config, pricer.batch)):
+                        found.append(layout)
+    return [pricer.price(layout) for layout in set(found)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("memory_bytes", [1.5e9, 80e9])
+@pytest.mark.parametrize("cluster", ["selene", "dgx-h100"])
+def test_pruning_keeps_the_best(model, memory_bytes, cluster):
+    pricer = small(model, memory_bytes, 12, load_cluster(cluster))
+    prices = everything(pricer, 8)
+    fitting = [price for price in prices if price.fits]
+    assert len(fitting) > 5 and (memory_bytes > 2e9 or len(fitting) < len(prices))
+    best: dict[str, float] = {}  # of layouts of the same sizes
+    for price in fitting:
+        sizes = str(price.layout)
+        best[sizes] = min(price.step_time_s, best.get(sizes, math.inf))
+    found = search(pricer, Space(8))
+    assert [price.step_time_s for price in found] == pytest.approx(sorted(best.values())[:5])
+    assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
+
+
+def test_gpipe_and_whole_messages_are_looked_at_too():
+    """1F1B waits for a message behind every op, and small ones gain nothing by being scattered."""
+    pricer = small("l=6,h=768,a=12", 80e9, 12)
+    best, asked = (search(pricer, Space(8, kind))[0] for kind in (None, "interleaved"))
+    assert best.layout.schedule == "gpipe" and best.step_time_s < asked.step_time_s
+    pricer = small(MODELS[0], 80e9, 4, load_cluster("h200"))
+    best, asked = (search(pricer, Space(12, scatter_gather=on))[0] for on in (None, True))
+    assert not best.layout.scatter_gather and best.step_time_s < asked.step_time_s
+
+
+def test_a_gpipe_layout_is_told_of_1f1b():
+    pricer = small(MODELS[0], 0.8e9)
+    price = pricer.price(Layout(1, 2, 1, schedule="gpipe"))
+    assert not price.fits
+    changes = [difference(price.layout, one) for one in neighbours(price.layout, pricer)]
+    assert "--schedule 1f1b" in changes
+
+
+def test_bounds_are_below_the_simulation():
+    pricer = small(MODELS[0], 80e9)
+    for price in everything(pricer, 12):
+        bound_s = pricer.bound_s(price.layout)
+        assert pricer.rough_bound_s(price.layout) <= bound_s * (1 + 1e-9)
+        assert bound_s <= price.step_time_s * (1 + 1e-9)
+
+
+def test_what_is_given_is_kept():
+    pricer = small(MODELS[0], 80e9)
+    space = Space(8, "gpipe", "full", sequence_parallel=False, zero=1, dp_overlap=True)
+    for price in search(pricer, space):
+        layout = price.layout
+        assert (layout.schedule, layout.recompute, layout.zero) == ("gpipe", "full", 1)
+        assert layout.dp_overlap and not layout.sequence_parallel
+        assert layout.ranks == 8
+
+
+def test_what_does_not_fit_says_what_would():
+    """The parts of the least layout, and changes that make the search succeed."""
+    words = r"fits on 8 ranks .* MiB per rank .*weights .*would fit: {}"
+    pricer, space = small(MODELS[1], 0.45e9), Space(8)
+    with pytest.raises(InputError, match=words.format(r"16 ranks \(")):
+        search(pricer, space)
+    assert search(pricer, replace(space, ranks=16))
+    pricer = small("l=2,h=1024,a=2,s=256", 0.4e9)
+    with pytest.raises(InputError, match=words.format("--zero 2 ")):
+        search(pricer, space)
+    assert search(pricer, replace(space, zero=2))
+    with pytest.raises(InputError, match="nor would one on 64 times as many"):
+        search(small(MODELS[0], 1e3), space)
+
+
+@pytest.mark.parametrize(("batch", "ranks", "near"), [(1, 13, "12 or 14"), (7, 5000, "392")])
+def test_what_is_not_legal_names_the_nearest_numbers_of_ranks(batch, ranks, near):
+    pricer = small(MODELS[0], 80e9, batch)
+    with pytest.raises(InputError, match=f"is legal .*legal nearby: {near} ranks"):
+        search(pricer, Space(ranks))
+    for legal in map(int, near.split(" or ")):
+        assert search(pricer, Space(legal))
+
+
+def test_single_changes_make_a_layout_fit_or_faster():
+    pricer = Pricer(SELENE, load_model("megatron-145b"), 64, "fp16")
+    slow = pricer.price(Layout(8, 16, 1))
+    at_once, changes = improvements(slow, pricer)
+    assert at_once == 1 and changes
+    assert all(other.fits and other.step_time_s < slow.step_time_s for other in changes)
+    too_much = pricer.price(Layout(8, 16, 1, micro_size=4))
+    assert not too_much.fits
+    at_once, changes = improvements(too_much, pricer)
+    assert at_once == 1 and changes and all(other.fits for other in changes)
+    for layout in neighbours(too_much.layout, pricer):
+        assert layout.ranks == 128
+
+
+@pytest.mark.parametrize("memory_bytes", [3e9, 0.6e9])
+def test_two_changes_where_no_single_one_suffices(memory_bytes):
+    """The best pairs, found by trying all; where there are none, what saves most memory."""
+    pricer = small(MODELS[1], memory_bytes)
+    price = pricer.price(Layout(1, 2, 4, micro_size=3))
+    single = set(neighbours(price.layout, pricer))
+    assert not any(pricer.fits(layout) for layout in (price.layout, *single))
+    pairs = {two for one in single for two in neighbours(one, pricer)}
+    times = sorted(pricer.price(layout).step_time_s for layout in pairs if pricer.fits(layout))
+    at_once, changes = improvements(price, pricer)
+    if times:
+        assert at_once == 2
+        assert [other.step_time_s for other in changes] == pytest.approx(times[:3])
+    else:
+        assert at_once == 1
+        least = min(pricer.memory(layout).total for layout in single)
+        assert changes[0].memory.total == least
+    assert bool(times) == (memory_bytes > 1e9)
+
+
+def test_a_difference_names_what_is_other():
+    layout = Layout(8, 16, 1)
+    assert difference(layout, replace(layout, tensor=4, data=2)) == "t=4, d=2"
+    other = replace(layout, recompute="full", sequence_parallel=True, scatter_gather=False, zero=1)
+    words = "recompute full, --sequence-parallel, --no-scatter-gather, --zero 1"
+    assert difference(layout, other) == words
+
+
+def test_the_papers_rules():
+    """GPT-3 on 1024 GPUs: t = 8 in the node, p as small as fits."""
+    pricer = Pricer(SELENE, load_model("gpt3-175b"), 1536, "fp16")
+    price = heuristic(pricer, Space(1024))
+    assert price.fits and price.layout.tensor == 8
+    fewer = replace(price.layout, pipeline=price.layout.pipeline // 2, micro_size=1)
+    fewer = replace(fewer, data=2 * price.layout.data)
+    assert pricer.memory(fewer).total > pricer.capacity_bytes
+    times = microbatch_model(pricer, price.layout)
+    stages = pricer.stage_seconds(replace(price.layout, micro_size=1))
+    slowest = max(forward.total + backward.total for forward, backward in stages)
+    per_replica = 1536 // price.layout.data
+    assert times[1] == pytest.approx((per_replica + price.layout.pipeline - 1) * slowest)
+
+
+def test_the_papers_rules_where_no_tensor_axis_fills_a_node():
+    """12 heads allow t = 4 on a node of 8, and p = 2 is then needed."""
+    pricer = small("l=12,h=3072,a=12", 6e9, 16)
+    layout = heuristic(pricer, Space(16)).layout
+    assert layout.tensor == 4 and layout.pipeline > 1
+
+
+def test_compute_optimal_is_chinchillas():
+    """Hoffmann et al. 2022, Table 3: 67e9 parameters for 5.76e23 FLOPs, 1.5e12 tokens."""
+    name, tokens, optimal = compute_optimal(5.76e23, {"a": 10**9, "b": 67 * 10**9, "c": 10**12})
+    assert name == "b"
+    assert optimal == pytest.approx(67e9, rel=0.05)
+    assert tokens == pytest.approx(1.5e12, rel=0.06)
+    assert math.isclose(6 * 67e9 * tokens, 5.76e23)

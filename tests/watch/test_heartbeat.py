@@ -1,0 +1,222 @@
+"""A hang and a crash, as a user meets them: who is named, who waits for it, and that all end."""
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.watch.heartbeat import Judge
+from ptdmpi.watch.whereabouts import Ranks, Report
+from tests._runs import configuration, corpus, log, loop, records
+from tests.parallel import mpirun, parallel
+
+HOST = socket.gethostname()
+
+# What rank RANK does inside op OP of step 3 instead of computing.
+PATCHED = """
+import os, signal, time
+from ptdmpi.cli import main
+from ptdmpi.comm import launch
+launch.prepare()
+from ptdmpi.train.runner import Runner
+timed = Runner._timed
+def patched(self, kind, op, work, peer=None):
+    here = os.environ["OMPI_COMM_WORLD_RANK"] == RANK and kind in ("forward", "backward")
+    def act():
+        {act}
+    return timed(self, kind, op, act if here and self.place.step == 3 and op == OP else work, peer)
+Runner._timed = patched
+main()
+"""
+
+
+def run_patched(folder, act: str, op: str, rank: int, **changes):
+    """`ptdmpi train` on t=2, p=2; returns the ended process and how long it took."""
+    import tomlkit
+
+    corpus(folder)
+    sizes = {"parallel.tensor": 2, "parallel.pipeline": 2, "run.steps": 50}
+    tree = configuration(folder, {**sizes, **changes})
+    (folder / "config.toml").write_text(tomlkit.dumps(tree))
+    program = f"OP, RANK = {op!r}, {str(rank)!r}" + PATCHED.format(act=act)
+    return mpirun(
+        4, ["-c", program, "train", "config.toml"], cwd=folder, check=False, timeout_s=100
+    )
+
+
+def rows_of(folder) -> dict[int, str]:
+    """Rank -> its row of the table in the log."""
+    found = re.findall(r"^(\d+) +\S+ +3 +(.*)$", log(folder / "run"), re.MULTILINE)
+    return {int(rank): row for rank, row in found}
+
+
+def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
+    done = run_patched(tmp_path, "time.sleep(99)", "F0.2", 1, **{"run.stall_s": 2.0})
+    assert done.returncode not in (0, 2, 75)
+    text = log(tmp_path / "run")
+    assert f"held up by rank 1 ({HOST})" in text and text in done.stdout
+    table = rows_of(tmp_path)
+    assert sorted(table) == [0, 1, 2, 3]
+    assert re.match(r"F0\.2 +\d+ s +<-- here$", table[1])
+    assert re.match(r"F0\.2, in all_reduce \(tensor\) +\d+ s +1$", table[0])
+    assert re.match(r"waits for F0\.2 +\d+ s +0$", table[2])
+    assert re.match(r"waits for F0\.2 +\d+ s +1$", table[3])
+    stacks = tmp_path / "run/stacks"
+    for rank in range(4):
+        stack = (stacks / f"rank-{rank:05d}.txt").read_text()
+        assert stack.startswith(f"rank {rank} ({HOST}), process ")
+        assert ("in act" in stack) == (rank == 1)
+    assert "held up by rank 1" in (stacks / "table.txt").read_text()
+
+
+def test_rank_0_is_missed_too(tmp_path):
+    act = "os.kill(os.getpid(), signal.SIGSTOP)"
+    done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
+    assert done.returncode not in (0, 2, 75)
+    assert f"stall: rank 0 ({HOST}) has not been heard for " in done.stderr
+    stacks = {path.name for path in (tmp_path / "run/stacks").glob("rank-*.txt")}
+    assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
+
+
+def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
+    act = "raise RuntimeError('out of luck')"
+    done = run_patched(tmp_path, act, "B1.1", 2)
+    assert done.returncode not in (0, 2, 75)
+    assert f"[rank 2 on {HOST}] RuntimeError: out of luck" in done.stderr
+    line = f"failed: rank 2 ({HOST}): RuntimeError: out of luck (in op B1.1 of this rank's schedule"
+    assert line + ")" in log(tmp_path / "run").splitlines()
+    table = rows_of(tmp_path)
+    assert "<-- here (RuntimeError: out of luck" in table[2]
+    assert table[3].startswith("B1.1, in ") and table[3].endswith(" 2")
+    assert len(list((tmp_path / "run/stacks").glob("rank-*.txt"))) == 4
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    """Rank 1 hangs, so no vote comes; its signals are heard all the same. Duplicates count once."""
+    act = (
+        "[(time.sleep(s), os.kill(os.getpid(), signal.SIGUSR1)) for s in (0, 0.7, 6)]; "
+        "time.sleep(99)"
+    )
+    start = time.monotonic()
+    done = run_patched(tmp_path, act, "F0.2", 1)
+    assert time.monotonic() - start < 60
+    assert done.returncode == 75, done.stderr
+    text = log(tmp_path / "run")
+    assert text.count(f"SIGUSR1 on rank 1 ({HOST}): stops after this step") == 1
+    assert text.count("again: stopped at once") == 1
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@parallel(ranks=[2])
+def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
+    def patch(made):
+        step = made.engine.step
+        made.shares_cores = False
+
+        def slower(*arguments):
+            result = step(*arguments)
+            time.sleep(0.05)
+            # what a rank's clock said does not matter here: its neighbour takes twice as long
+            return type(result)(**{**vars(result), "compute_s": 1.0 + comm.rank})
+
+        made.engine.step = slower
+
+    with loop(comm, tmp_path, {"run.steps": 80}, patch) as made:
+        made.run()
+        host = made.world.host
+    if comm.rank == 0:
+        assert f"work: rank 1 ({host}) 2.00 times" in log(tmp_path / "run")
+        slow = [r["slow_ranks"] for r in records(tmp_path / "run") if "slow_ranks" in r]
+        assert slow == [[{"rank": 1, "host": host, "factor": 2.0}]] * len(slow) and slow
+
+
+@parallel(ranks=[2])
+def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
+    """Rank 1 computes each forward half a second longer; rank 0 waits for it in a collective."""
+
+    def patch(made):
+        (stage,) = made.engine.stages.values()
+        block = stage.layers["0"]
+        if comm.rank == 1:
+            block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.25))
+
+    changes = {"parallel.tensor": 2, "run.steps": 1, "batch.global_size": 2}
+    with loop(comm, tmp_path, changes, patch) as made:
+        made.run()
+        (mine,) = made.heartbeat.compute_s
+        waited_s = made.axes.tensor.waited_s
+    if comm.rank == 1:
+        assert mine > 0.5
+    else:
+        assert waited_s > 0.4 and mine < made.durations[0] - 0.4
+
+
+def judge(stall_s: float) -> tuple[Judge, list[str]]:
+    said: list[str] = []
+    return Judge(Ranks(Grid(1, 1, 2), ["a", "b"]), stall_s, said.append), said
+
+
+def report(age_s: float, phase: str = "training", **more) -> Report:
+    return Report(phase, 3, "forward", "F0.0", None, "", "", age_s, **more)
+
+
+@pytest.mark.parametrize(
+    ("ages", "phase", "step_s", "stalls"),
+    [
+        ((11.0, 12.0), "training", 0.1, True),
+        ((11.0, 9.0), "training", 0.1, False),  # one rank still begins things
+        ((11.0, 12.0), "training", 3.0, False),  # no shorter than five steps
+        ((16.0, 16.0), "training", 3.0, True),
+        ((11.0, 12.0), "saving", 0.1, False),
+        ((101.0, 102.0), "saving", 0.1, True),
+    ],
+)
+def test_what_counts_as_a_stall(ages, phase, step_s, stalls):
+    one, _ = judge(10.0)
+    one.step_s = step_s
+    now_s = time.monotonic()
+    one.hear(0, report(ages[0]), now_s)
+    one.hear(1, report(ages[1], phase), now_s)
+    assert one.look(now_s) == stalls
+    off, _ = judge(0.0)
+    off.table = one.table
+    assert not off.look(now_s)
+
+
+def test_the_earliest_failure_comes_first(tmp_path):
+    one, said = judge(10.0)
+    now_s = time.monotonic()
+    one.hear(1, report(1.0, failure=(70.0, "late"), shown=True), now_s)
+    assert one.look(now_s) and not one.look(now_s)
+    one.hear(0, report(1.0, failure=(60.0, "early")), now_s)
+    assert not one.complete(now_s) and one.complete(now_s + 9.0)
+    one.pronounce(tmp_path)
+    assert said[0] == "failed: rank 0 (a): early" and said[1] == "failed: rank 1 (b): late"
+
+
+def test_signals_within_five_seconds_are_one():
+    one, said = judge(10.0)
+    usr1, term = int(signal.SIGUSR1), int(signal.SIGTERM)
+    one.hear(0, report(1.0, signals=((usr1, 0.0),)), 100.0)
+    one.hear(1, report(1.0, signals=((usr1, 0.0),)), 103.0)
+    # heard late, but it came within the five seconds
+    one.hear(0, report(1.0, signals=((usr1, 6.0), (usr1, 2.0))), 106.0)
+    assert len(said) == 1 and not one.stop_at_once
+    one.hear(1, report(1.0, signals=((usr1, 4.0), (term, 0.5))), 107.0)
+    assert one.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
+
+
+def test_without_threads_in_mpi_a_run_goes_on_and_says_so(tmp_path):
+    import tomlkit
+
+    corpus(tmp_path)
+    tree = configuration(tmp_path, {"run.steps": 2})
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(tree))
+    program = "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
+    program += "from ptdmpi.cli import main; main()"
+    done = mpirun(1, ["-c", program, "train", "config.toml"], cwd=tmp_path, timeout_s=60)
+    assert "no MPI_THREAD_MULTIPLE" in done.stdout
+    assert (tmp_path / "run/done").exists()

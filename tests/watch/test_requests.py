@@ -1,0 +1,162 @@
+"""Stopping well: signals at any moment, files, the time limit, and the marker of a complete run."""
+
+import signal
+import time
+
+import pytest
+
+from ptdmpi.watch.requests import Requests, StopRequest, process_age_s
+from tests._runs import after, log, loop, records
+from tests.parallel import parallel
+
+PIPELINE = {"parallel.pipeline": 2, "run.steps": 6}
+
+
+def usr1() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def nothing() -> None:
+    pass
+
+
+def stops(made) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        made.run()
+    assert stopped.value.code == 75
+
+
+def saved(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "run/checkpoints").glob("step-????????"))
+
+
+@parallel(ranks=[2])
+def test_a_signal_on_one_rank_stops_all_after_the_step(comm, tmp_path):
+    def patch(made):
+        made.engine.step = after(made.engine.step, 2, usr1 if comm.rank == 1 else nothing)
+
+    with loop(comm, tmp_path, PIPELINE, patch) as made:
+        stops(made)
+        host = made.world.host
+    run = tmp_path / "run"
+    if comm.rank == 0:
+        assert saved(tmp_path) == ["step-00000002"]
+        line = f"SIGUSR1 on rank 1 ({host}): saving after step 2, then exit code 75"
+        assert line in log(run).splitlines()
+        assert not (run / "done").exists()
+    with loop(comm, tmp_path, PIPELINE) as made:
+        assert made.first == 2
+        made.run()
+    if comm.rank == 0:
+        assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+        assert (run / "done").read_text() == '{"steps": 6}\n'
+    comm.Barrier()
+    with loop(comm, tmp_path, {**PIPELINE, "run.steps": 7}) as made:
+        assert not (run / "done").exists()
+        made.run()
+    assert comm.rank or (run / "done").read_text() == '{"steps": 7}\n'
+
+
+@parallel(ranks=[2])
+def test_a_signal_during_the_start_stops_before_a_step(comm, tmp_path):
+    with loop(comm, tmp_path, PIPELINE, lambda made: usr1() if comm.rank else None) as made:
+        stops(made)
+    if comm.rank == 0:
+        assert "SIGUSR1 on rank 1" in log(tmp_path / "run")
+        assert saved(tmp_path) == [] and not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@parallel(ranks=[2])
+def test_a_signal_during_a_save_is_obeyed_after_it(comm, tmp_path):
+    def patch(made):
+        made.checkpoints.save = after(made.checkpoints.save, 1, usr1 if comm.rank else nothing)
+
+    with loop(comm, tmp_path, {**PIPELINE, "checkpoint.every_steps": 3}, patch) as made:
+        stops(made)
+    if comm.rank == 0:
+        assert saved(tmp_path) == ["step-00000003"]
+        assert log(tmp_path / "run").count("saved ") == 1
+        assert records(tmp_path / "run")[-1]["step"] == 3
+
+
+@parallel(ranks=[2])
+def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
+    def patch(made):
+        act = usr1 if comm.rank else nothing
+        made.engine.evaluate = after(made.engine.evaluate, 1, act)
+
+    valid = {"data.valid": str(tmp_path / "valid"), "log.validate_every_steps": 2}
+    with loop(comm, tmp_path, {**PIPELINE, **valid}, patch) as made:
+        stops(made)
+    if comm.rank == 0:
+        assert saved(tmp_path) == ["step-00000002"]
+        assert "validation after step 2 broken off" in log(tmp_path / "run")
+        assert all("validation_loss" not in record for record in records(tmp_path / "run"))
+
+
+@parallel(ranks=[2])
+def test_files_are_obeyed_and_removed(comm, tmp_path):
+    run = tmp_path / "run"
+
+    def patch(made):
+        made.requests._looked_s = -1e9
+        steps = made.engine.step
+        if comm.rank == 0:
+            steps = after(steps, 2, lambda: ((run / "SAVE").touch(), look_again()))
+            steps = after(steps, 4, lambda: ((run / "STOP").touch(), look_again()))
+        made.engine.step = steps
+
+        def look_again():
+            made.requests._looked_s = -1e9
+
+    with loop(comm, tmp_path, PIPELINE, patch) as made:
+        stops(made)
+    if comm.rank == 0:
+        assert saved(tmp_path) == ["step-00000002", "step-00000004"]
+        assert not (run / "SAVE").exists() and not (run / "STOP").exists()
+        assert "file STOP: saving after step 4" in log(run)
+    comm.Barrier()
+    with loop(comm, tmp_path, PIPELINE) as made:
+        made.run()
+    assert comm.rank or records(run)[-1]["step"] == 6
+
+
+@parallel(ranks=[2])
+def test_the_time_limit_leaves_one_step(comm, tmp_path):
+    """A run of this limit, started again and again, gets on by a step each time."""
+    for step in (1, 2):
+        with loop(comm, tmp_path, {**PIPELINE, "run.max_minutes": 1e-3}) as made:
+            stops(made)
+        assert saved(tmp_path)[-1] == f"step-{step:08d}"
+        comm.Barrier()
+    assert comm.rank or "run.max_minutes: saving after step 1" in log(tmp_path / "run")
+
+
+def test_room_is_left_for_a_step_and_the_save(tmp_path):
+    requests = Requests(StopRequest(), tmp_path, ["a"], 10.0)
+    requests.stepped(20.0)
+    limit = 600.0 - 1.5 * 20.0
+    for save_s, room in ((0.0, 30.0), (5.0, 10.0), (60.0, 120.0)):
+        requests.saved(save_s)
+        requests.began_s = time.monotonic() - (limit - room - 1.0)
+        assert requests.mine(0)[0] == 0
+        requests.began_s = time.monotonic() - (limit - room + 1.0)
+        assert requests.reason(requests.mine(0)[0]) == "run.max_minutes"
+        assert requests.mine(1)[0] == 0  # rank 0 has the clock
+
+
+def test_the_age_of_a_process_includes_its_start():
+    before = time.process_time()  # what it has computed so far took at least a part of its age
+    assert before < process_age_s() < 3600
+
+
+def test_the_most_urgent_reason_and_its_lowest_rank_are_told(tmp_path):
+    requests = Requests(StopRequest(), tmp_path, ["a", "b", "c"], 0.0)
+    (tmp_path / "STOP").touch()
+    assert requests.reason(requests.mine(0)[0]) == "file STOP"
+    votes = [requests.mine(0)[0]]
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        requests.signals.received = number
+        votes += [requests.mine(rank)[0] for rank in (2, 1)]
+        assert requests.reason(max(votes)) == f"{number.name} on rank 1 (b)"
+    assert requests.reason(0) == ""

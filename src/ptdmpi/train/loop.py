@@ -24,6 +24,7 @@ from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
+from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -106,6 +107,8 @@ class Loop:
             self.checkpoints.check_space()
         if world.rank == 0:
             self.directory = RunDirectory(self.path, to_toml(config), self.concluded)
+            if self.first < config.run.steps:
+                self.directory.open_sinks(config)
         self.saving = Saving(self.checkpoints, config.run.steps, self.say, self._keep_record)
         if handover is None:
             self._greet()
@@ -167,6 +170,8 @@ class Loop:
         """End all threads without the other ranks, of which some may be lost."""
         self.heartbeat.close()
         self.checkpoints.close()
+        if self.directory:
+            self.directory.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -355,6 +360,7 @@ class Loop:
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
+    require(config.log)
     checked_data(config)
     return config
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Row
-from benchmarks.worker import synthetic_ids
+from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import PRECISIONS

@@ -137,6 +137,17 @@ def test_one_file_knows_the_world_communicator():
     assert users <= {Path("ptdmpi/comm/world.py")}
 
 
+def test_axes_are_asked_for_by_name():
+    """`axes["tensor"]`, so that code that is for every axis has no list of them to keep."""
+    wanted = re.compile(r"\baxes\.(tensor|data|pipeline|ends|coordinates\.\w+)\b")
+    found = [
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for file in FILES
+        for match in wanted.finditer(file.read_text())
+    ]
+    assert found == []
+
+
 def test_planning_imports_no_heavy_packages():
     subprocess.run([sys.executable, "-c", BLOCKER], check=True, cwd=ROOT, timeout=60)
 

@@ -21,7 +21,7 @@ from ptdmpi.inference.model import device_of
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.counts import parameter_count
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.sinks.sinks import require
@@ -63,10 +63,9 @@ class Loop:
     ) -> None:
         """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
         self.world, self.config = world, config
-        parallel = config.parallel
         torch.set_num_threads(config.run.threads)
         self.device = device_of(world)
-        self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+        self.axes = world.split(grid_of(config))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
         self.lock: RunLock | None = None
@@ -181,7 +180,7 @@ class Loop:
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.place.step = step + 1
-        watch = Stopwatch(self.axes.pipeline.rank, self.place)
+        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))

@@ -1,6 +1,6 @@
 """One rank of one side: sets its model up, then trains steps on command.
 
-    python -m benchmarks.worker ours|torch SOCKET
+    python -m benchmarks.speed.worker ours|torch SOCKET
 
 Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read
 of it; a barrier of MPI or gloo would keep a core busy that the other side is measured on.
@@ -13,13 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
-from benchmarks.case import Row, Variant
+from benchmarks.speed.case import Row, Variant
 from ptdmpi.comm import launch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Trainer(Protocol):
@@ -32,20 +29,6 @@ class Trainer(Protocol):
 
     def step(self, step: int, batch: Any) -> float | None:
         """Train one step; its mean loss in nats, None on a rank that does not know it."""
-
-
-def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Token ids [B, s + 1], the same for both sides, log-uniform: some frequent, most rare.
-
-    Uniform ids could not be learned, so that a missing update would not show in the loss.
-    """
-    import torch
-
-    case = row.case
-    generator = torch.Generator().manual_seed(step)
-    shape = (case.global_size, case.seq_length + 1)
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
-    return (case.vocab_size**uniform).long() - 1
 
 
 def serve(stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None) -> None:
@@ -112,11 +95,11 @@ def main() -> None:
         row, variant = Row.from_json(job["row"]), Variant(**job["variant"])
         launch.prepare()
         if side == "ours":
-            from benchmarks import ours
+            from benchmarks.speed import ours
 
             ours.run(row, lambda trainer: serve(stream, trainer, trainer.gemm_time_s))
         else:
-            from benchmarks import plain_torch
+            from benchmarks.speed import plain_torch
 
             plain_torch.run(row, variant, job["store"], lambda trainer: serve(stream, trainer))
 

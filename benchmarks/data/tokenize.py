@@ -23,14 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.rates import Side, compare, show
+from benchmarks.launch import ROOT
+from benchmarks.turns import Side, compare, show
 
 VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
 LONG_BYTES, SHORT_SHARE = 12_000_000, 4  # the short corpus has a quarter of the long one
 LONGEST_TIMES = 10  # the longest is the long one so many times
-ROOT = Path(__file__).resolve().parent.parent
 OURS = "ptdmpi-data tokenize"
 GROUP_TEXTS = 256  # that the bare calls are given at a time
 

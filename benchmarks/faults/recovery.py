@@ -1,6 +1,6 @@
 """From the death of a rank to the next training step: random kills, with shrink and a restart.
 
-    python -m benchmarks.recovery --trials 10 --restarts 3 --seed 1
+    python -m benchmarks.faults.recovery --trials 10 --restarts 3 --seed 1
 
 A trial trains a small GPT with `reproducible = true`, kills random ranks (SIGKILL) one after the
 other at random moments, at times while the others recover, and is clean if the job ends by itself
@@ -8,16 +8,12 @@ with exit code 0, every step recorded once, and the losses of the undisturbed ru
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.launch import living_ranks, mpirun, start
+from benchmarks.turns import spread
 from ptdmpi.data.shard_writer import ShardWriter
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
 LIMIT_S = 300.0
 POLL_S = 0.002
@@ -111,32 +108,15 @@ class Job:
         options = ["--with-ft", "ulfm"] if failure == "shrink" else []
         words = [f"run.name={name}", f"run.on_failure={failure}", *setup.settings()]
         sets = [word for setting in words for word in ("--set", setting)]
-        rank = [sys.executable, "-m", "ptdmpi", "train", "config.toml", *sets]
-        environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "VIRTUAL_ENV": sys.prefix}
-        environment.pop("PYTHONUNBUFFERED", None)
-        command = ["mpirun", *options, "-n", str(setup.ranks), *rank]
+        rank = ["-m", "ptdmpi", "train", "config.toml", *sets]
+        command = mpirun(setup.ranks, rank, options)
         with open(self.output, "a") as output:
-            self.process = subprocess.Popen(
-                ["bash", "-c", '. "$0"; exec "$@"', str(ROOT / "jobs/mpi-env.sh"), *command],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = start(command, output, cwd=folder, extra={"PYTHONFAULTHANDLER": "1"})
         self.end = time.monotonic() + LIMIT_S
 
     def ranks(self) -> dict[int, int]:
         """Process ids of the living ranks by rank."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it ended in the meantime
-                if entry.name.isdigit() and os.getsid(int(entry.name)) == self.process.pid:
-                    variables = (entry / "environ").read_bytes()
-                    if match := re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", variables):
-                        found[int(match[1])] = int(entry.name)
-        return found
+        return living_ranks(self.process)
 
     def steps(self) -> list[int]:
         """The recorded steps; a line that is being written is left out."""
@@ -273,12 +253,6 @@ def straight(folder: Path, setup: Setup) -> Path:
     return folder / "runs" / name
 
 
-def spread(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
-
-
 def table(trials: Sequence[Trial]) -> Iterator[str]:
     yield "| what | jobs | clean | deaths | death to next step: median (min to max) | as logged |"
     yield "|---|---|---|---|---|---|"
@@ -289,7 +263,7 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
         seconds = [value for trial in group for value in trial.seconds]
         told = [value for trial in group for value in trial.told]
         deaths = sum(trial.deaths for trial in group)
-        row = [kind, len(group), clean, deaths, spread(seconds), spread(told)]
+        row = [kind, len(group), clean, deaths, spread(seconds, " s"), spread(told, " s")]
         yield f"| {' | '.join(map(str, row))} |"
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.rows import Row, published
-from benchmarks.validate_plan import predicted
-from tests.parallel import ROOT
+from benchmarks.launch import ROOT
+from benchmarks.planning.rows import Row, published
+from benchmarks.planning.validate_plan import predicted
 
 OUTPUT = ROOT / "docs/pictures"
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b")

@@ -8,13 +8,15 @@ them; their order counts only where they differ by more than the spread of their
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
+from benchmarks.launch import answer
+from benchmarks.turns import round_of
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
@@ -54,15 +56,17 @@ def measure(text: str) -> None:
         torch.set_num_threads(1)
         layouts = [Layout(**fields) for fields in job["layouts"]]
         parts = {layout.ranks: world.first(layout.ranks) for layout in layouts}
-        times: list[list[float]] = [[] for _ in layouts]
-        for _ in range(job["rounds"]):
-            for layout, found in zip(layouts, times, strict=True):
-                part = parts[layout.ranks]
-                if part is not None:
-                    found.append(_steps_s(part, layout, job))
-                world.control.Barrier()
+
+        def side(layout: Layout) -> float:
+            part = parts[layout.ranks]
+            time_s = 0.0 if part is None else _steps_s(part, layout, job)
+            world.control.Barrier()
+            return time_s
+
+        sides = {str(number): partial(side, layout) for number, layout in enumerate(layouts)}
+        rounds = [round_of(sides, number) for number in range(job["rounds"])]
         if world.rank == 0:
-            print(json.dumps(times))
+            print(json.dumps([[times[name] for times in rounds] for name in sides]))
 
 
 def _steps_s(world, layout: Layout, job: dict) -> float:
@@ -73,7 +77,7 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
 
     from ptdmpi.config import resolve
     from ptdmpi.model.stage import Batch
-    from ptdmpi.plan.layout.grid import Grid
+    from ptdmpi.plan.layout.grid import training_grid
     from ptdmpi.train.engine import Engine
 
     model = load_model(job["model"])
@@ -94,10 +98,12 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
         "data": {"train": [{"path": "unused"}]},
     }
     config = resolve(tree, world.size)
-    axes = world.split(Grid(layout.tensor, layout.pipeline, layout.data))
+    axes = world.split(
+        training_grid(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+    )
     engine = Engine(config, axes, model.vocab_size)
     ids = torch.randint(model.vocab_size, (model.config.seq_length + 1, layout.micro_size))
-    axes.tensor.broadcast(ids)
+    axes["tensor"].broadcast(ids)
     batch = Batch(ids[:-1], ids[1:].contiguous(), None, torch.arange(layout.micro_size))
     times = []
     for step in range(job["steps"]):
@@ -106,11 +112,6 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
         engine.step(step, [batch] * config.microbatches)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def mpirun(*arguments: str) -> str:
-    command = ["mpirun", "-n", str(RANKS), sys.executable, "-m", *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def kendall(
@@ -171,9 +172,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "here.toml")
-        print(mpirun("ptdmpi", "probe", "--output", path, "--precision", PRECISION))
+        print(answer(RANKS, ["-m", "ptdmpi", "probe", "--output", path, "--precision", PRECISION]))
         pricer = Pricer(load_cluster(path), load_model(MODEL), BATCH, PRECISION)
-    measured = json.loads(mpirun("benchmarks.validate_here", json.dumps(job)))
+    words = ["-m", "benchmarks.planning.validate_here", json.dumps(job)]
+    measured = json.loads(answer(RANKS, words))
     predicted = [pricer.price(layout).step_time_s for layout in LAYOUTS]
     print(f"{MODEL}, batch {BATCH}, {PRECISION}, one thread per rank")
     print(compare(predicted, measured))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import torture as program
-from benchmarks.torture import Lost, Torture, kinds
-from benchmarks.torture_run import Case, Training, newest_sound
+from benchmarks.faults import torture as program
+from benchmarks.faults.torture import Lost, Torture, kinds
+from benchmarks.faults.training import Case, Training, newest_sound
 from ptdmpi.checkpoint import directory as files
 from tests.parallel import mpi_environment
 

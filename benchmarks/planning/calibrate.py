@@ -9,21 +9,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.rows import published, read
+from benchmarks.launch import ROOT
+from benchmarks.planning.rows import published, read
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, Efficiency, load_cluster, load_model
 from ptdmpi.plan.machine.fit import descend, distance, fit_rings
 from ptdmpi.plan.machine.kernels import Machine
-from tests.parallel import ROOT
 
 OUTPUT = ROOT / "src/ptdmpi/presets/efficiency.toml"
 RINGS = "vtrain_nccl_allreduce_lut_sample"
 LAYERS = "korthikanti2022_table4_layer"
 HEADER = """\
 # What software reaches of the data sheets. Written by `make calibrate` from published files alone
-# (benchmarks/calibrate.py says which); no value is set by hand.
+# (benchmarks/planning/calibrate.py says which); no value is set by hand.
 """
 
 

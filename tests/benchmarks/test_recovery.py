@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.recovery import SETUPS, Trial, compare, table
+from benchmarks.faults.recovery import SETUPS, Trial, compare, table
 
 
 def _run(folder: Path, losses: list[float]) -> Path:

@@ -4,15 +4,14 @@ import json
 import os
 import socket
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from benchmarks.bench import Trials, check_losses
-from benchmarks.case import LAYOUTS, Case, Row, Variant, choices, select
-from benchmarks.data_tokenize import rates_between
-from benchmarks.rounds import (
+from benchmarks.data.tokenize import rates_between
+from benchmarks.speed.bench import RESULTS, Trials, check_losses
+from benchmarks.speed.case import LAYOUTS, Case, Row, Variant, choices, select
+from benchmarks.speed.rounds import (
     Result,
     Round,
     Sample,
@@ -26,7 +25,7 @@ from benchmarks.rounds import (
     table,
     write,
 )
-from benchmarks.sides import Side, SideFailed, SideTooSlow, Steps
+from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, Steps
 from ptdmpi.config import InputError
 
 TINY = Case(layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1)
@@ -117,7 +116,7 @@ class FakeSide:
 
 
 def test_the_fastest_way_is_found_decision_by_decision(monkeypatch):
-    monkeypatch.setattr("benchmarks.bench.Side", FakeSide)
+    monkeypatch.setattr("benchmarks.speed.bench.Side", FakeSide)
     monkeypatch.setattr(FakeSide, "started", [])
     trials = Trials()
     best, tried = trials.fastest(Row("t=2", "bf16"), 1.0)
@@ -137,7 +136,7 @@ def test_where_no_way_is_left_there_is_still_a_bound(monkeypatch):
         def train(self, count, limit_s=600.0):
             raise SideTooSlow(f"more than {limit_s} s")
 
-    monkeypatch.setattr("benchmarks.bench.Side", Hopeless)
+    monkeypatch.setattr("benchmarks.speed.bench.Side", Hopeless)
     trials = Trials()
     for _ in range(2):  # also in a row after it
         best, tried = trials.fastest(Row("single", "bf16"), 1000.0)
@@ -152,7 +151,7 @@ def test_a_slow_way_of_dividing_does_not_condemn_its_cast(monkeypatch):
                 raise SideTooSlow(f"more than {limit_s} s")
             return super().train(count, limit_s)
 
-    monkeypatch.setattr("benchmarks.bench.Side", SlowWithoutLossParallel)
+    monkeypatch.setattr("benchmarks.speed.bench.Side", SlowWithoutLossParallel)
     trials = Trials()
     assert trials.fastest(Row("t=2", "fp32"))[0].loss_parallel
     assert trials.hopeless == set()
@@ -256,7 +255,7 @@ def test_a_tool_that_is_too_quick_for_the_corpora_gets_no_rate():
 
 def test_a_worker_ends_with_its_commands():
     """The end of the stream is the end of the work, so that no rank outlives the benchmark."""
-    from benchmarks.worker import serve
+    from benchmarks.speed.worker import serve
 
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -283,7 +282,7 @@ def _result(done: list[Round]) -> Result:
 
 
 def test_the_results_in_the_project_follow_the_schema():
-    file = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "latest.json"
+    file = RESULTS / "latest.json"
     for row in json.loads(file.read_text())["rows"]:
         result = Result(**row)
         assert result.ratio_min <= result.ratio_median <= result.ratio_max

@@ -3,9 +3,12 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptdmpi.config import Config, InputError, resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PRECISIONS = ("fp32", "bf16")
 CASTS = ("microbatch", "step", "masters")
@@ -167,3 +170,17 @@ def choices(row: Row) -> list[list[dict[str, Any]]]:
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
         decisions.append([{"sequence_parallel": False}, {"sequence_parallel": True}])
     return decisions
+
+
+def synthetic_ids(row: Row, step: int) -> "Tensor":
+    """Token ids [B, s + 1], the same for both sides, log-uniform: some frequent, most rare.
+
+    Uniform ids could not be learned, so that a missing update would not show in the loss.
+    """
+    import torch
+
+    case = row.case
+    generator = torch.Generator().manual_seed(step)
+    shape = (case.global_size, case.seq_length + 1)
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return (case.vocab_size**uniform).long() - 1

@@ -1,4 +1,4 @@
-"""Runs published elsewhere than in `benchmarks/published/`, beside predictions: `outside.csv`.
+"""Runs published elsewhere than in `published/`, beside predictions: `outside.csv`.
 
 Nothing was calibrated on them, nor any term of the model chosen by them. Those of 2022 ran a newer
 program, which hides sums over the tensor axis behind weight gradients.

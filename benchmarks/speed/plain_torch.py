@@ -22,9 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.case import Row, Variant
-from benchmarks.gpt_torch import Gpt, mean_loss
-from benchmarks.worker import synthetic_ids
+from benchmarks.speed.case import Row, Variant, synthetic_ids
+from benchmarks.speed.gpt_torch import Gpt, mean_loss
 from ptdmpi.config import Config
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 

@@ -1,6 +1,6 @@
 """Kill, damage and starve runs on purpose, start them again, and count what was lost.
 
-    python -m benchmarks.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
+    python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
 
 In each trial a training is disturbed, the cause is taken away, and the same command is given again
 until the run is done. Its parameters, moments and losses must then be those of an undisturbed run,
@@ -20,10 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.torture_rank import PLACES
-from benchmarks.torture_run import (
+from benchmarks.faults.rank import PLACES
+from benchmarks.faults.training import (
     EVERY_STEPS,
-    ROOT,
     STEPS,
     Case,
     Training,
@@ -32,6 +31,7 @@ from benchmarks.torture_run import (
     prepare,
     records_deviate,
 )
+from benchmarks.launch import mpirun, start
 from ptdmpi.checkpoint import directory as files
 
 NOWHERE = ("none", 1, 0)
@@ -42,7 +42,7 @@ LAYOUTS = (
     ("d=2", 2, ("parallel.data=2",)),
     ("t=2,d=2", 4, ("parallel.tensor=2", "parallel.data=2")),
 )
-ULFM = ("mpirun", "--with-ft", "ulfm")
+ULFM = ("--with-ft", "ulfm")
 SHRINKING = (("d=2", 2, ()), ("d=4", 4, ()), ("p=2,d=2", 4, ("parallel.pipeline=2",)))
 
 
@@ -304,8 +304,7 @@ def can_mount() -> bool:
 
 def can_shrink() -> bool:
     """Whether the MPI at hand starts ranks that may survive one another (ULFM)."""
-    words = ("bash", "-c", f'. "{ROOT}/jobs/mpi-env.sh"; exec {" ".join(ULFM)} -n 1 true')
-    return subprocess.run(words, capture_output=True).returncode == 0
+    return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
 
 
 def table(counts: dict[str, Count]) -> str:
@@ -325,7 +324,9 @@ def _row(kind: str, count: Count) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.torture", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults.torture", description=__doc__
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of all trials")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", help="some of them, such as 'kill-one flip'")

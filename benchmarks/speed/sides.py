@@ -1,7 +1,6 @@
 """The two sides as groups of processes that train on command."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from benchmarks.case import Row, Variant
-from benchmarks.rounds import busy_cpu_s, foreign_share
+from benchmarks.launch import mpirun, start
+from benchmarks.speed.case import Row, Variant
+from benchmarks.speed.rounds import busy_cpu_s, foreign_share
 
-ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
@@ -79,26 +78,13 @@ class Side:
 
     def _launch(self, place: Path) -> None:
         name = "ours" if self.variant is None else "torch"
-        worker = [sys.executable, "-m", "benchmarks.worker", name, str(place / "socket")]
+        worker = ["-m", "benchmarks.speed.worker", name, str(place / "socket")]
         if self.variant is None:
-            self._start(["mpirun", "-n", str(self.ranks), *worker], {})
+            self.processes.append(start(mpirun(self.ranks, worker), self.log))
             return
         for rank in range(self.ranks):
-            self._start(worker, {"RANK": str(rank), "WORLD_SIZE": str(self.ranks)})
-
-    def _start(self, command: list[str], extra: dict[str, str]) -> None:
-        environment = {**os.environ, **extra}
-        if sys.prefix != sys.base_prefix:
-            environment["VIRTUAL_ENV"] = sys.prefix
-        process = subprocess.Popen(
-            ["bash", "-c", '. jobs/mpi-env.sh; exec "$@"', "bench", *command],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-        )
-        self.processes.append(process)
+            extra = {"RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
+            self.processes.append(start([sys.executable, *worker], self.log, extra=extra))
 
     def _greet(self, place: Path) -> None:
         """Accept every rank, tell it its job, and wait until its model stands."""

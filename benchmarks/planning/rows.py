@@ -1,4 +1,4 @@
-"""The published measurements of `benchmarks/published/` as layouts and step times.
+"""The published measurements of `benchmarks/planning/published/` as layouts and step times.
 
 A row of the papers' tables and figures states a model, a layout, a batch and a time. What it leaves
 open is settled here once: v = 1 where it is not stated, no overlap where none is stated, even

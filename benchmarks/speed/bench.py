@@ -1,6 +1,6 @@
 """Measure this project and plain torch in turn, and write results/latest.json.
 
-python -m benchmarks.bench [--rows "t2 single-bf16"] [--rounds 5] [--steps 1] [--profile ROW]
+python -m benchmarks.speed.bench [--rows "t2 single-bf16"] [--rounds 5] [--steps 1] [--profile ROW]
 """
 
 import argparse
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import rounds as measuring
-from benchmarks.case import Row, Variant, choices, select
-from benchmarks.rounds import Result, Round, Sample, Trial
-from benchmarks.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
+from benchmarks.speed import rounds as measuring
+from benchmarks.speed.case import Row, Variant, choices, select
+from benchmarks.speed.rounds import Result, Round, Sample, Trial
+from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
+from benchmarks.turns import round_of
 from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -115,10 +116,9 @@ def measure(row: Row, wanted: int, steps: int, trials: Trials) -> Result:
         tokens = steps * row.case.tokens
         done: list[Round] = []
         while not measuring.enough(done, wanted):
-            # who goes first changes, so that a trend of the machine favours nobody
-            order = (ours, peer) if len(done) % 2 == 0 else (peer, ours)
-            found = {side: side.train(steps) for side in order}
-            mine, theirs = found[ours], found[peer]
+            sides = {"ours": lambda: ours.train(steps), "peer": lambda: peer.train(steps)}
+            found = round_of(sides, len(done))
+            mine, theirs = found["ours"], found["peer"]
             losses, peer_losses = losses + mine.losses, peer_losses + theirs.losses
             check_losses(row, losses, peer_losses)
             foreign = max(mine.foreign_share, theirs.foreign_share)
@@ -204,7 +204,7 @@ def positive(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bench", description=__doc__)
     parser.add_argument("--rows", help="ids, layouts or precisions, such as 't2 p2-bf16'")
     parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds per row")
     parser.add_argument("--steps", type=positive, default=1, help="steps of a side in a round")

@@ -8,8 +8,8 @@ listed and never counted, runs that two figures show are counted once in the sum
 import statistics
 from collections import defaultdict
 
-from benchmarks.outside import outside_table
-from benchmarks.rows import Row, published
+from benchmarks.planning.outside import outside_table
+from benchmarks.planning.rows import Row, published
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster

@@ -1,6 +1,6 @@
 """How fast data comes, beside the least that it could cost.
 
-    python -m benchmarks.data [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
+    python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
 
 reads     samples of 1,024 tokens in the training order, ready as int64 inputs and labels, beside
@@ -23,9 +23,9 @@ from unittest.mock import patch
 import h5py
 import numpy as np
 
-from benchmarks.data_start import start
-from benchmarks.data_tokenize import Peers, commands, learn, warm
-from benchmarks.rates import Side, compare, show
+from benchmarks.data.start import start
+from benchmarks.data.tokenize import Peers, commands, learn, warm
+from benchmarks.turns import Side, compare, show
 from ptdmpi.data.batches import Prefetcher, TrainBatches
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter

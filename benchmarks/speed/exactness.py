@@ -1,22 +1,22 @@
 """What exactness costs and what precision changes; each prints a table.
 
-python -m benchmarks.exactness reproducible [--rounds 5]   # d = 2, with and without
-python -m benchmarks.exactness precisions [--steps 300]    # fp32, bf16, fp16 on the demo's data
+python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
+python -m benchmarks.speed.exactness precisions [--steps 300]    # fp32, bf16, fp16; the demo's data
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import rounds as measuring
-from benchmarks.bench import WARM_STEPS, positive, say
-from benchmarks.case import Row
-from benchmarks.sides import ROOT, Side
+from benchmarks.launch import ROOT, answer
+from benchmarks.speed import rounds as measuring
+from benchmarks.speed.bench import WARM_STEPS, positive, say
+from benchmarks.speed.case import Row
+from benchmarks.speed.sides import Side
 
 LAST = 50  # steps whose mean loss is compared
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -61,15 +61,10 @@ def precisions(steps: int) -> None:
                 "log.validate_every_steps": 0,
                 "log.bigram_baseline": "false",
             }
-            command = ["mpirun", "-n", "4", str(Path(sys.executable).parent / "ptdmpi"), "train"]
-            command.append("jobs/demo.toml")
+            words = ["-m", "ptdmpi", "train", "jobs/demo.toml"]
             for key, value in settings.items():
-                command += ["--set", f"{key}={value}"]
-            subprocess.run(
-                ["bash", "-c", '. jobs/mpi-env.sh; exec "$@"', "exactness", *command],
-                cwd=ROOT,
-                check=True,
-            )
+                words += ["--set", f"{key}={value}"]
+            print(answer(4, words), end="")
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
         losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
         means[precision] = statistics.fmean(losses[-LAST:])
@@ -79,7 +74,9 @@ def precisions(steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speed.exactness", description=__doc__
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("reproducible").add_argument("--rounds", type=positive, default=5)
     commands.add_parser("precisions").add_argument("--steps", type=positive, default=300)

@@ -5,19 +5,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.launch import living_ranks, mpirun, start
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
@@ -47,12 +46,12 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. `launcher` starts the ranks; `settings` are added to the command."""
+    """One way to train. `options` are mpirun's; `settings` are added to the command."""
 
     name: str
     ranks: int
     settings: tuple[str, ...]
-    launcher: tuple[str, ...] = ("mpirun",)
+    options: tuple[str, ...] = ()
 
 
 def prepare(folder: Path) -> None:
@@ -73,25 +72,10 @@ class Training:
         place, count, rank = death
         words = [*case.settings, f"run.dir={run}"]
         options = [word for setting in words for word in ("--set", setting)]
-        command = [
-            *(*case.launcher, "-n", str(case.ranks), sys.executable, "-m"),
-            *("benchmarks.torture_rank", place, str(count), str(rank), "train", "config.toml"),
-            *options,
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        environment.pop("PYTHONUNBUFFERED", None)
-        if sys.prefix != sys.base_prefix:
-            environment["VIRTUAL_ENV"] = sys.prefix
+        kill = ("-m", "benchmarks.faults.rank", place, str(count), str(rank))
+        command = mpirun(case.ranks, [*kill, "train", "config.toml", *options], case.options)
         with open(self.output, "w") as file:
-            self.process = subprocess.Popen(
-                ["bash", "-c", f'. "{ROOT}/jobs/mpi-env.sh"; exec "$@"', "torture", *command],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+            self.process = start(command, file, cwd=folder)
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
@@ -124,17 +108,7 @@ class Training:
 
     def ranks(self) -> list[int]:
         """The process ids of the ranks that are alive."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_bytes().split(b"\0")
-                    here = os.getsid(int(entry.name)) == self.process.pid
-                except (FileNotFoundError, ProcessLookupError):
-                    continue
-                if here and b"benchmarks.torture_rank" in words and b"-n" not in words:
-                    found.append(int(entry.name))
-        return sorted(found)
+        return sorted(living_ranks(self.process).values())
 
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:

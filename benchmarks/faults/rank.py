@@ -1,6 +1,6 @@
 """One rank of a tortured run: `ptdmpi train ...` that kills itself at a chosen place of a save.
 
-    python -m benchmarks.torture_rank PLACE COUNT RANK train CONFIG ...
+    python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
 Rank RANK dies (SIGKILL: nothing is flushed, no handler runs) when it comes to PLACE for the
 COUNT-th time; with PLACE = none it never does. All places but `write` are visited by rank 0 alone.

@@ -1,7 +1,7 @@
 """How fast checkpoints are saved and loaded: beside the same bytes written and read plainly, and
 beside torch.distributed.checkpoint.
 
-    python -m benchmarks.checkpoint [--ranks 2] [--layers 3] [--rounds 5] [--folder DIR]
+    python -m benchmarks.faults.checkpoint [--ranks 2] [--layers 3] [--rounds 5] [--folder DIR]
 
 The sides alternate in the same processes, on the same file system, in changing order; every ratio
 is taken within one round. "Plainly" is one write and one fsync of a rank's share from one buffer,
@@ -14,16 +14,16 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from benchmarks.launch import answer
+from benchmarks.turns import round_of, spread
 from ptdmpi.comm import launch
 
-ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("ours", "plain", "torch")
 LIMIT_S = 1800.0
 
@@ -41,7 +41,7 @@ class Rank:
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.checkpoint.share import KINDS, tensor_of
         from ptdmpi.config import CheckpointConfig, resolve
-        from ptdmpi.plan.layout.grid import Grid
+        from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)
@@ -51,7 +51,9 @@ class Rank:
             "batch": {"global_size": world.size},
             "data": {"train": [{"path": "none"}]},
         }
-        engine = Engine(resolve(tree, world.size), world.split(Grid(1, 1, world.size)), 4096)
+        engine = Engine(
+            resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
+        )
         self.folder, self.world, self.control = folder, world, world.control
         self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
         self.background = Checkpoints(
@@ -115,14 +117,15 @@ class Rank:
         self.control.Barrier()
         return time.perf_counter() - begin
 
+    def load_cold(self, side: str, number: int) -> float:
+        """Seconds that a load takes of files that are not in the page cache."""
+        self.forget()
+        return self.clock(partial(self.load, side, number))
+
     def round(self, number: int) -> dict[str, dict[str, float]]:
-        order = SIDES[number % 3 :] + SIDES[: number % 3]
-        found: dict[str, dict[str, float]] = {"save_s": {}, "load_s": {}}
-        for side in order:
-            found["save_s"][side] = self.clock(lambda side=side: self.save(side, number))
-        for side in order:
-            self.forget()
-            found["load_s"][side] = self.clock(lambda side=side: self.load(side, number))
+        saves = {side: partial(self.clock, partial(self.save, side, number)) for side in SIDES}
+        loads = {side: partial(self.load_cold, side, number) for side in SIDES}
+        found = {"save_s": round_of(saves, number), "load_s": round_of(loads, number)}
         begin = time.perf_counter()
         self.background.save(number)
         stall_s = time.perf_counter() - begin
@@ -164,12 +167,10 @@ def table(answer: dict) -> str:
     return "\n".join([*lines, f"stall of an asynchronous save: {stalls} s"])
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults.checkpoint", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=3, help="of 151 MB of state each")
     parser.add_argument("--rounds", type=int, default=5)
@@ -181,22 +182,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ptdmpi-checkpoint-") as place:
         words = ["--layers", str(options.layers), "--rounds", str(options.rounds)]
-        worker = [sys.executable, "-m", "benchmarks.checkpoint", "--worker", "--folder", place]
-        environment = dict(os.environ)
-        if sys.prefix != sys.base_prefix:
-            environment["VIRTUAL_ENV"] = sys.prefix
-        command = ["mpirun", "-n", str(options.ranks), *worker, *words]
-        result = subprocess.run(
-            ["bash", "-c", '. jobs/mpi-env.sh; exec "$@"', "checkpoint", *command],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    if result.returncode:
-        sys.exit(f"the ranks ended with exit code {result.returncode}")
-    print(table(json.loads(result.stdout.splitlines()[-1])))
+        worker = ["-m", "benchmarks.faults.checkpoint", "--worker", "--folder", place]
+        text = answer(options.ranks, [*worker, *words], LIMIT_S)
+    print(table(json.loads(text.splitlines()[-1])))
 
 
 if __name__ == "__main__":

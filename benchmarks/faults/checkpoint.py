@@ -41,7 +41,7 @@ class Rank:
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.checkpoint.share import KINDS, tensor_of
         from ptdmpi.config import CheckpointConfig, resolve
-        from ptdmpi.plan.layout.grid import Grid
+        from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)
@@ -51,7 +51,9 @@ class Rank:
             "batch": {"global_size": world.size},
             "data": {"train": [{"path": "none"}]},
         }
-        engine = Engine(resolve(tree, world.size), world.split(Grid(1, 1, world.size)), 4096)
+        engine = Engine(
+            resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
+        )
         self.folder, self.world, self.control = folder, world, world.control
         self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
         self.background = Checkpoints(

@@ -77,7 +77,7 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
 
     from ptdmpi.config import resolve
     from ptdmpi.model.stage import Batch
-    from ptdmpi.plan.layout.grid import Grid
+    from ptdmpi.plan.layout.grid import training_grid
     from ptdmpi.train.engine import Engine
 
     model = load_model(job["model"])
@@ -98,10 +98,12 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
         "data": {"train": [{"path": "unused"}]},
     }
     config = resolve(tree, world.size)
-    axes = world.split(Grid(layout.tensor, layout.pipeline, layout.data))
+    axes = world.split(
+        training_grid(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+    )
     engine = Engine(config, axes, model.vocab_size)
     ids = torch.randint(model.vocab_size, (model.config.seq_length + 1, layout.micro_size))
-    axes.tensor.broadcast(ids)
+    axes["tensor"].broadcast(ids)
     batch = Batch(ids[:-1], ids[1:].contiguous(), None, torch.arange(layout.micro_size))
     times = []
     for step in range(job["steps"]):

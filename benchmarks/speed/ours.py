@@ -13,7 +13,7 @@ from ptdmpi.comm.world import World, fail_together
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.train.engine import Engine
 
 GEMM_REPEATS = 5
@@ -25,8 +25,10 @@ class OurTrainer:
     def __init__(self, row: Row, world: World) -> None:
         config, sizes = row.config, row.sizes
         torch.set_num_threads(config.run.threads)
-        axes = world.split(Grid(sizes.tensor, sizes.pipeline, sizes.data))
-        self.row, self.rank, self.data_rank = row, world.rank, axes.data.rank
+        axes = world.split(
+            training_grid(tensor=sizes.tensor, pipeline=sizes.pipeline, data=sizes.data)
+        )
+        self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
         self.microbatches = config.microbatches
         self.engine = Engine(config, axes, row.case.vocab_size)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptdmpi.base.box import Box
 from ptdmpi.model.random import initial
 
 # Every parameter starts at a multiple of this many elements, so that vectorised kernels handle each
@@ -32,11 +33,11 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangular piece: where it stands in the logical tensor and in the local one."""
+class Held:
+    """A piece of a parameter: its box in the logical tensor, and where that is in the local one."""
 
-    logical: tuple[slice, ...]
-    local: tuple[slice, ...]
+    logical: Box
+    local: Box
 
 
 @dataclass(frozen=True)
@@ -61,26 +62,23 @@ class Declaration:
         shape[self.split.dim] = sum(-(-part // tensor_size) for part in self.split.parts)
         return tuple(shape)
 
-    def boxes(self, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
+    def held(self, tensor_rank: int, tensor_size: int) -> Iterator[Held]:
         """The pieces of the logical tensor that one tensor rank holds; empty ones are left out."""
-        whole = tuple(slice(0, size) for size in self.shape)
+        whole = Box.whole(self.shape)
         if self.split is None:
-            yield Box(whole, whole)
+            yield Held(whole, whole)
             return
+        dim = self.split.dim
         begin, local_begin = 0, 0
         for part in self.split.parts:
             share = -(-part // tensor_size)
             start, stop = (min(part, share * (tensor_rank + k)) for k in (0, 1))
             if stop > start:
-                yield Box(
-                    _replaced(whole, self.split.dim, begin + start, begin + stop),
-                    _replaced(whole, self.split.dim, local_begin, local_begin + stop - start),
+                yield Held(
+                    whole.along(dim, begin + start, begin + stop),
+                    whole.along(dim, local_begin, local_begin + stop - start),
                 )
             begin, local_begin = begin + part, local_begin + share
-
-
-def _replaced(slices: tuple[slice, ...], dim: int, start: int, stop: int) -> tuple[slice, ...]:
-    return (*slices[:dim], slice(start, stop), *slices[dim + 1 :])
 
 
 class Parameter(nn.Parameter):
@@ -210,8 +208,8 @@ class ParameterBuffer:
         for entry in self.entries.values():
             local = entry.view(self.master)
             whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
-            for box in entry.declaration.boxes(self.tensor_rank, self.tensor_size):
-                local[box.local] = whole[box.logical].to(local)
+            for held in entry.declaration.held(self.tensor_rank, self.tensor_size):
+                local[held.local.index] = whole[held.logical.index].to(local)
         self.refresh_weights()
 
     def refresh_weights(self) -> None:

@@ -39,8 +39,7 @@ class Rank:
         import torch.distributed as dist
 
         from ptdmpi.checkpoint.save import Checkpoints
-        from ptdmpi.checkpoint.share import KINDS, tensor_of
-        from ptdmpi.config import CheckpointConfig, resolve
+        from ptdmpi.config import resolve
         from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
@@ -55,14 +54,15 @@ class Rank:
             resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
         )
         self.folder, self.world, self.control = folder, world, world.control
-        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
-        self.background = Checkpoints(
-            folder / "background", engine, CheckpointConfig(keep=1, asynchronous=True)
-        )
+        state, axes = engine.state, engine.axes
+        foreground = engine.config.replace("checkpoint", keep=1)
+        background = engine.config.replace("checkpoint", keep=1, asynchronous=True)
+        self.checkpoints = Checkpoints(folder / "ours", state, axes, foreground)
+        self.background = Checkpoints(folder / "background", state, axes, background)
         self.state = {
-            f"{kind}/{name}": tensor_of(engine, kind, entry).detach()
-            for name, entry in engine.buffer.entries.items()
-            for kind in KINDS
+            f"{kind}/{name}": state.view(kind, name).detach()
+            for name in engine.buffer.entries
+            for kind in state.kinds
         }
         for tensor in self.state.values():
             tensor.normal_()

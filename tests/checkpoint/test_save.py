@@ -14,7 +14,6 @@ from ptdmpi.checkpoint import save as module
 from ptdmpi.checkpoint.save import Checkpoints, SaveFailed
 from ptdmpi.checkpoint.share import divide
 from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import CheckpointConfig
 from ptdmpi.train.engine import Engine
 from tests._configs import layout
 from tests._engines import build, microbatches
@@ -29,7 +28,8 @@ def _step(engine: Engine, numbers: Sequence[int]) -> None:
 
 
 def _checkpoints(engine: Engine, path, **values) -> Checkpoints:
-    return Checkpoints(path, engine, CheckpointConfig(**values))
+    config = engine.config.replace("checkpoint", **values)
+    return Checkpoints(path, engine.state, engine.axes, config)
 
 
 def _differing(world, first, second) -> list[str]:

@@ -13,6 +13,7 @@ from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import memory
 from ptdmpi.plan.cost.state import state_bytes
+from ptdmpi.train.optimizer import MOMENTS
 from tests._engines import build, microbatches
 from tests.parallel import parallel
 
@@ -72,10 +73,10 @@ def check(comm, changes) -> None:
     expected = memory.peak_activation_bytes(sizes, VOCAB_SIZE, rank)
     assert peak == pytest.approx(expected, rel=PEAK)
 
-    moments = [engine.optimizer.adam.state[tensor] for _, tensor in engine.optimizer.flat]
     buffer = engine.buffer
     buffers = {id(flat): flat for flat in (buffer.master, buffer.weights, buffer.gradients)}
-    held = [*buffers.values(), *(of[k] for of in moments for k in ("exp_avg", "exp_avg_sq"))]
+    moments = [engine.state.kinds[kind].flat for kind in MOMENTS]
+    held = [*buffers.values(), *moments]
     expected = memory.total_bytes(state_bytes(sizes, VOCAB_SIZE, rank))
     assert sum(tensor.nbytes for tensor in held) == pytest.approx(expected, rel=KEPT)
 

@@ -10,14 +10,16 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
-from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.stage import TIED_NAME, Batch, Stage
+from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.grid import ENDS
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
-from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
+from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
@@ -98,9 +100,16 @@ class Engine:
         self.runner = Runner(
             self.stages, axes["pipeline"], precision.compute, self.device, self.place
         )
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
-        self.optimizer = Optimizer(config.optimizer, self.buffer)
-        self.loss_scale = LossScale(config.precision)
+        # a tied table on two ranks is one parameter: the first stage's counts
+        ends = axes.groups.get(ENDS)
+        tied = any(stage.tied for stage in self.stages.values())
+        borrowed = [TIED_NAME] if tied and ends is not None and ends.rank == 1 else []
+        self.state = State(self.buffer, MOMENTS, borrowed, config.precision.scales_loss)
+        self.reduction = GradientReduction(
+            axes, self.buffer, self.stages, self._data_sum(), borrowed
+        )
+        self.optimizer = Optimizer(config.optimizer, self.state)
+        self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
 

@@ -1,6 +1,6 @@
 """From each rank's sums of gradients to the gradient of the global batch: reduction and norm."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -98,7 +98,9 @@ class GradientReduction:
         buffer: ParameterBuffer,
         stages: Mapping[int, Stage],
         data_sum: "DataSum | TreeSum",
+        borrowed: Collection[str] = (),
     ) -> None:
+        """`borrowed`: names that another rank of the pipeline counts, as a state has them."""
         self.axes = axes
         self.buffer = buffer
         self.data_sum = data_sum
@@ -110,9 +112,7 @@ class GradientReduction:
         ]
         tied = any(stage.tied for stage in stages.values())
         self.tied_ends = axes.groups.get(ENDS) if tied else None
-        # a tied table on two ranks is one parameter: the first stage's counts
-        copy = self.tied_ends is not None and self.tied_ends.rank == 1
-        self.counted = sorted(name for name in buffer.entries if not (copy and name == TIED_NAME))
+        self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
     def reduce(self) -> None:

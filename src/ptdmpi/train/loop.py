@@ -95,7 +95,9 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
-        self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
+        self.checkpoints = Checkpoints(
+            self.path / "checkpoints", self.engine.state, self.axes, config
+        )
         start = handover or Handover(config.checkpoint.resume)
         self.first, skipped = self._restore(start)
         self.live = start.load is not None  # so no checkpoint may have it

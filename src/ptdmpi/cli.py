@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": False,
     "probe": True,
     "schedule": False,
+    "watch": False,
     "report": False,
     "doctor": True,
     "checkpoint": False,

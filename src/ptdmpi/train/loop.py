@@ -23,7 +23,7 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
+from ptdmpi.plan.schedule.ops import computes
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -183,7 +183,7 @@ class Loop:
         with self.memory.explained():
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        computed = sum(s.end_s - s.start_s for s in result.spans if computes(s.kind))
         tensor_s = computed - result.compute_s
         self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)

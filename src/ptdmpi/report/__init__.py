@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.ops import OP_KINDS, Op, computes
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
@@ -47,7 +47,7 @@ class MeasuredCosts:
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
-            if computes(span.kind):
+            if span.computes:
                 op = Op.parse(span.op)
                 durations.setdefault((op.kind, op.stage), []).append(span.end_s - span.start_s)
         return cls({key: statistics.mean(values) for key, values in durations.items()})

@@ -9,7 +9,6 @@ from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
-from ptdmpi.plan.schedule.ops import computes
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 
@@ -36,13 +35,13 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """
     ranks, spent = timeline.ranks, dict.fromkeys(PARTS, 0.0)
     part_of = {kind: name for name, kinds in PARTS.items() for kind in kinds}
-    computing = [span for span in timeline.spans if computes(span.kind)]
+    computing = [span for span in timeline.spans if span.computes]
     end_s = max((span.end_s for span in computing), default=timeline.start_s)
     ends_s = dict.fromkeys(ranks, end_s)
     ends_s |= {span.rank: span.end_s for span in sorted(computing, key=lambda s: s.end_s)}
     for span in timeline.spans:
         start_s = max(span.start_s, end_s) if span.kind in AFTERWARDS else span.start_s
-        part = COMPUTING if computes(span.kind) else part_of.get(span.kind)
+        part = COMPUTING if span.computes else part_of.get(span.kind)
         if part is not None:
             spent[part] += max(0.0, span.end_s - start_s)
     inside_s = sum(timeline.tensor_s.values())

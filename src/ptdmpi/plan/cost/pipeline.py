@@ -120,9 +120,7 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
     rest = microbatches % p
-    shorter_s, longer_s = (
-        _simulated_s(kind, count + rest, times) for count in (most, 2 * most)
-    )
+    shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
     return longer_s + further * (longer_s - shorter_s)
 

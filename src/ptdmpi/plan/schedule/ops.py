@@ -91,11 +91,6 @@ def kind_of_span(span: str) -> OpKind | None:
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 
-def computes(span: str) -> bool:
-    """Whether spans of kind `span` are ops of a schedule."""
-    return kind_of_span(span) is not None
-
-
 class Op(NamedTuple):
     """One computation: an op of `kind`, a letter of the table, on one microbatch in one stage."""
 

@@ -168,9 +168,7 @@ def one_forward_one_backward(
     yield from _alternate(forwards, backwards, warm_up=pipeline - rank - 1)
 
 
-def interleaved(
-    rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
-) -> Iterator[Op]:
+def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
     """Interleaved 1F1B: Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom), for any m.
 
     Microbatches travel in groups of p: a rank runs a group through one of its chunks, then the

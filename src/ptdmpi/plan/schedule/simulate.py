@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.ops import OP_KINDS, Op, computes
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
 from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
 # What a rank does beside the ops of its schedule; the ops' own kinds stand in their table.
@@ -32,8 +32,8 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 class Span:
     """What one rank did between two moments.
 
-    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` prints the op concerned ("F2.0"; for receive and send the op
-    whose output travels), or is empty.
+    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` prints the op concerned
+    ("F2.0"; for receive and send the op whose output travels), or is empty.
     """
 
     rank: int
@@ -41,6 +41,11 @@ class Span:
     op: str
     start_s: float
     end_s: float
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is an op of a schedule, not a message or what follows the pipeline."""
+        return kind_of_span(self.kind) is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Timeline:
     def _compute_s(self) -> dict[int, float]:
         durations: dict[int, list[float]] = defaultdict(list)
         for span in self.spans:
-            if computes(span.kind):
+            if span.computes:
                 durations[span.rank].append(span.end_s - span.start_s)
         return {rank: math.fsum(of_rank) for rank, of_rank in durations.items()}
 

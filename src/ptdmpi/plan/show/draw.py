@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.ops import OP_KINDS, Op, OpKind, computes, kind_of_span
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op, OpKind, kind_of_span
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Chunks:
     def __init__(self, timeline: Timeline) -> None:
         stages: dict[int, set[int]] = {}
         for span in timeline.spans:
-            if computes(span.kind):
+            if span.computes:
                 stages.setdefault(span.rank, set()).add(Op.parse(span.op).stage)
         self.stages = {rank: sorted(of_rank) for rank, of_rank in stages.items()}
         self.count = max(map(len, self.stages.values()), default=1)
@@ -61,8 +61,9 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """The timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows its microbatch, then the mark of its kind up to its end, or blanks on its color. If ops are too narrow for that, the numbers lose all but their last digit, then
-    vanish, and a line says which width would show them.
+    Each op shows its microbatch, then the mark of its kind up to its end, or blanks on its color.
+    If ops are too narrow for that, the numbers lose all but their last digit, then vanish, and a
+    line says which width would show them.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -106,7 +107,7 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
     """The widest scale that fits; of whole columns, if all ops start and end on a regular grid."""
-    computes = [span for span in timeline.spans if computes(span.kind)]
+    computes = [span for span in timeline.spans if span.computes]
     widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
     tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
     if tick_s <= 0 or widest * tick_s < 1:
@@ -133,7 +134,7 @@ def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
     """How ops are labelled at this scale, and a note if that is less than in full."""
-    computes = [span for span in timeline.spans if computes(span.kind)]
+    computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
     first_kind = next(iter(OP_KINDS.values())).span
@@ -263,14 +264,14 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     lane = {rank: place for place, rank in enumerate(ranks)}
     bars: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        shade = chunks.shade_of(span) if computes(span.kind) else 0
+        shade = chunks.shade_of(span) if span.computes else 0
         bars.setdefault((span.kind, shade), []).append(span)
 
     def x(moment_s: float) -> float:
         return (moment_s - timeline.start_s) / unit_s
 
     axes.barh(list(lane.values()), timeline.makespan_s / unit_s, left=0, height=0.86, color=_IDLE)
-    for (kind, shade), spans in sorted(bars.items(), key=lambda item: computes(item[0][0])):
+    for (kind, shade), spans in sorted(bars.items(), key=lambda item: item[1][0].computes):
         _draw_bars(
             axes,
             kind,
@@ -288,7 +289,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
     axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-    if any(computes(span.kind) for span in timeline.spans):
+    if any(span.computes for span in timeline.spans):
         bubble = f"bubble {timeline.bubble_fraction():.1%} of ideal time"
         axes.set_title(bubble, loc="right", fontsize=9, color="#55555f")
 
@@ -326,7 +327,7 @@ def _draw_numbers(
         span: ((span.end_s - span.start_s) * points_per_s - 1.5)
         / (0.62 * len(str(Op.parse(span.op).microbatch)))
         for span in timeline.spans
-        if computes(span.kind)
+        if span.computes
     }
     sizes = sorted(size for size in rooms.values() if size >= 4)
     for span, room in rooms.items():
@@ -363,7 +364,7 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
         events.append({**common, "name": "process_name", "args": {"name": f"rank {rank}"}})
         events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
     for span in timeline.spans:
-        name = span.op if computes(span.kind) else f"{span.kind} {span.op}".strip()
+        name = span.op if span.computes else f"{span.kind} {span.op}".strip()
         events.append(
             {
                 "ph": "X",

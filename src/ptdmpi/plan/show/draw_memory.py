@@ -6,7 +6,7 @@ from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.schedule.held import held
-from ptdmpi.plan.schedule.ops import Op, computes
+from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.show.draw import check_picture, save
 
 MOST_DRAWN = 8  # ranks; of more than these SOME_DRAWN are drawn
@@ -27,12 +27,12 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     curves = []
     for rank in range(layout.pipeline):
         peak = pricer.footprints.peak(layout, layers, rank, microbatches)
-        standing, working = peak.standing, peak.working
+        standing, own = peak.standing, times.placed.stages_of(rank)
         moments, amounts = [0.0], [standing]
-        spans = [s for s in timeline.spans if s.rank == rank and computes(s.kind)]
+        spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
         ops = [Op.parse(span.op) for span in spans]
-        walk = held(ops, lambda _, stage: kept[stage], lambda _: working)
+        walk = held(ops, lambda _, stage: kept[stage], dict.fromkeys(own, peak.working).__getitem__)
         for span, moment in zip(spans, walk, strict=True):
             moments += [span.start_s, span.end_s]
             amounts += [standing + moment.during, standing + moment.after]

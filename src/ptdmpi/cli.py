@@ -12,6 +12,7 @@ COMMANDS = (
     "plan",
     "probe",
     "schedule",
+    "watch",
     "report",
     "doctor",
     "checkpoint",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
 
@@ -60,10 +61,8 @@ def save(path: Path, tree: dict[str, Any], head: str) -> None:
     """Write a cluster file as a whole or not at all."""
     import tomlkit
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        beside.write_text(head + tomlkit.dumps(tree), encoding="utf-8")
-        os.replace(beside, path)
+        write_whole(path, head + tomlkit.dumps(tree))
     except OSError as error:
         raise InputError(f"--output {path}: {error.strerror}") from None
 

@@ -7,11 +7,11 @@ grey, waiting for an input is hatched.
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op, OpKind, kind_of_span
 from ptdmpi.plan.schedule.simulate import Span, Timeline
@@ -387,13 +387,9 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, then renames it, so that nothing stays half done."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Lets `write` fill a file, of which nothing stays half done."""
     try:
-        try:
+        with replacing(path) as beside:
             write(beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -56,25 +56,25 @@ demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh
 
 bench: setup ## this project and plain torch side by side
-	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.speed.bench
 
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 16 $(BIN)/ptdmpi doctor --parity
 
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
-	$(BIN)/python -m benchmarks.torture
+	$(BIN)/python -m benchmarks.faults.torture
 
 calibrate: setup ## what software reaches of data sheets, from published files
-	$(BIN)/python -m benchmarks.calibrate
+	$(BIN)/python -m benchmarks.planning.calibrate
 
 validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
-	$(BIN)/python -m benchmarks.validate_plan
+	$(BIN)/python -m benchmarks.planning.validate_plan
 
 validate-plan-here: setup ## predictions for this machine beside measured steps
-	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.validate_here
+	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.validate_here
 
 figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
-	$(BIN)/python -m benchmarks.plan_figures
+	$(BIN)/python -m benchmarks.planning.figures
 
 fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz

@@ -125,9 +125,19 @@ class Outcome:
 
     kind: str
     text: str
+    seconds: float = 0.0  # in the test itself, on the slowest rank
 
 
 _OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
+_SECONDS = pytest.StashKey[dict[str, float]]()
+
+
+def slowest(config: pytest.Config, count: int) -> list[str]:
+    """One line for each of the parallel tests that took longest. (pytest's own durations give the
+    whole mpirun to the first test of it.)"""
+    seconds = config.stash.get(_SECONDS, {})
+    ranked = sorted(seconds, key=lambda name: -seconds[name])
+    return [f"{seconds[name]:6.2f}s {name}" for name in ranked[: count or None]]
 
 
 def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
@@ -141,6 +151,7 @@ def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
         for other, outcome in zip(batch, _run_batch(ranks, batch), strict=False):
             outcomes[other.nodeid] = outcome
     outcome = outcomes.pop(item.nodeid)
+    request.config.stash.setdefault(_SECONDS, {})[item.nodeid] = outcome.seconds
     if outcome.kind == "failed":
         pytest.fail(outcome.text, pytrace=False)
     if outcome.kind == "skipped":
@@ -241,7 +252,8 @@ def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
             kind = kinds.pop()
             # A skip is the same on all ranks: its reason is wanted once, as one line.
             text = ends[0]["reason"] if kind == "skipped" else _output(place, events, test)
-            outcomes.append(Outcome(kind, text))
+            seconds = max(end["seconds"] for end in ends)
+            outcomes.append(Outcome(kind, text, seconds))
             continue
         states = ", ".join(f"rank {rank}: {end['kind']}" for rank, end in enumerate(ends))
         text = "\n".join([states, _output(place, events, test), error])

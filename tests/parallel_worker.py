@@ -39,13 +39,14 @@ def main() -> None:
             for test, (module, _, name, arguments) in enumerate(job["tests"]):
                 offset = _flush_and_tell()
                 _report(events, test=test, kind="start", offset=offset)
+                since = time.monotonic()
                 body = getattr(sys.modules[module], name).parallel_body
                 try:
                     end = _call(body, world.Dup(), pickle.loads(arguments))
                 except BaseException:
                     _report(events, test=test, kind="failed")
                     raise
-                _report(events, test=test, **end)
+                _report(events, test=test, seconds=time.monotonic() - since, **end)
                 world.Barrier()  # a rank that is ahead must not count as hung in the next test
     except BaseException as error:
         where = "start-up" if test < 0 else job["tests"][test][2]

@@ -1,6 +1,7 @@
 """`ptdmpi train` as its users start it: shards in, run directory out, stop and resume, mistakes."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import h5py
@@ -13,6 +14,7 @@ from ptdmpi.commands.report import command as report
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
 from tests.parallel import mpirun
+from tests.sinks._events import curve
 
 CONFIG = """
 [run]
@@ -92,7 +94,8 @@ def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def interleaved(corpus) -> Path:
     """An undisturbed run of 6 steps in the layout of the demo."""
-    _train(corpus, 4, *INTERLEAVED, "run.name=straight")
+    curves = ["log.tensorboard=true"] if find_spec("tensorboardX") else []
+    _train(corpus, 4, *INTERLEAVED, "run.name=straight", *curves)
     return corpus / "runs/straight"
 
 
@@ -117,6 +120,13 @@ def test_run_directory(interleaved):
     assert (interleaved / "checkpoints/latest").read_text() == "step-00000006\n"
     assert len(list((interleaved / "timeline").iterdir())) == 1
     assert "step 6/6" in (interleaved / "log.txt").read_text()
+
+
+def test_tensorboard_has_the_records(interleaved):
+    pytest.importorskip("tensorboardX")
+    for key, name in (("loss", "train/loss"), ("validation_loss", "validation/validation_loss")):
+        recorded = {r["step"]: r[key] for r in _records(interleaved) if key in r}
+        assert curve(interleaved / "tensorboard", name) == pytest.approx(recorded, rel=1e-6)
 
 
 def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):

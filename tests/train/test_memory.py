@@ -55,14 +55,14 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
 def check(comm, changes) -> None:
     """Kept by a forward, peak of a step's ops, and state, of every rank."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
-    rank = engine.axes.pipeline.rank
+    rank = engine.axes["pipeline"].rank
     compute = PRECISIONS[engine.config.precision.compute].compute
     sizes = memory.Sizes(engine.config, kernels.widens("cpu", compute))
     batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
     engine.step(0, batches)  # whatever is made once is there now
     for stage in engine.stages.values():
         stage.begin_step(0, batches, 1.0)
-    if engine.axes.pipeline.size == 1:
+    if engine.axes["pipeline"].size == 1:
         (stage,) = engine.stages.values()
         left, _ = measured(lambda: stage.forward_microbatch(0, None))
         stage.backward_microbatch(0, None)

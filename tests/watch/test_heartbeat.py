@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.whereabouts import Ranks, Report
 from tests._runs import configuration, corpus, log, loop, records
@@ -147,7 +147,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
     with loop(comm, tmp_path, changes, patch) as made:
         made.run()
         (mine,) = made.heartbeat.compute_s
-        waited_s = made.axes.tensor.waited_s
+        waited_s = made.axes["tensor"].waited_s
     if comm.rank == 1:
         assert mine > 0.5
     else:
@@ -156,7 +156,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
 
 def judge(stall_s: float) -> tuple[Judge, list[str]]:
     said: list[str] = []
-    return Judge(Ranks(Grid(1, 1, 2), ["a", "b"]), stall_s, said.append), said
+    return Judge(Ranks(training_grid(data=2), ["a", "b"]), stall_s, said.append), said
 
 
 def report(age_s: float, phase: str = "training", **more) -> Report:

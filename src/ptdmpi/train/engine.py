@@ -72,7 +72,7 @@ class Engine:
         self.device = torch.device(device)
         parallel, model = config.parallel, config.model
         precision = PRECISIONS[config.precision.compute]
-        axis = TensorAxis(axes.tensor, parallel.sequence_parallel)
+        axis = TensorAxis(axes["tensor"], parallel.sequence_parallel)
         layers = split_layers(
             model.layers,
             parallel.pipeline,
@@ -85,7 +85,7 @@ class Engine:
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
             for number in range(self.schedule.stages)
-            if self.schedule.rank_of(number) == axes.coordinates.pipeline
+            if self.schedule.rank_of(number) == axes["pipeline"].rank
         }
         named = []
         for stage in self.stages.values():
@@ -95,7 +95,9 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, axes.pipeline, precision.compute, self.device, self.place)
+        self.runner = Runner(
+            self.stages, axes["pipeline"], precision.compute, self.device, self.place
+        )
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
@@ -104,17 +106,17 @@ class Engine:
 
     def _data_sum(self) -> DataSum | TreeSum:
         if not self.config.run.reproducible:
-            return DataSum(self.axes.data, self.buffer)
-        tree = TreeSum(self.axes.data, self.stages, self.schedule.microbatches)
+            return DataSum(self.axes["data"], self.buffer)
+        tree = TreeSum(self.axes["data"], self.stages, self.schedule.microbatches)
         self.runner.on_backward = tree.add_leaf
         return tree
 
     def _program(self, schedule: schedules.Schedule):
-        return post_early(programs(schedule)[self.axes.coordinates.pipeline])
+        return post_early(programs(schedule)[self.axes["pipeline"].rank])
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = Stopwatch(self.axes.pipeline.rank, self.place)
+        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
         scale = self.loss_scale.value
         spans, valid, orders = self.accumulate(step, batches)
         watch.spans += spans
@@ -182,14 +184,14 @@ class Engine:
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
         )
-        return sum(self.axes.data.all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(mine))
 
     def _valid_orders(self, batches: Sequence[Batch]) -> int:
         """Samples of the global batch that have a sentence order."""
         if not self.config.model.sentence_order:
             return 0
         mine = sum(int((batch.order >= 0).sum()) for batch in batches)
-        return sum(self.axes.data.all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(mine))
 
     def _summed_losses(self) -> tuple[float, float]:
         """What counts as loss, and the sentence orders' alone, added up in order of the global
@@ -198,10 +200,10 @@ class Engine:
         sums = (0.0, 0.0)
         if last is not None:
             mine = [_values(kept) for kept in (last.losses, last.order_losses)]
-            every = self.axes.data.all_gather_object(mine)
+            every = self.axes["data"].all_gather_object(mine)
             sums = tuple(_added(one[kind] for one in every) for kind in (0, 1))
         # the last stage stands on the last rank of the pipeline axis
-        return self.axes.pipeline.broadcast_object(sums, self.axes.pipeline.size - 1)
+        return self.axes["pipeline"].broadcast_object(sums, self.axes["pipeline"].size - 1)
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:

@@ -9,6 +9,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.plan.layout.grid import ENDS
 
 
 class DataSum:
@@ -108,11 +109,11 @@ class GradientReduction:
             if entry.declaration.shared_gradient and sequence_parallel
         ]
         tied = any(stage.tied for stage in stages.values())
-        self.tied_ends = axes.ends if tied else None
+        self.tied_ends = axes.groups.get(ENDS) if tied else None
         # a tied table on two ranks is one parameter: the first stage's counts
         copy = self.tied_ends is not None and self.tied_ends.rank == 1
         self.counted = sorted(name for name in buffer.entries if not (copy and name == TIED_NAME))
-        self.all_names: list[list[str]] = axes.pipeline.all_gather_object(self.counted)
+        self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
     def reduce(self) -> None:
         """Sum over data ranks, over tensor ranks (where each saw its positions only), and over the
@@ -125,7 +126,7 @@ class GradientReduction:
         if self.shared:
             views = [entry.view(self.buffer.gradients) for entry in self.shared]
             packed = torch.cat([view.flatten() for view in views])
-            self.axes.tensor.all_reduce(packed)
+            self.axes["tensor"].all_reduce(packed)
             for view, part in zip(views, packed.split([v.numel() for v in views]), strict=True):
                 view.copy_(part.view(view.shape))
 
@@ -146,7 +147,7 @@ class GradientReduction:
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
-        rows = self.axes.pipeline.all_gather(padded).view(-1, longest)
+        rows = self.axes["pipeline"].all_gather(padded).view(-1, longest)
         by_name = {
             name: rows[rank, i]
             for rank, names in enumerate(self.all_names)
@@ -159,11 +160,11 @@ class GradientReduction:
         norms = torch.stack(
             [torch.linalg.vector_norm(self.buffer.gradient(name)) for name in self.counted]
         )
-        if self.axes.tensor.size == 1:
+        if self.axes["tensor"].size == 1:
             return norms
         split = torch.tensor(
             [self.buffer.entries[name].declaration.split is not None for name in self.counted],
             device=norms.device,
         )
-        squares = self.axes.tensor.all_reduce(norms.square())
+        squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(split, squares.sqrt(), norms)

@@ -16,6 +16,7 @@ import torch
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost.counts import hardware_flops, model_flops
+from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.train.engine import Sums
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
@@ -92,6 +93,8 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self._waiting: dict[Path, str] = {}
+        self._sinks: Sinks | None = None
+        self._resumed_step, self._dropped = resumed_step, False
         try:
             path.mkdir(parents=True, exist_ok=True)
             _replace(path / "config.toml", config_text)
@@ -99,6 +102,7 @@ class RunDirectory:
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
+                self._dropped = len(kept) < len(lines)
                 _replace(self.metrics, b"".join(kept).decode())
             for timeline in (path / "timeline").glob("step-*.json"):
                 if int(timeline.stem.removeprefix("step-")) > resumed_step:
@@ -106,8 +110,20 @@ class RunDirectory:
         except OSError as error:
             raise InputError(f"run.dir = {path}: {error}") from None
 
+    def open_sinks(self, config: Config) -> None:
+        """Have the records go to the tools too that `[log]` names, from now on."""
+        past = Past(self.path, self._resumed_step, self._dropped)
+        self._sinks = Sinks(config, past, self.say)
+
     def record(self, **values: Any) -> None:
         self._append(self.metrics, json.dumps(values))
+        if self._sinks is not None:
+            self._sinks.record(values)
+
+    def close(self) -> None:
+        """Close the sinks; a record after that reaches metrics.jsonl alone."""
+        if self._sinks is not None:
+            self._sinks.close()
 
     def finish(self, steps: int) -> None:
         """Say in the file `done` that the whole run is complete: the last thing that is written.

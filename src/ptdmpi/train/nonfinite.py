@@ -160,7 +160,7 @@ class _Watcher:
 
     def _add(self, kind: int, microbatch: int, depth: tuple[int, int], what: str) -> None:
         engine = self.engine
-        number = engine.axes.data.rank * engine.schedule.microbatches + microbatch
+        number = engine.axes["data"].rank * engine.schedule.microbatches + microbatch
         rank, samples = engine.axes.world.rank, self.samples[microbatch]
         self.found.append(Finding(kind, number, depth, rank, what, samples))
 

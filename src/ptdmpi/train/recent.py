@@ -29,9 +29,8 @@ class RecentSteps:
         times = [elapsed_s for elapsed_s, *_ in self._steps]
         place = times.index(statistics.median_low(times))
         place = self._axes.world.broadcast_object(place)
-        here = self._axes.coordinates
-        parts = self._axes.pipeline.all_gather_object(self._steps[place][1:])
-        if here.tensor or here.data or here.pipeline:
+        parts = self._axes["pipeline"].all_gather_object(self._steps[place][1:])
+        if self._axes.world.rank:
             return
         step = last_step - len(self._steps) + place + 1
         spans = tuple(span for part, _ in parts for span in part)

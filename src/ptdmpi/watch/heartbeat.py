@@ -179,10 +179,10 @@ class Heartbeat:
     def _report(self, leaves: bool = False) -> Report:
         doing, now_s = self.place.doing, time.monotonic()
         axis, collective = "", ""
-        for name in ("tensor", "data", "pipeline", "ends", "world"):
-            busy = getattr(getattr(self.axes, name), "busy", "")
-            if busy:
+        for name, group in self.axes.groups.items():
+            if busy := group.busy:  # read once: the other thread may leave it meanwhile
                 axis, collective = name, busy
+                break
         known = len(self.compute_s) == COMPUTE_STEPS
         return Report(
             phase=self.place.phase,

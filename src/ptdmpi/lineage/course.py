@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ptdmpi.config import Config
+from ptdmpi.config import Config, InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.lineage.judge import Answer, Before, judge, settings
 from ptdmpi.lineage.trained_on import TrainedOn
@@ -30,19 +30,31 @@ class Course:
         """Take up an answer that was given before."""
         self.answer, self._order = answer, None
 
+    def require_tokenizer(self, path: Path, sha256: str | None) -> None:
+        """Raises InputError if the weights at `path` know another tokenizer than the data has;
+        None: that is not known."""
+        if sha256 not in (None, self.now.tokenizer_sha256):
+            raise InputError(
+                f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
+                f"{self.now.tokenizer} (sha256 {self.now.tokenizer_sha256[:12]}): every id would "
+                "mean another text; legal: shards made with its tokenizer"
+            )
+
     @property
     def trained_on(self) -> TrainedOn:
         return self.answer.trained_on
 
     @property
     def order(self) -> SampleOrder:
-        """The order of the samples from the next step on. Raises InputError if the run would exceed
-        an `epochs`."""
+        """The order of the samples from the next step on."""
         if self._order is None:
             last = self.trained_on.last
             self._order = last.order([part.epochs for part in self.config.data.train])
-            self._order.check(last.samples_after(self.config.run.steps))
         return self._order
+
+    def check(self) -> None:
+        """Raises InputError if the run would exceed an `epochs`."""
+        self.order.check(self.samples(self.config.run.steps))
 
     def samples(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
@@ -63,9 +75,3 @@ class Course:
     def in_manifest(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         return {"trained_on": self.trained_on.as_json(), "settings": settings(self.config)}
-
-    def first_steps(self, first: int) -> str:
-        """From where on what was changed holds, in words."""
-        return f"from step {first + 1} (sample {self.samples(first)}) on"
-
-

@@ -122,6 +122,14 @@ def begun(config: Config, train: Sequence[Dataset]) -> TrainedOn:
     return TrainedOn(train[0].tokenizer, train[0].tokenizer_sha256, (first,))
 
 
+def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
+    """Of a run whose samples are made up, in tests and benchmarks."""
+    model, size = config.model, config.batch.global_size
+    source = Source(name, "0" * 64, 10**9, "1", 0)
+    first = Stretch(0, 0, 0, config.run.seed, size, model.seq_length, (source,))
+    return TrainedOn(name, "0" * 64, (first,))
+
+
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
     """`before`, and from step `step` (done) on the data, mixture, seed and batch of `now`.
 

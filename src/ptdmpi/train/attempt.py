@@ -24,14 +24,10 @@ class Attempt:
     """
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        engine: Engine,
-        checkpoints: Checkpoints,
-        start: Handover,
+        self, world: World, engine: Engine, checkpoints: Checkpoints, start: Handover
     ) -> None:
-        self.config, self.world, self.checkpoints = config, world, checkpoints
+        self.config = config = engine.config
+        self.world, self.checkpoints = world, checkpoints
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
         self.skipped: list[str] = []  # checkpoints that were stepped over, and why

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost.counts import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
@@ -97,13 +98,13 @@ class RunDirectory:
         self._resumed_step, self._dropped = resumed_step, False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _replace(path / "config.toml", config_text)
+            write_whole(path / "config.toml", config_text)
             (path / "done").unlink(missing_ok=True)
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
                 self._dropped = len(kept) < len(lines)
-                _replace(self.metrics, b"".join(kept).decode())
+                write_whole(self.metrics, b"".join(kept))
             for timeline in (path / "timeline").glob("step-*.json"):
                 if int(timeline.stem.removeprefix("step-")) > resumed_step:
                     timeline.unlink()
@@ -149,7 +150,7 @@ def mark_done(path: Path, steps: int) -> None:
     done, text = path / "done", json.dumps({"steps": steps}) + "\n"
     try:
         if not done.is_file() or done.read_text(encoding="utf-8") != text:
-            _replace(done, text)
+            write_whole(done, text)
     except OSError as error:
         raise InputError(
             f"{done} cannot be written: {error.strerror}; all steps are trained and saved: the "
@@ -172,16 +173,6 @@ def _until(line: bytes, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def validation_record(paths: Sequence[str], sums: Sequence[Sums]) -> tuple[dict[str, Any], str]:

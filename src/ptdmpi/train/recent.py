@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 
@@ -39,7 +40,6 @@ class RecentSteps:
         path = directory / f"step-{step:08d}.json"
         try:
             directory.mkdir(exist_ok=True)
-            path.write_text(measured.to_json(), encoding="utf-8")
+            write_whole(path, measured.to_json())
         except OSError as error:  # a picture less
             say(f"the timeline of step {step} is not kept: {error}")
-            path.unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt, layout_name
 from ptdmpi.train.capacity import Memory
@@ -179,7 +178,7 @@ class Loop:
         with self.memory.explained():
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.computes)
         tensor_s = computed - result.compute_s
         self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)

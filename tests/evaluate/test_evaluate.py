@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from data_prep.vocabulary import ByteTokenizer
+from data_prep.vocabulary import BYTES_SHA256, ByteTokenizer
 from ptdmpi.comm.world import World
 from ptdmpi.commands.evaluate import _table, command
 from ptdmpi.config import InputError
@@ -37,7 +37,7 @@ def shards(folder, vocab_size=V, tokenizer="t", lengths=(40, 17, 2)):
     for number, length in enumerate(lengths):
         ids = np.random.default_rng(number).integers(0, vocab_size - 1, length)
         with ShardWriter(
-            folder / f"{number}.h5", tokenizer, "0" * 64, vocab_size, vocab_size - 1
+            folder / f"{number}.h5", tokenizer, BYTES_SHA256, vocab_size, vocab_size - 1
         ) as writer:
             writer.write(ids, np.array([length]))
     return folder

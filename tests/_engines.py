@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.stage import Batch
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
@@ -74,6 +76,11 @@ def whole_weights(engine: Engine) -> dict[str, Tensor]:
 def whole_gradients(engine: Engine) -> dict[str, Tensor]:
     """The whole gradients."""
     return logical(engine, engine.state.gradients())
+
+
+def course(config: Config) -> Course:
+    """Of a run on the tokens of this file."""
+    return Course(config, synthetic(config))
 
 
 def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:

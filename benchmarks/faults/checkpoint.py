@@ -40,6 +40,8 @@ class Rank:
 
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.config import resolve
+        from ptdmpi.lineage.course import Course
+        from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
@@ -54,11 +56,13 @@ class Rank:
             resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
         )
         self.folder, self.world, self.control = folder, world, world.control
-        state, axes = engine.state, engine.axes
-        foreground = engine.config.replace("checkpoint", keep=1)
-        background = engine.config.replace("checkpoint", keep=1, asynchronous=True)
-        self.checkpoints = Checkpoints(folder / "ours", state, axes, foreground)
-        self.background = Checkpoints(folder / "background", state, axes, background)
+        state, axes, config = engine.state, engine.axes, engine.config
+        foreground = config.replace("checkpoint", keep=1)
+        background = config.replace("checkpoint", keep=1, asynchronous=True)
+        self.checkpoints, self.background = (
+            Checkpoints(folder / name, state, axes, Course(one, synthetic(one)))
+            for name, one in (("ours", foreground), ("background", background))
+        )
         self.state = {
             f"{kind}/{name}": state.view(kind, name).detach()
             for name in engine.buffer.entries

@@ -4,18 +4,19 @@
 three fp16 steps, the loss scale doubled after two of them.
 """
 
+import json
 from pathlib import Path
 
 import torch
 
 from ptdmpi.checkpoint.examine import differences
-from ptdmpi.checkpoint.manifest import sound_manifest
+from ptdmpi.checkpoint.manifest import MANIFEST, sound_manifest
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.model.state import Counters
 from ptdmpi.train.engine import Engine
 from tests._configs import layout
-from tests._engines import build, microbatches
+from tests._engines import build, course, microbatches
 from tests.parallel import parallel
 
 BEFORE = Path(__file__).parent / "written_before" / "step-00000003"
@@ -34,7 +35,7 @@ CHANGES = {
 
 
 def _checkpoints(engine: Engine, path: Path) -> Checkpoints:
-    return Checkpoints(path, engine.state, engine.axes, engine.config)
+    return Checkpoints(path, engine.state, engine.axes, course(engine.config))
 
 
 def write_one(world: World, path: Path) -> None:
@@ -57,8 +58,11 @@ def test_it_loads_in_any_layout_and_is_written_again_alike(comm, tmp_path):
         (saved,) = _checkpoints(engine, tmp_path / str(sizes)).save(3)
         assert world.on_root(lambda saved=saved: differences(BEFORE, saved.path)) == []
         if sizes == {"t": 2}:  # the layout that wrote it
-            for file in BEFORE.iterdir():
+            for file in BEFORE.glob("*.safetensors"):
                 assert (saved.path / file.name).read_bytes() == file.read_bytes(), file.name
+            before, now = (json.loads((one / MANIFEST).read_text()) for one in (BEFORE, saved.path))
+            # what a run says of its data is newer than this one
+            assert {**before, "crc32": 0} == {**{key: now[key] for key in before}, "crc32": 0}
 
 
 def test_its_manifest_says_what_it_said():

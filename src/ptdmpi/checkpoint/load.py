@@ -14,8 +14,8 @@ from ptdmpi.config import InputError
 from ptdmpi.model.state import WEIGHTS, Counters, Piece, State
 
 T = TypeVar("T")
-# of a model, between one start of a run and the next
-FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
+# of what a manifest says: raises InputError if this run may not take up its tensors
+Judge = Callable[[Path, Mapping[str, Any]], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
@@ -32,39 +32,29 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
     return value
 
 
-def load(
-    state: State, world: Communicator, directory: Path, model: Mapping[str, Any]
-) -> Progress | str:
+def load(state: State, world: Communicator, directory: Path, judge: Judge) -> Progress | str:
     """Load a checkpoint, or say why it cannot be read; the same on every rank.
 
     After damage the state is undefined: another must be loaded. Raises SharedInputError if the
-    checkpoint is sound but not of `model`, the section [model] of this run.
+    checkpoint is sound but not of this model, or `judge` refuses it.
     """
-    manifest = load_tensors(state, world, directory, tuple(state.kinds))
+    manifest = load_tensors(state, world, directory, tuple(state.kinds), judge)
     if isinstance(manifest, str):
         return manifest
-    _require_same_model(directory, manifest, model)
     progress = manifest.progress
     state.restore(Counters(progress.updates, progress.loss_scale, progress.good_steps))
     return progress
 
 
-def _require_same_model(directory: Path, manifest: Manifest, model: Mapping[str, Any]) -> None:
-    """The shapes fit; but other heads or another activation make another function of them."""
-    for key, value in model.items():
-        stored = manifest.model.get(key, value)
-        if stored != value and key not in FREE_TO_CHANGE:
-            raise SharedInputError(
-                f"checkpoint {directory}: it was trained with model.{key} = {stored}, this run has "
-                f"{value}; legal: the value of before, or checkpoint.initial to begin from its "
-                "weights"
-            )
-
-
 def load_tensors(
-    state: State, world: Communicator, directory: Path, kinds: Sequence[str] = (WEIGHTS,)
+    state: State,
+    world: Communicator,
+    directory: Path,
+    kinds: Sequence[str] = (WEIGHTS,),
+    judge: Judge = lambda path, said: None,
 ) -> Manifest | str:
-    """Load the tensors of these kinds; returns the manifest, or why it cannot be read.
+    """Load the tensors of these kinds; returns the manifest, or why it cannot be read. `judge` may
+    refuse it, by an InputError on every rank, before a tensor is read.
 
     Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
     that nobody has read whole, because they were written in another layout, are read once more and
@@ -77,6 +67,7 @@ def load_tensors(
     pieces = [piece for piece in state.pieces() if piece.kind in kinds]
     with Reader(directory, manifest) as reader:
         unfit = _first(world, InputError, lambda: _require_fit(reader, pieces, kinds))
+        unfit = unfit or _first(world, InputError, lambda: judge(directory, manifest.said))
         if unfit:
             raise SharedInputError(unfit)
         damage = _first(world, Damaged, lambda: _read(reader, pieces))

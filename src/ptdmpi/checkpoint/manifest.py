@@ -1,8 +1,8 @@
 """The manifest: which box of which logical tensor stands where in a checkpoint's files.
 
-    {"format_version": 2, "progress": {...}, "model": {section [model]}, "files": {name: {"bytes"}},
-     "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key", "start", "stop", "offset",
-     "crc32"}]}}, "crc32": of all that stands before it}
+    {"format_version": 2, "progress": {...}, "model": {section [model]}, what else the run says,
+     "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
+     "start", "stop", "offset", "crc32"}]}}, "crc32": of all that stands before it}
 
 Its checksum tells damage. What another program, or a faulty one, wrote with a checksum that holds
 is told by its form: keys, kinds, lengths. Whether the pieces cover their tensors is the matter of
@@ -75,11 +75,12 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of. `model`: the section [model] that its tensors are weights of;
-    `files`: bytes of each; `tensors`: by their names in the state, such as `weights/NAME`."""
+    """What a checkpoint consists of. `said`: how its tensors came to be, as JSON: progress, model
+    (the section [model] that they are weights of) and what else its run has added; `files`: bytes
+    of each; `tensors`: by their names in the state, such as `weights/NAME`."""
 
     progress: Progress
-    model: Mapping[str, Any]
+    said: Mapping[str, Any]
     files: Mapping[str, int]
     tensors: Mapping[str, StoredTensor]
 
@@ -92,9 +93,14 @@ class Manifest:
 
 
 def write_manifest(
-    directory: Path, progress: Progress, model: Mapping[str, Any], written: Sequence[Written]
+    directory: Path,
+    progress: Progress,
+    model: Mapping[str, Any],
+    written: Sequence[Written],
+    lineage: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write and sync the manifest over the files of all ranks.
+    """Write and sync the manifest over the files of all ranks; `model` is the section [model] that
+    they are weights of, `lineage` what else is said of how they came to be.
 
     Raises InputError where a file is not seen from here.
     """
@@ -113,6 +119,7 @@ def write_manifest(
         "format_version": FORMAT_VERSION,
         "progress": asdict(progress),
         "model": dict(model),
+        **(lineage or {}),
         "files": {part.file: {"bytes": part.bytes} for part in written},
         "tensors": dict(sorted(tensors.items())),
     }
@@ -162,7 +169,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")
     return Manifest(
         Progress(**table["progress"]),
-        table["model"],
+        {name: one for name, one in table.items() if name not in ("files", "tensors")},
         {name: file["bytes"] for name, file in table["files"].items()},
         {name: _tensor_of_json(tensor) for name, tensor in table["tensors"].items()},
     )

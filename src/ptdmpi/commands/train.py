@@ -1,5 +1,6 @@
 """`ptdmpi train`: started by mpirun or srun, once for each rank."""
 
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def _probed(config: "Config", world: "World") -> str:
     from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
 
-    path = Path(config.run.dir) / "cluster.toml"
+    path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir) / "cluster.toml"))))
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
@@ -94,3 +95,10 @@ def _probed(config: "Config", world: "World") -> str:
     head = f"# Measured by `ptdmpi train --layout auto` on {world.size} ranks.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or where there is such a file, of another machine or number of ranks, with the next
+    number in it: what was predicted there is read again by `ptdmpi report`."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(one for one in chain([path], names) if not one.exists())

@@ -114,7 +114,7 @@ def test_a_run_directory_is_resumed_elsewhere(comm, tmp_path):
 
 def _begin(history, first, **more):
     values = {"how": "begins", "ranks": 1, "layout": "t=1", "changed": [], "config": {}, **more}
-    history.begin(first=first, trained_on=None, **values)
+    history.begin(first=first, trained_on={}, **values)
 
 
 def test_history_of_attempts_that_were_killed_or_rolled_back(tmp_path):

@@ -32,11 +32,14 @@ def config_at(
 
 def paths(found: Sequence[Owed], config: Mapping[str, Any]) -> list[str]:
     """The training datasets in the order of a record's `samples_drawn`."""
-    last = found[-1][0].trained_on if found else None
-    if last is None:
+    if not found:
         return [one["path"] for one in config["data"]["train"]]
-    stretch = last.last
-    return [one.path for one in sorted((*stretch.sources, *stretch.gone), key=lambda s: s.key)]
+    last = found[-1][0].trained_on["stretches"][-1]
+    return [one["path"] for one in sorted((*last["sources"], *last["gone"]), key=_key)]
+
+
+def _key(source: Mapping[str, Any]) -> int:
+    return source["key"]
 
 
 def as_json(found: Sequence[Owed]) -> list[dict[str, Any]]:

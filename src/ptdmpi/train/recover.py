@@ -20,8 +20,9 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
+from ptdmpi.train.journal import layout_name
 from ptdmpi.train.live import Handover, Holding, Report
-from ptdmpi.train.loop import Loop, checked, layout_name
+from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
 from ptdmpi.watch.requests import StopRequest
 
@@ -140,7 +141,7 @@ class Survivors:
             self.news, self.failed_at = [], None
             return None
         if self.news:
-            loop.say(self._notice(loop, reports, step))
+            loop.journal.say(self._notice(loop, reports, step))
         self.loop, self.news, self.failed_at = loop, [], None
         return loop
 

@@ -55,9 +55,9 @@ def prepare(place: str, count: int, rank: int) -> None:
 
         data._write_block = write_half
     elif place == "latest":
-        write_synced = files.write_synced
-        files.write_synced = lambda path, text: (
-            _die() if path.name == "latest.tmp" and now() else write_synced(path, text)
+        write_whole = files.write_whole
+        files.write_whole = lambda path, text: (
+            _die() if path.name == "latest" and now() else write_whole(path, text)
         )
     elif place == "discard":
         remove = files._remove

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.launch import ROOT
 from benchmarks.planning.rows import published, read
+from ptdmpi.base.disk import write_whole
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
@@ -139,7 +140,7 @@ def main() -> None:
     for name, values in sections.items():
         text += f"\n[{name}]\n"
         text += "".join(f"{key} = {float(f'{value:.3g}'):g}\n" for key, value in values.items())
-    OUTPUT.write_text(text, encoding="utf-8")
+    write_whole(OUTPUT, text)
     print(f"\n{text}")
     for name, predicted, measured in observations(load_cluster("selene"), reading):
         print(f"{name:<54} {measured:8.4f} s  {predicted / measured - 1:+6.1%}")

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.disk import write_whole
+
 FOREIGN_LIMIT = 0.05  # of one core
 
 
@@ -162,9 +164,7 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str]
     rows |= {(result.layout, result.precision): asdict(result) for result in results}
     content = {"machine": here, "rows": [rows[key] for key in order if key in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def table(results: Sequence[Result]) -> str:

@@ -26,6 +26,7 @@ from ptdmpi.plan.search.search import (
     search,
 )
 from ptdmpi.plan.show import draw, draw_memory, table
+from ptdmpi.terminal.program import Command
 
 MOST_DRAWN = 10_000  # microbatches of a step
 
@@ -66,7 +67,7 @@ def _options(function: Any) -> Any:
     return function
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
 @click.option("--ranks", type=Number(1), help="How many; in --layout d may say it.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import wandb
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.config import Config
 from ptdmpi.sinks.record import kept_records, scalars
 from ptdmpi.sinks.sinks import Past
@@ -26,7 +27,7 @@ class WeightsAndBiases:
         folder.mkdir(exist_ok=True)
         known = None if past.dropped else _known_id(folder / STATE)
         identity = known or secrets.token_hex(4)
-        (folder / STATE).write_text(json.dumps({"id": identity}), encoding="utf-8")
+        write_whole(folder / STATE, json.dumps({"id": identity}))
         # it would ask git for the sources, and repeat every line of the terminal in its files
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0

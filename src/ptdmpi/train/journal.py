@@ -32,15 +32,14 @@ class Journal:
         self.recent = RecentSteps(axes)
         self._first_rank = axes.world.rank == 0
         self._directory: RunDirectory | None = None
-        self._rates: Rates | None = None
+        self.rates: Rates | None = None  # what steps are measured by; known before the first one
 
-    def open(self, rates: Rates, concluded: int, trains: bool) -> None:
+    def open(self, concluded: int, trains: bool) -> None:
         """From now on into the run directory, behind the records of `concluded` steps.
 
         `trains`: there is a step to come, so that the tools which `[log]` names hear of it too.
         Raises InputError if the directory cannot be written.
         """
-        self._rates = rates
         if self._first_rank:
             path = Path(self.config.run.dir)
             self._directory = RunDirectory(path, to_toml(self.config), concluded)
@@ -88,10 +87,10 @@ class Journal:
 
         `usual_s`: how long a step takes, for the time that is left.
         """
-        if self._directory is None or self._rates is None:
+        if self._directory is None or self.rates is None:
             return
         config, result = self.config, done.result
-        rates = self._rates.of(done.elapsed_s)
+        rates = self.rates.of(done.elapsed_s)
         order = {} if result.order_loss is None else {"sentence_order_loss": result.order_loss}
         self.keep(
             step=done.step,
@@ -101,9 +100,9 @@ class Journal:
             learning_rate=result.learning_rate,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
-            tokens=done.step * self._rates.tokens,
+            tokens=done.step * self.rates.tokens,
             **rates,
-            rank_count=self._rates.ranks,
+            rank_count=self.rates.ranks,
             layout=layout_name(config),
             **values,
         )

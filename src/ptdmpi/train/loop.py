@@ -82,14 +82,15 @@ class Loop:
         trains = self.first < config.run.steps
         if trains:
             checkpoints.check_space()
-        rates = Rates(config, vocab_size, world.size, agreed_peak_flops(config, self.axes, device))
-        self.journal.open(rates, self.concluded, trains)
+        self.journal.open(self.concluded, trains)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
         self.validation = Validation(config, self.feed, self.engine, self.journal, self._vote)
         if handover is None:
             self.journal.greet(world, vocab_size, begin)
         for problem in begin.skipped:
             say(f"stepped over checkpoint {problem}")
+        peak = agreed_peak_flops(config, self.axes, device)
+        self.journal.rates = Rates(config, vocab_size, world.size, peak)
 
     def _restore(self, start: Handover, checkpoints: Checkpoints) -> Beginning:
         """Load the state; returns how many steps are done, and what is to be said of it."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.parameters import PRECISIONS
@@ -120,10 +121,9 @@ class RecentSteps:
         path = directory / f"step-{step:08d}.json"
         try:
             directory.mkdir(exist_ok=True)
-            path.write_text(measured.to_json(), encoding="utf-8")
+            write_whole(path, measured.to_json())
         except OSError as error:  # a picture less
             say(f"the timeline of step {step} is not kept: {error}")
-            path.unlink(missing_ok=True)
 
 
 class RunDirectory:
@@ -144,13 +144,13 @@ class RunDirectory:
         self._resumed_step, self._dropped = resumed_step, False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _replace(path / "config.toml", config_text)
+            write_whole(path / "config.toml", config_text)
             (path / "done").unlink(missing_ok=True)
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
                 self._dropped = len(kept) < len(lines)
-                _replace(self.metrics, b"".join(kept).decode())
+                write_whole(self.metrics, b"".join(kept))
             for timeline in (path / "timeline").glob("step-*.json"):
                 if int(timeline.stem.removeprefix("step-")) > resumed_step:
                     timeline.unlink()
@@ -179,7 +179,7 @@ class RunDirectory:
         InputError if it cannot be written.
         """
         try:
-            _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
+            write_whole(self.path / "done", json.dumps({"steps": steps}) + "\n")
         except OSError as error:
             raise InputError(
                 f"{self.path / 'done'} cannot be written: {error.strerror}; all steps are trained "
@@ -216,16 +216,6 @@ def _until(line: bytes, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def validation_record(paths: Sequence[str], sums: Sequence[Sums]) -> tuple[dict[str, Any], str]:

@@ -6,11 +6,11 @@ Figure 4; idle time is grey, waiting for an input is hatched.
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.orders import Op
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
@@ -382,13 +382,9 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, then renames it, so that nothing stays half done."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Lets `write` fill a file, of which nothing stays half done."""
     try:
-        try:
+        with replacing(path) as beside:
             write(beside)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -12,7 +12,7 @@ from ptdmpi.checkpoint.directory import Progress
 from ptdmpi.checkpoint.share import KINDS, tensor_of
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes, SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.model.parameters import ParameterBuffer
 
 if TYPE_CHECKING:
@@ -65,8 +65,10 @@ def load(engine: "Engine", directory: Path) -> Progress | str:
 def _require_same_model(engine: "Engine", directory: Path, manifest: dict[str, Any]) -> None:
     """The shapes fit; but other heads or another activation make another function of them."""
     here = engine.config.model.model_dump(exclude=FREE_TO_CHANGE)
+    # a key that older checkpoints do not know had the value that it has by default
+    before = ModelConfig.model_validate(manifest["model"]).model_dump()
     for key, value in here.items():
-        stored = manifest["model"].get(key, value)
+        stored = before[key]
         if stored != value:
             raise SharedInputError(
                 f"checkpoint {directory}: it was trained with model.{key} = {stored}, this run has "

@@ -51,6 +51,7 @@ def share(engine: "Engine") -> Iterator[Part]:
             if (entry.declaration.split is None) == replicated
             for kind in KINDS
             for box in entry.declaration.boxes(tensor.rank, tensor.size)
+            if box.counts
         ]
         holders, place = data.size, data.rank
         if replicated:

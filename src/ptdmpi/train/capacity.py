@@ -12,7 +12,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
@@ -29,8 +29,7 @@ class Memory:
     def __init__(self, config: Config, vocab_size: int, world: World, device: torch.device) -> None:
         self.config, self.vocab_size = config, vocab_size
         self.wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
-        grid = Grid(config.parallel.tensor, config.parallel.pipeline, config.data_size)
-        pipeline_rank = grid.coordinates(world.rank).pipeline
+        pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = relief.need(config, vocab_size, pipeline_rank, self.wide).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)
         mine = (needed, self.capacity_bytes)

@@ -219,7 +219,8 @@ def test_what_descendants_of_llama_may_not_say(tmp_path, family):
 @pytest.mark.parametrize("key", ["max_window_layers", "sliding_window", "layer_types"])
 def test_windows_of_wrong_types(tmp_path, key):
     source = saved(tmp_path / "hf", "llama")
-    changed(source / "config.json", model_type="qwen2", use_sliding_window=True, **{key: "4"})
+    keys = {"use_sliding_window": True, "max_window_layers": 0, key: "4"}
+    changed(source / "config.json", model_type="qwen2", **keys)
     with pytest.raises(InputError, match=rf"config.json: {key}"):
         from_hf(source, tmp_path / "ours")
 

@@ -80,7 +80,10 @@ RULES = [
         "tensor = 8 does not divide model.heads = 4; legal nearby: tensor 1 or 2 or 4",
     ),
     (
-        {"parallel.tensor": 3, "model.kv_heads": 2, "model.heads": 6, "model.head_size": 8},
+        {
+            **{"model.heads": 6, "model.kv_heads": 2, "model.head_size": 8},
+            **{"model.ffn_hidden": 60, "parallel.tensor": 3, "batch.global_size": 8},
+        },
         3,
         "tensor = 3 neither divides model.kv_heads = 2 nor is a mul.*nearby: tensor 1 or 2 or 6",
     ),

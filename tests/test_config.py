@@ -81,8 +81,12 @@ RULES = [
     ),
     (
         {
-            **{"model.heads": 6, "model.kv_heads": 2, "model.head_size": 8},
-            **{"model.ffn_hidden": 60, "parallel.tensor": 3, "batch.global_size": 8},
+            "model.heads": 6,
+            "model.kv_heads": 2,
+            "model.head_size": 8,
+            "model.ffn_hidden": 60,
+            "parallel.tensor": 3,
+            "batch.global_size": 8,
         },
         3,
         "tensor = 3 neither divides model.kv_heads = 2 nor is a mul.*nearby: tensor 1 or 2 or 6",

@@ -1,8 +1,8 @@
 """From each rank's sums of gradients to those that it updates with, and their norm.
 
 The reduction is a list of steps, each over one group of ranks: what the data-parallel method does
-over the data axis, the sums over the tensor axis of what each of its ranks saw a part of, and the
-two uses of a tied table over the ends of the pipeline.
+over the data axis, the sums over the tensor axis of what each of its ranks, or of some neighbours
+there, saw a part of, and the two uses of a tied table over the ends of the pipeline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.model.parameters import Entry, ParameterBuffer
+from ptdmpi.model.parameters import Box, Entry, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
 from ptdmpi.train.data_parallel import DataParallel
@@ -43,6 +43,36 @@ class PartialSum:
             self.views, packed.split([v.numel() for v in self.views]), strict=True
         ):
             view.copy_(part.view(view.shape))
+
+
+class CopiedShares:
+    """Sums what neighbours on the tensor axis hold copies of (a key head that serves several ranks'
+    queries): each saw its own queries' part of the gradient.
+
+    `copied`: the boxes of each such parameter on this rank.
+    """
+
+    def __init__(
+        self, tensor: Communicator, buffer: ParameterBuffer, copied: Mapping[str, Sequence[Box]]
+    ) -> None:
+        self.tensor, self.buffer, self.copied = tensor, buffer, copied
+
+    def reduce(self) -> None:
+        """One all-reduce over the tensor axis of all t / c shares, each rank with zeros where
+        others stand. That moves t / c times what a group for each share would, once in a step, and
+        needs no further communicators."""
+        tensor = self.tensor
+        for name, boxes in self.copied.items():
+            gradient = self.buffer.gradient(name)
+            for box in boxes:
+                if box.copies > 1:
+                    local = gradient[box.local]
+                    shares = tensor.size // box.copies
+                    every = local.new_zeros((shares, *local.shape))
+                    mine = every[tensor.rank // box.copies]
+                    mine.copy_(local)
+                    tensor.all_reduce(every)
+                    local.copy_(mine)
 
 
 class TiedTable:
@@ -80,7 +110,10 @@ class GradientReduction:
         self.axes = axes
         self.buffer = buffer
         tied = any(stage.tied for stage in stages.values())
+        self.copied = _copied(axes["tensor"], buffer)
         self.steps: list[GradientStep] = [policy, *_partial_sums(axes, buffer, stages)]
+        if self.copied:
+            self.steps.append(CopiedShares(axes["tensor"], buffer, self.copied))
         if tied and TIED_NAME in buffer.second:
             self.steps.append(TiedTable(buffer, None))
         elif tied and TIED_NAME in buffer.entries:
@@ -117,9 +150,7 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
-        norms = torch.stack(
-            [torch.linalg.vector_norm(self.buffer.gradient(name)) for name in self.counted]
-        )
+        norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms
         # a part on each rank: squares add up; the whole on each rank: it counts once
@@ -130,12 +161,37 @@ class GradientReduction:
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(whole, norms, squares.sqrt())
 
+    def _norm_of(self, name: str) -> Tensor:
+        """Of this rank's part of a gradient; copies count on the first rank that holds them."""
+        gradient = self.buffer.gradient(name)
+        if name not in self.copied:
+            return torch.linalg.vector_norm(gradient)
+        squares = [gradient[box.local].square().sum() for box in self.copied[name] if box.counts]
+        return sum(squares, gradient.new_zeros(())).sqrt()
+
 
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Under sequence parallelism each tensor rank sees only its positions of what is shared."""
-    if not any(stage.axis.divides_sequence for stage in stages.values()):
-        return []
-    shared = [entry for entry in buffer.entries.values() if entry.declaration.shared_gradient]
-    return [PartialSum(axes["tensor"], buffer, shared)] if shared else []
+    """Of whole parameters of which each tensor rank sees its heads only, or, under sequence
+    parallelism, its positions."""
+    divided = any(stage.axis.divides_sequence for stage in stages.values())
+    shared = [
+        entry
+        for entry in buffer.entries.values()
+        if entry.declaration.partial_gradient or (entry.declaration.shared_gradient and divided)
+    ]
+    # alone a rank has seen everything
+    alone = axes["tensor"].size == 1
+    return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
+
+
+def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Box]]:
+    """The boxes of those parameters of which ranks of the tensor axis hold copies of a part."""
+    if tensor.size == 1:
+        return {}
+    held = {
+        entry.name: list(entry.declaration.boxes(tensor.rank, tensor.size))
+        for entry in buffer.entries.values()
+    }
+    return {name: boxes for name, boxes in held.items() if any(box.copies > 1 for box in boxes)}

@@ -34,7 +34,9 @@ def command(run: Path, cluster: str | None, output: Path | None, as_json: bool) 
     """
     loaded = report.read(run)
     numbers = report.summary(loaded)
-    foreseen = compare.foreseen(run, loaded.config, loaded.steps[-1].get("vocab_size"), cluster)
+    foreseen = compare.foreseen(
+        run, loaded.measured_config, loaded.steps[-1].get("vocab_size"), cluster
+    )
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
     paths, unwritten = _written(loaded, foreseen, output)

@@ -8,6 +8,7 @@ import click
 from ptdmpi.config import InputError
 
 COMMANDS = (
+    "init",
     "train",
     "plan",
     "probe",

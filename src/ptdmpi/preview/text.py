@@ -1,0 +1,50 @@
+"""The first samples of a run as text, by the tokenizer that made its shards."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.config import Config, InputError
+from ptdmpi.data.order import SampleOrder
+from ptdmpi.data.shards import Dataset
+from ptdmpi.generate.text import Text, find_text
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.model.stage import TIED_NAME
+
+SHOWN = 2  # samples of the batch
+CHARACTERS = 400  # of each
+IDS = 16
+
+
+def samples(
+    config: Config, train: list[Dataset], order: SampleOrder, step: int, vocab_size: int
+) -> dict[str, Any]:
+    """The first samples of the batch of `step` (from 0), read and checked as the run would."""
+    count = min(SHOWN, config.batch.global_size)
+    ids = step * config.batch.global_size + np.arange(count)
+    numbers, places = order.locate(ids)
+    found, why = _text(config, vocab_size)
+    shown = []
+    for sample, number, place in zip(ids.tolist(), numbers.tolist(), places, strict=True):
+        length = config.model.text_length
+        tokens = train[number].read(np.array([place]), length)[0, :length].tolist()
+        shown.append(
+            {
+                "sample": sample,
+                "dataset": config.data.train[number].path,
+                "ids": tokens[:IDS],
+                "text": found.decode(tokens[:CHARACTERS]) if found else None,
+            }
+        )
+    return {"step": step + 1, "samples": shown, "no_text": why}
+
+
+def _text(config: Config, vocab_size: int) -> tuple[Text | None, str | None]:
+    """The tokenizer of the shards, or why there is none."""
+    weights = {f"weights/{TIED_NAME}": {"shape": [vocab_size]}}
+    begun = StoredModel(Path(config.run.dir), Path(), config.model_dump(), {"tensors": weights})
+    try:
+        return find_text(begun), None
+    except InputError as error:
+        return None, str(error)

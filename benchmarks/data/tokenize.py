@@ -104,7 +104,7 @@ def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
         return side
 
     def ours() -> float:
-        output = OutputOptions(folder / "warm-shards", force=True, quiet=True)
+        output = OutputOptions(folder / "warm-shards", force=True)
         encode = EncodeOptions(str(tokenizer), "text", "strict", 0.0)
         options = TextOptions((str(corpus),), encode, workers=1)
         begun = time.perf_counter()

@@ -16,10 +16,12 @@ from ptdmpi.commands.plan import command as plan
 from ptdmpi.commands.train import command as train
 from ptdmpi.config import InputError, resolve
 from ptdmpi.data.batches import TrainBatches
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.preview.draft import SMALL, Wish, draft
 from ptdmpi.preview.preview import Ranks, needed_ranks, preview
-from ptdmpi.train.feed import open_datasets, sample_order
+from ptdmpi.train.feed import open_datasets
 from tests._configs import tree
 from tests.parallel import mpirun
 from tests.report._made import made, record
@@ -62,7 +64,8 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     assert snapshot(corpus) == before
     config = resolve(asked, 1)
     datasets, _ = open_datasets(config)
-    batches = TrainBatches(datasets, sample_order(config, datasets), 16, 8, 2, 0, 1)
+    order = Course(config, begun(config, datasets)).order
+    batches = TrainBatches(datasets, order, 16, 8, 2, 0, 1)
     drawn = batches.step(0)[0].inputs
     shown = found["batch"]["samples"]
     assert [one["ids"] for one in shown] == drawn[:2].tolist()
@@ -71,7 +74,7 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     assert found["memory"]["bytes"] == relief.largest(config, 257).total
     assert found["memory"]["fits"] is True and "mistake" not in found
     assert found["train"][0]["drawn"] == 40 and found["tokens"] == 5 * 8 * 16
-    assert found["resume"] == {"step": 0, "path": None, "says": "begins anew"}
+    assert found["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
     assert found["time"]["step_s"] is None and found["checkpoint"]["fits"]
 
 
@@ -141,6 +144,11 @@ def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypat
     found = json.loads(CliRunner().invoke(train, again).stdout)
     assert found["resume"]["step"] == 4 and found["batch"]["step"] == 5
     assert found["time"]["steps"] == 4 and found["time"]["step_s"] > 0
+    slower = [*again, "--set", "optimizer.learning_rate=1e-5"]
+    found = json.loads(CliRunner().invoke(train, slower).stdout)
+    assert any("optimizer.learning_rate" in one for one in found["resume"]["changed"])
+    with pytest.raises(InputError, match=r"run\.seed 1234 -> 7"):
+        CliRunner().invoke(train, [*again, "--set", "run.seed=7"], catch_exceptions=False)
     never = [*again, "--set", "checkpoint.resume=never"]
     assert "set aside" in json.loads(CliRunner().invoke(train, never).stdout)["resume"]["says"]
 

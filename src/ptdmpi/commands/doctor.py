@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ptdmpi.comm import launch
+from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
     from ptdmpi.comm.communicator import Communicator
@@ -38,7 +39,9 @@ class Finding:
     status: str = "ok"
 
 
-@click.command("doctor", short_help="Check the machine, or the exactness of training on it.")
+@click.command(
+    "doctor", cls=Command, short_help="Check the machine, or the exactness of training on it."
+)
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")

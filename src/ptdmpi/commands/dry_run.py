@@ -5,12 +5,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ptdmpi.comm.launch import SIZE_VARIABLES
 from ptdmpi.config import InputError
 from ptdmpi.preview.preview import Ranks, needed_ranks, preview
 from ptdmpi.preview.words import words
+from ptdmpi.terminal.launched import launched_rank, launched_size
 
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID")
 LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
 
@@ -19,7 +18,7 @@ def show(
 ) -> None:
     """Print the preview of a configuration, on the first of the ranks that a launcher started;
     each of them calls it. Raises InputError where the run would not start."""
-    if _number(RANK_VARIABLES, 0):
+    if launched_rank():
         return
     found = preview(tree, _ranks(tree, ranks), cluster)
     print(json.dumps(found) if as_json else words(found), flush=True)
@@ -29,8 +28,7 @@ def show(
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> Ranks:
     """Given, else as many as were started, else as many as the configuration speaks of."""
-    started = _number(SIZE_VARIABLES, 1)
-    local = _number(LOCAL_VARIABLES, 0)
+    started, local = launched_size(), _local_size()
     if given is not None and given != started:
         return Ranks(given, "as --ranks says", 0)
     if started > 1:
@@ -41,6 +39,7 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> Ranks:
     return Ranks(1, "this one", 1)
 
 
-def _number(names: tuple[str, ...], default: int) -> int:
-    values = (os.environ.get(name, "") for name in names)
-    return next((int(value) for value in values if value.isdigit()), default)
+def _local_size() -> int:
+    """How many ranks the launcher says it started on this host; 0 where it does not say."""
+    values = (os.environ.get(name, "") for name in LOCAL_VARIABLES)
+    return next((int(value) for value in values if value.isdigit()), 0)

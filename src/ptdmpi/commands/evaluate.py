@@ -8,11 +8,12 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.commands.generate import shared
+from ptdmpi.terminal.program import Command
 
 PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Perplexity, multiple choice, generated answers.")
+@click.command(cls=Command, short_help="Perplexity, multiple choice, generated answers.")
 @click.argument("run", type=PATH)
 @click.option("--data", multiple=True, type=PATH, help="Directory of token shards: perplexity.")
 @click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")
@@ -64,6 +65,12 @@ def _table(found: dict[str, Any]) -> str:
         lines += ["", title]
         for key, value in values.items():
             if key not in ("dataset", "file", "alias", "kind"):
-                shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
-                lines.append(f"  {key.replace('_', ' '):<28} {shown:>16}")
+                lines.append(f"  {key.replace('_', ' '):<28} {_shown(value):>16}")
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    """Of the harness, values may be words: N/A of a spread that it did not ask for."""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -7,9 +7,10 @@ import click
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
 from ptdmpi.preview.draft import SMALL, Wish, draft
+from ptdmpi.terminal.program import Command
 
 
-@click.command(short_help="Write a commented configuration that trains.")
+@click.command(cls=Command, short_help="Write a commented configuration that trains.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="Token shards.")
 @click.option("--valid", type=click.Path(path_type=Path), help="Shards to validate on.")

@@ -10,9 +10,10 @@ import click
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Command
 
 
-@click.command("probe", short_help="Measure the machine; start it by mpirun or srun.")
+@click.command("probe", cls=Command, short_help="Measure the machine; start it by mpirun or srun.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="A .toml file.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per rank.")
 @click.option(

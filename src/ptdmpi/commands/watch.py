@@ -9,9 +9,10 @@ from rich.console import Console
 
 from ptdmpi.report import live
 from ptdmpi.report.status import Watched
+from ptdmpi.terminal.program import Command
 
 
-@click.command(short_help="Where runs stand, drawn in place.")
+@click.command(cls=Command, short_help="Where runs stand, drawn in place.")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
 @click.option("--once", is_flag=True, help="Once, as plain text; so it is without a terminal.")

@@ -261,6 +261,7 @@ class DataConfig(Section):
     mask_ngram: Positive = 3
     whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
+    change: Literal["refuse", "from here"] = "refuse"
 
     @property
     def valid_paths(self) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from typing import Any
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.config import Config, InputError, resolve
-from ptdmpi.data.order import SampleOrder
-from ptdmpi.data.shards import Dataset
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.cost.price import Price
@@ -22,7 +22,7 @@ from ptdmpi.report.compare import cluster_of, priced
 from ptdmpi.report.status import Watched
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import rank_memory_bytes
-from ptdmpi.train.feed import masked_samples, open_datasets, sample_order
+from ptdmpi.train.feed import masked_samples, open_datasets
 
 STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
@@ -45,14 +45,14 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
     config = resolve(tree, ranks.count)
     require(config.log)
     train, valid = open_datasets(config)
-    order = sample_order(config, train)
     vocab_size = train[0].vocab_size
     if config.model.masked:
         vocab_size = masked_samples(config, train[0]).vocabulary.size
     _require_writable(Path(config.run.dir))
-    resumed = _resumed(config)
+    course = Course(config, begun(config, train))
+    resumed = _resumed(config, course)
+    course.check()
     first = min(resumed["step"], config.run.steps)
-    tokens = config.batch.global_size * config.model.seq_length
     named = cluster or cluster_of(Path(config.run.dir), config.model_dump())
     price = None
     if named:
@@ -68,9 +68,9 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
         "parameters": parameter_count(config.model, vocab_size),
         "vocab_size": vocab_size,
         "steps": config.run.steps,
-        "tokens_per_step": tokens,
-        "tokens": tokens * config.run.steps,
-        "train": _drawn(config, train, order),
+        "tokens_per_step": config.batch.global_size * config.model.seq_length,
+        "tokens": course.tokens(config.run.steps),
+        "train": _drawn(course, config.run.steps),
         "valid": [
             {"path": path, "samples": dataset.samples(config.model.text_length)}
             for path, dataset in zip(config.data.valid_paths, valid, strict=True)
@@ -79,7 +79,7 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),
         "checkpoint": _checkpoint(config, vocab_size),
-        "batch": text.samples(config, train, order, first, vocab_size),
+        "batch": text.samples(config, train, course, first, vocab_size),
     }
     memory = found["memory"]
     if memory["fits"] is False:
@@ -113,8 +113,9 @@ def _existing(path: Path) -> Path:
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
-def _resumed(config: Config) -> dict[str, Any]:
-    """From which checkpoint the run would go on, and what happens to those that are there."""
+def _resumed(config: Config, course: Course) -> dict[str, Any]:
+    """From which checkpoint the run would go on, what has changed since, and what happens to those
+    that are there. Raises InputError if it may not go on."""
     own, wanted = Path(config.run.dir) / "checkpoints", config.checkpoint.resume
     there = files.checkpoints_in(own)
     if wanted == "never" or (wanted == "auto" and not there):
@@ -123,29 +124,32 @@ def _resumed(config: Config) -> dict[str, Any]:
             said += f"; the {len(there)} checkpoint(s) of {own} will be set aside"
         elif config.checkpoint.initial:
             said += f", from the weights of {newest(Path(config.checkpoint.initial))}"
-        return {"step": 0, "path": None, "says": said}
+        return {"step": 0, "path": None, "changed": [], "says": said}
     named = Path(wanted) if wanted != "auto" else own
     if wanted != "auto" and files.went_on_from(own, files.named(named)):
         named = own
     path = newest(named)
-    step = files.sound_manifest(path)["progress"]["step"]
+    manifest = files.sound_manifest(path)
+    course.judge("resume", path, manifest)
+    step, changed = manifest["progress"]["step"], list(course.answer.changed)
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
         said = f"has nothing to train: {path} has {step} steps"
-    return {"step": step, "path": str(path), "says": said}
+    if changed:
+        said += f"; changed since: {', '.join(changed)}"
+    return {"step": step, "path": str(path), "changed": changed, "says": said}
 
 
-def _drawn(config: Config, train: list[Dataset], order: SampleOrder) -> list[dict[str, Any]]:
+def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
     """What the whole run takes of each training dataset."""
-    counts = order.counts(config.run.steps * config.batch.global_size)
     return [
         {
-            "path": part.path,
-            "samples": dataset.samples(config.model.text_length),
-            "drawn": count,
-            "epochs": count / dataset.samples(config.model.text_length),
+            "path": one.path,
+            "samples": one.samples,
+            "drawn": one.drawn,
+            "epochs": one.drawn / one.samples,
         }
-        for part, dataset, count in zip(config.data.train, train, counts, strict=True)
+        for one in course.trained_on.last.drawn(course.order, steps)
     ]
 
 

@@ -10,6 +10,9 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import Schedule
+from ptdmpi.train.runner import OpHook
 
 
 class DataSum:
@@ -20,11 +23,14 @@ class DataSum:
         self.data = data
         self.buffer = buffer
 
+    def begin_step(self) -> None:
+        """A step begins; nothing is kept from one to the next."""
+
     def reduce(self) -> None:
         self.data.all_reduce(self.buffer.gradients)
 
 
-class TreeSum:
+class TreeSum(OpHook):
     """The sum over the global batch's microbatches along one fixed binary tree.
 
     Microbatches are the leaves 0 .. M-1; node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
@@ -33,19 +39,29 @@ class TreeSum:
     log2(m) + 1 partial sums; every data rank's part of the tree is sent to all others.
     """
 
-    def __init__(self, data: Communicator, stages: Mapping[int, Stage], microbatches: int) -> None:
+    def __init__(self, data: Communicator, stages: Mapping[int, Stage], schedule: Schedule) -> None:
         self.data = data
-        self.microbatches = microbatches
-        self.leaves = microbatches * data.size
+        self.schedule = schedule
+        self.leaves = schedule.microbatches * data.size
         self.views = {
             number: [weight.main_grad for _, weight in stage.named_logical_parameters()]
             for number, stage in stages.items()
         }
         self._nodes: dict[int, dict[tuple[int, int], Tensor]] = {number: {} for number in stages}
 
+    def begin_step(self) -> None:
+        """Forget what is left of a step that was not reduced."""
+        for nodes in self._nodes.values():
+            nodes.clear()
+
+    def end(self, op: Op) -> None:
+        """A microbatch whose gradient is complete in the buffer becomes a leaf."""
+        if self.schedule.completes_gradients(op):
+            self.add_leaf(op.stage, op.microbatch)
+
     def add_leaf(self, stage: int, microbatch: int) -> None:
         """Take the gradient of one microbatch out of the buffer, into the stage's tree."""
-        leaf = self.data.rank * self.microbatches + microbatch
+        leaf = self.data.rank * self.schedule.microbatches + microbatch
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()

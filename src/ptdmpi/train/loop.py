@@ -15,19 +15,21 @@ import torch
 
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
-from ptdmpi.config import Config, InputError, resolve, to_toml
+from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.inference.model import device_of
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.judge import FROM_HERE
+from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.sinks.sinks import require
+from ptdmpi.train.attempt import Attempt, layout_name
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
-from ptdmpi.train.feed import Feed, open_datasets, sample_order
+from ptdmpi.train.feed import Feed, open_datasets
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import (
     Rates,
@@ -95,23 +97,23 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, self.feed.vocab_size, self.device, self.place)
         self.skips = Skips(self.engine, self.ranks.name, config.run.max_skips, self.say)
-        self.checkpoints = Checkpoints(self.path / "checkpoints", self.engine, config.checkpoint)
+        self.course = self.feed.course
+        folder = self.path / "checkpoints"
+        self.checkpoints = Checkpoints(folder, self.engine, config.checkpoint, self.course)
         start = handover or Handover(config.checkpoint.resume)
-        self.first, skipped = self._restore(start)
+        self.attempt = Attempt(world, self.engine, self.checkpoints, start)
+        self.first = self.attempt.first
         self.live = start.load is not None  # so no checkpoint may have it
         # the last step that was trained, and the last one of which nothing is left to be done
         self.completed: Completed | None = start.unfinished
         self.concluded = self.first - (self.completed is not None)
         if self.first < config.run.steps:
             self.checkpoints.check_space()
-        if world.rank == 0:
-            self.directory = RunDirectory(self.path, to_toml(config), self.concluded)
-            if self.first < config.run.steps:
-                self.directory.open_sinks(config)
+        self.directory = self.attempt.open(self.concluded)
         self.saving = Saving(self.checkpoints, config.run.steps, self.say, self._keep_record)
         if handover is None:
             self._greet()
-        for problem in skipped:
+        for problem in self.attempt.skipped:
             self.say(f"stepped over checkpoint {problem}")
         self.rates = Rates(config, self.feed.vocab_size, world.size, self._peak())
         self.bigram_pending = config.log.bigram_baseline and bool(self.feed.valid)
@@ -121,28 +123,20 @@ class Loop:
         # there the system's scheduler makes ranks slow, now this one and now that
         self.shares_cores = world.local_size * config.run.threads > (os.cpu_count() or 1)
 
-    def _restore(self, start: Handover) -> tuple[int, list[str]]:
-        """Load the state; returns how many steps are done, and what was stepped over."""
-        skipped: list[str] = []
-        self.begun_from: str | None = None
-        self.engine.steps_done = None
-        if start.load is None:
-            progress, skipped = self.checkpoints.resume(start.resume)
-            step = progress.step if progress else 0
-            initial = self.config.checkpoint.initial
-            if progress is None and initial is not None:
-                self.begun_from = self.checkpoints.begin_from(Path(initial))
-        else:
-            step = start.load(self.engine)
-        self.engine.steps_done = step
-        return step, skipped
-
     def run(self) -> None:
         """Every step from where the run stands to the last one.
 
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
         """
+        with self.attempt.told(lambda: self.concluded):
+            if not self.attempt.idle:
+                self._train()
+            self.place.enter("ending")
+            self.heartbeat.finish()
+            self.attempt.finish()
+
+    def _train(self) -> None:
         steps = self.config.run.steps
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.place.enter("training")
@@ -157,9 +151,6 @@ class Loop:
                 self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
                 self._conclude(self.completed, batches)
         self.recent.keep(self.path / "timeline", steps, self.say)
-        self.place.enter("ending")
-        self.heartbeat.finish()
-        self.world.on_root(lambda: self.directory.finish(steps))
 
     def _take_lock(self) -> None:
         """Rank 0 alone. Before anything is read: what another run is writing now may be gone."""
@@ -187,7 +178,7 @@ class Loop:
         with self.memory.explained():
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.computes)
         tensor_s = computed - result.compute_s
         self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)
@@ -241,6 +232,7 @@ class Loop:
             self.requests.obeyed("STOP")
         anew = self.config.checkpoint.resume == "never"
         then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.attempt.why = f"stopped: {asked.stop}"
         self.say(f"{asked.stop}: stopped on request after step {step}; {then}")
         self.place.enter("ending")
         self.heartbeat.finish()
@@ -262,8 +254,8 @@ class Loop:
             learning_rate=result.learning_rate,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
-            tokens=step * self.rates.tokens,
-            **self.feed.drawn(step),
+            tokens=self.course.tokens(step),
+            **self.course.drawn(step),
             **rates,
             peak_memory_bytes=memory,
             rank_count=self.world.size,
@@ -323,22 +315,8 @@ class Loop:
 
     def _greet(self) -> None:
         config, world = self.config, self.world
-        parameters = parameter_count(config.model, self.feed.vocab_size)
-        self.say(
-            f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
-            f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
-            f"{parameters / 1e6:,.1f}M parameters, vocabulary {self.feed.vocab_size}; "
-            f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
-            "tokens"
-        )
-        if self.first > config.run.steps:
-            self.say(f"step {self.first} was trained before; run.steps = {config.run.steps}")
-        elif self.first:
-            followed = self.checkpoints.followed
-            again = f", for checkpoint.resume = {followed} was followed before" if followed else ""
-            self.say(f"resumed after step {self.first}{again}")
-        elif self.begun_from:
-            self.say(f"begins from the weights of {self.begun_from}")
+        for line in self.attempt.lines(self.feed.vocab_size):
+            self.say(line)
         if world.tensor_axis_crosses_nodes(self.axes.grid):
             self.say(
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
@@ -367,7 +345,8 @@ def checked(tree: dict[str, Any], ranks: int) -> Config:
 def checked_data(config: Config) -> int:
     """The size of the vocabulary, of data, cluster file and run directory that can be used."""
     train, _ = open_datasets(config)
-    sample_order(config, train)
+    if config.data.change != FROM_HERE:  # else it counts from where the run stands
+        Course(config, begun(config, train)).check()
     if config.run.cluster:
         load_cluster(config.run.cluster)
     path = Path(config.run.dir)
@@ -380,12 +359,3 @@ def checked_data(config: Config) -> int:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def layout_name(config: Config) -> str:
-    """Such as t=2,p=2,d=1,v=2,b=1."""
-    parallel = config.parallel
-    return (
-        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},"
-        f"v={parallel.virtual},b={config.batch.micro_size}"
-    )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.config import load
+from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key.")
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
-def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> None:
+@click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
+@click.option("--ranks", type=click.IntRange(1), help="For --dry-run without mpirun: how many.")
+@click.option("--json", "as_json", is_flag=True, help="Of --dry-run: print JSON, for programs.")
+def command(
+    config: Path, overrides: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
+) -> None:
     """Train the model that the TOML file CONFIG describes, for example
 
     mpirun -n 4 ptdmpi train CONFIG --set parallel.tensor=2
@@ -33,8 +38,20 @@ def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> Non
     With --layout auto the sizes of the axes, the schedule, the microbatch and recomputation are
     those that ptdmpi plan finds best on run.cluster, or on this machine, which is then measured
     first.
+
+    With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
+    opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
     launch.prepare()
+    if dry_run:
+        from ptdmpi.commands.dry_run import show
+
+        if layout is not None:
+            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
+        show(load(config, overrides), dry["ranks"], as_json=dry["as_json"])
+        return
+    if dry["ranks"] or dry["as_json"]:
+        raise InputError("--ranks and --json belong to --dry-run")
     # from here on, so that a signal during the start-up is not lost
     with StopRequest() as signals:
         # MPI is initialised by this import: before torch starts its threads

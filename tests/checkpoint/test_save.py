@@ -186,7 +186,7 @@ def test_writing_in_the_background(comm, tmp_path):
         assert checkpoints._host.data_ptr() == host  # one copy, used again
         (saved,) = checkpoints.finish()
     assert saved.step == 2 and checkpoints.poll() == []
-    mine = sum(part.elements for part in checkpoints.parts)
+    mine = sum(part.box.elements for part in checkpoints.parts)
     assert checkpoints._host.numel() == mine
     fresh = build(world, {**CHANGES, **layout(d=2)}).buffer.master
     other = build(world, {**CHANGES, **layout(d=2)})

@@ -42,7 +42,7 @@ class StoredModel:
     def trained_on(self) -> TrainedOn | None:
         """What its weights were trained on; None where an older version wrote them, or another
         program. Raises InputError for a damaged manifest."""
-        return Before.of(self.checkpoint, self.manifest).trained_on
+        return Before.of(self.checkpoint, self.manifest.said).trained_on
 
     @property
     def datasets(self) -> list[str]:
@@ -83,7 +83,7 @@ def open_model(path: Path) -> StoredModel:
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
     # the file has what a command asked for last, the checkpoint what was trained
-    model = manifest["model"] or tree["model"]
+    model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
 

@@ -10,13 +10,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import Config, InputError, ModelConfig
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
 
 # of a model, between one start of a run and the next
 FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
 # without these the tensors of a checkpoint, whose shapes fit, are another function
-HEADS = ("heads", "kv_heads")
+HEADS = ("heads", "kv_heads", "head_size")
 FROM_HERE = "from here"
 # What a run may change, and tells: sections, without the keys that change no number.
 _TOLD = {
@@ -112,8 +112,10 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
 def _require_same_model(kind: str, before: Before, config: Config) -> None:
     """The shapes fit; but other heads or another activation make another function of them."""
     here = config.model.model_dump(exclude=FREE_TO_CHANGE)
+    # a key that an older checkpoint lacks had the value that it has by default
+    known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
     for key in here if kind == "resume" else HEADS:
-        stored = before.model.get(key, here[key])
+        stored = known.get(key, here[key])
         if stored != here[key]:
             begin = ", or checkpoint.initial to begin from its weights"
             raise InputError(

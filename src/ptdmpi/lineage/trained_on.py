@@ -7,12 +7,13 @@ counted through all of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ptdmpi.config import Config
-from ptdmpi.data.header import headers_sha256
 from ptdmpi.data.order import Part, SampleOrder, Start
-from ptdmpi.data.shards import Dataset
+
+if TYPE_CHECKING:  # reads shards by h5py, which a conversion does without
+    from ptdmpi.data.shards import Dataset
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
     return Stretch(**{**table, **sources})
 
 
-def begun(config: Config, train: Sequence[Dataset]) -> TrainedOn:
+def begun(config: Config, train: Sequence["Dataset"]) -> TrainedOn:
     """What a run of this configuration is trained on if it begins now."""
+    from ptdmpi.data.header import headers_sha256
+
     length = config.model.text_length
     sources = tuple(
         Source(part.path, headers_sha256(one.headers), one.samples(length), str(part.weight), key)

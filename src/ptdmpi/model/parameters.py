@@ -7,7 +7,7 @@ every rank and in every layout; only the local slices differ.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,37 @@ class Split:
     """How the tensor axis divides `dim`: each of `parts` (such as q, k, v) on its own.
 
     A part that t does not divide is padded at its end; the padding belongs to no logical element.
+    `most`: into how many shares each part can be divided (a key head is never cut); where t is a
+    multiple of that, neighbouring ranks hold copies of one share. None: into t.
     """
 
     dim: int
     parts: tuple[int, ...]
+    most: tuple[int, ...] | None = None
+
+    def shares(self, tensor_size: int) -> tuple[int, ...]:
+        """Into how many shares each part is divided."""
+        if self.most is None:
+            return (tensor_size,) * len(self.parts)
+        return tuple(min(tensor_size, one) for one in self.most)
+
+    def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
+        """What a rank holds of each part, padding included."""
+        shares = self.shares(tensor_size)
+        return tuple(-(-part // n) for part, n in zip(self.parts, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of a parameter: its box in the logical tensor, and where that is in the local one."""
+    """A piece of a parameter: its box in the logical tensor, and where that is in the local one.
+
+    `copies` neighbouring ranks of the tensor axis hold it; on the first of them it `counts`.
+    """
 
     logical: Box
     local: Box
+    copies: int = 1
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,8 @@ class Declaration:
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
+    `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
+    without it the parameter has no gradient, no master weight and no moments.
     """
 
     shape: tuple[int, ...]
@@ -54,12 +75,19 @@ class Declaration:
     init: float | str
     decay: bool
     shared_gradient: bool = False
+    partial_gradient: bool = False
+    trains: bool = True
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same slice of it."""
+        return ("tensor", "data") if self.split is None else ("data",)
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         if self.split is None:
             return self.shape
         shape = list(self.shape)
-        shape[self.split.dim] = sum(-(-part // tensor_size) for part in self.split.parts)
+        shape[self.split.dim] = sum(self.split.local_sizes(tensor_size))
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[Held]:
@@ -68,17 +96,20 @@ class Declaration:
         if self.split is None:
             yield Held(whole, whole)
             return
-        dim = self.split.dim
-        begin, local_begin = 0, 0
-        for part in self.split.parts:
-            share = -(-part // tensor_size)
-            start, stop = (min(part, share * (tensor_rank + k)) for k in (0, 1))
+        dim, begin, local_begin = self.split.dim, 0, 0
+        shares, sizes = self.split.shares(tensor_size), self.split.local_sizes(tensor_size)
+        for part, count, size in zip(self.split.parts, shares, sizes, strict=True):
+            copies = tensor_size // count
+            number, copy = divmod(tensor_rank, copies)
+            start, stop = (min(part, size * (number + k)) for k in (0, 1))
             if stop > start:
                 yield Held(
                     whole.along(dim, begin + start, begin + stop),
                     whole.along(dim, local_begin, local_begin + stop - start),
+                    copies,
+                    copy == 0,
                 )
-            begin, local_begin = begin + part, local_begin + share
+            begin, local_begin = begin + part, local_begin + size
 
 
 class Parameter(nn.Parameter):
@@ -89,7 +120,7 @@ class Parameter(nn.Parameter):
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options) -> Parameter:
-    """A parameter without storage yet. `options` are `split`, `decay`, `shared_gradient`.
+    """A parameter without storage yet. `options` are those of `Declaration`.
 
     Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
     """
@@ -132,7 +163,8 @@ PRECISIONS = {
 
 
 class ParameterBuffer:
-    """All parameters of one rank in flat buffers, those with weight decay first.
+    """All parameters of one rank in flat buffers, those with weight decay first, those that do not
+    train last: these are `frozen` and have weights only, the `entries` masters and gradients too.
 
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
     weight: both occurrences share their storage, and the second keeps its gradient apart, in
@@ -154,46 +186,49 @@ class ParameterBuffer:
         again: dict[str, Parameter] = {}
         for name, parameter in named:
             (again if name in first else first)[name] = parameter
+        trained = {name: p for name, p in first.items() if p.declaration.trains}
         self.entries: dict[str, Entry] = {}
         size = 0
         for decay in (True, False):
-            for name, parameter in first.items():
-                if parameter.declaration.decay == decay:
-                    self.entries[name] = Entry(
-                        name, parameter.declaration, size, tuple(parameter.shape)
-                    )
-                    size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            matching = {n: p for n, p in trained.items() if p.declaration.decay == decay}
+            size = _place(matching, self.entries, size)
             if decay:
                 self.decay_size = size
+        # behind all that trains, so that masters, moments and gradients end before them
+        self.frozen: dict[str, Entry] = {}
+        idle = {name: p for name, p in first.items() if not p.declaration.trains}
+        weights_size = _place(idle, self.frozen, size)
         self.second: dict[str, Entry] = {}
-        gradient_size = size
-        for name, parameter in again.items():
-            self.second[name] = Entry(
-                name, parameter.declaration, gradient_size, tuple(parameter.shape)
-            )
-            gradient_size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.master = torch.zeros(size, dtype=precision.master, device=device)
-        same = precision.compute == precision.master
-        self.weights = self.master if same else self.master.to(precision.compute)
+        twice = {name: p for name, p in again.items() if p.declaration.trains}
+        gradient_size = _place(twice, self.second, size)
+        self.weights = torch.zeros(weights_size, dtype=precision.compute, device=device)
+        # of one type, masters and weights are one storage
+        self.one_type = precision.compute == precision.master
+        self.master = self.weights[:size]
+        if not self.one_type:
+            self.master = torch.zeros(size, dtype=precision.master, device=device)
         self.trains = trains
         self.gradients = torch.zeros(
             gradient_size if trains else 0, dtype=precision.master, device=device
         )
-        for name, parameter in first.items():
-            self._attach(parameter, self.entries[name], self.entries[name])
-        for name, parameter in again.items():
-            self._attach(parameter, self.entries[name], self.second[name])
+        for name, parameter in (*first.items(), *again.items()):
+            self._attach(name, parameter, self.second if parameter is again.get(name) else None)
 
-    def _attach(self, parameter: Parameter, weight: Entry, gradient: Entry) -> None:
-        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+    def _attach(self, name: str, parameter: Parameter, second: dict[str, Entry] | None) -> None:
+        """Let a parameter stand on its part of the buffers; `second`: it is a tied one's copy."""
         declaration = parameter.declaration
-        attached = Parameter(weight.view(self.weights))
+        trains = self.trains and declaration.trains
+        entry = (self.entries if declaration.trains else self.frozen)[name]
+        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+        attached = Parameter(entry.view(self.weights))
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
-        if not self.trains:
+        if not trains:
             parameter.requires_grad_(False)
             return
-        parameter.main_grad = gradient.view(self.gradients)
+        parameter.main_grad = (self.entries if second is None else second)[name].view(
+            self.gradients
+        )
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
@@ -205,8 +240,9 @@ class ParameterBuffer:
 
     def initialise(self, seed: int) -> None:
         """Fill the master weights from (seed, name): the same logical tensors in every layout."""
-        for entry in self.entries.values():
-            local = entry.view(self.master)
+        for entry in (*self.entries.values(), *self.frozen.values()):
+            flat = self.master if entry.declaration.trains else self.weights
+            local = entry.view(flat)
             whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
             for held in entry.declaration.held(self.tensor_rank, self.tensor_size):
                 local[held.local.index] = whole[held.logical.index].to(local)
@@ -214,8 +250,16 @@ class ParameterBuffer:
 
     def refresh_weights(self) -> None:
         """Bring the weights up to date with their masters."""
-        if self.weights is not self.master:
-            self.weights.copy_(self.master)
+        if not self.one_type:
+            self.weights[: self.master.numel()].copy_(self.master)
+
+
+def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
+    """Give each parameter an entry, one behind the other from `start`; returns their end."""
+    for name, parameter in parameters.items():
+        entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
+        start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    return start
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:

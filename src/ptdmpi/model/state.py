@@ -41,8 +41,8 @@ class Piece:
     """A box of a logical tensor of `shape`, and its values on this rank: a view of that size.
 
     `cut_by`: the axes along which ranks hold other boxes; on all others they hold this one too.
-    `owned`: whether it is for this rank and those to write; else ranks of another place of the
-    pipeline do, and this one only reads.
+    `owned`: whether it is for this rank and those to write; else others do, which hold the same
+    though the axes do not tell: a tied table, a share that neighbours of the tensor axis copy.
     """
 
     kind: str
@@ -78,7 +78,9 @@ class State:
     """The state behind a parameter buffer. `moments`: kinds besides the weights, all zero at first.
 
     `borrowed`: names of parameters that this rank holds a second copy of, such as a tied table on
-    the last pipeline rank. `scales_loss`: the run's loss scale is kept, not the constant 1.
+    the last pipeline rank. `differs`: axes along which replicas hold other values, as some methods
+    of data parallelism let them. `scales_loss`: the run's loss scale is kept, not the constant 1.
+    Parameters that do not train are no part of it: no update changes them.
     """
 
     def __init__(
@@ -86,9 +88,11 @@ class State:
         buffer: ParameterBuffer,
         moments: Sequence[str] = (),
         borrowed: Collection[str] = (),
+        differs: Collection[str] = (),
         scales_loss: bool = False,
     ) -> None:
-        self.buffer, self.borrowed, self.scales_loss = buffer, borrowed, scales_loss
+        self.buffer, self.borrowed, self.differs = buffer, borrowed, differs
+        self.scales_loss = scales_loss
         self.kinds = {WEIGHTS: Kind(buffer.master, buffer.entries)}
         for name in moments:
             self.kinds[name] = Kind(torch.zeros_like(buffer.master), buffer.entries)
@@ -119,7 +123,7 @@ class State:
         rank, size = self.buffer.tensor_rank, self.buffer.tensor_size
         owned = entry.name not in self.borrowed
         for piece in pieces_of(kind, entry, entry.view(flat), rank, size):
-            yield replace(piece, owned=owned)
+            yield replace(piece, owned=owned and piece.owned)
 
     def restore(self, counters: Counters) -> None:
         """Go on from what was counted before. Of another precision's loss scale nothing is kept."""
@@ -141,7 +145,8 @@ def pieces_of(
     cut_by = ("pipeline",) if declaration.split is None else CUTTING
     for held in declaration.held(tensor_rank, tensor_size):
         values = local[held.local.index]
-        yield Piece(kind, entry.name, declaration.shape, held.logical, values, cut_by)
+        shape, counts = declaration.shape, held.counts
+        yield Piece(kind, entry.name, shape, held.logical, values, cut_by, counts)
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

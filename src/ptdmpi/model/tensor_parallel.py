@@ -65,7 +65,8 @@ class TensorAxis:
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
-    if bias is not None:
+    """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
+    if bias is not None and bias.requires_grad:
         bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
 
 
@@ -83,7 +84,8 @@ class _ColumnLinear(Function):
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
         dx = axis.reduce(kernels.input_gradient(dy, weight))
-        kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
         accumulate_bias_gradient(bias, dy)
         return dx, None, None, None
 
@@ -106,22 +108,30 @@ class _RowLinear(Function):
         (x,) = ctx.saved_tensors
         accumulate_bias_gradient(bias, dy)
         dy = axis.gather(dy)
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         return kernels.input_gradient(dy, weight), None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
-    `parts` are the output sizes that are divided each on its own (q, k and v, say).
+    `parts` are the output sizes that are divided each on its own (q, k and v, say), into at most
+    `most` shares (see `Split`).
     """
 
     def __init__(
-        self, axis: TensorAxis, inputs: int, parts: tuple[int, ...], bias: bool, init_std: float
+        self,
+        axis: TensorAxis,
+        inputs: int,
+        parts: tuple[int, ...],
+        bias: bool,
+        init_std: float,
+        most: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
-        split = Split(0, parts)
+        split = Split(0, parts, most)
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
         self.bias = declare(axis.size, (sum(parts),), "zeros", split=split) if bias else None
 
@@ -157,7 +167,8 @@ class _Linear(Function):
     def backward(ctx, dy: Tensor):
         weight, bias = ctx.layer
         (x,) = ctx.saved_tensors
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         accumulate_bias_gradient(bias, dy)
         return kernels.input_gradient(dy, weight), None, None
 
@@ -278,13 +289,20 @@ class _AddBias(Function):
 
 
 class VocabularyHead(nn.Module):
-    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)]; padded columns give -inf."""
+    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)], capped where `softcap` is not 0; padded
+    columns give -inf."""
 
     def __init__(
-        self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float, bias: bool = False
+        self,
+        axis: TensorAxis,
+        vocab_size: int,
+        hidden: int,
+        init_std: float,
+        bias: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.softcap = axis, softcap
         split = Split(0, (vocab_size,))
         self.weight = declare(axis.size, (vocab_size, hidden), init_std, split=split)
         self.bias = declare(axis.size, (vocab_size,), "zeros", split=split) if bias else None
@@ -295,6 +313,8 @@ class VocabularyHead(nn.Module):
         logits = _ColumnLinear.apply(x, self.weight, None, self.axis)
         if self.bias is not None:
             logits = _AddBias.apply(logits, self.bias)
+        if self.softcap:
+            logits = kernels.soft_cap(logits, self.softcap)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
             logits[..., self.valid_columns :] = -torch.inf

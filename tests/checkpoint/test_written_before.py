@@ -61,8 +61,8 @@ def test_it_loads_in_any_layout_and_is_written_again_alike(comm, tmp_path):
             for file in BEFORE.glob("*.safetensors"):
                 assert (saved.path / file.name).read_bytes() == file.read_bytes(), file.name
             before, now = (json.loads((one / MANIFEST).read_text()) for one in (BEFORE, saved.path))
-            # what a run says of its data is newer than this one
-            assert {**before, "crc32": 0} == {**{key: now[key] for key in before}, "crc32": 0}
+            for part in ("format_version", "progress", "files", "tensors"):
+                assert before[part] == now[part], part
 
 
 def test_its_manifest_says_what_it_said():

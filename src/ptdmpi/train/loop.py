@@ -29,7 +29,7 @@ from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt, layout_name
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
-from ptdmpi.train.feed import Feed, open_datasets
+from ptdmpi.train.feed import Feed, open_datasets, vocabulary
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import (
     Rates,
@@ -354,7 +354,7 @@ def checked_data(config: Config) -> int:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return train[0].vocab_size
+    return vocabulary(config, train[0])
 
 
 def _due(step: int, every: int, last: int) -> bool:

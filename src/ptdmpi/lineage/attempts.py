@@ -13,15 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.lineage.trained_on import TrainedOn
-
 HISTORY = "history.jsonl"
 
 
 @dataclass(frozen=True)
 class Attempt:
     """Steps `first` + 1 to `last` of a run (the end of one that was killed is not known: None).
-    `config` is the complete configuration, `changed` what was other than in the steps before."""
+    `config` is the complete configuration, `changed` what was other than in the steps before, and
+    `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
 
     number: int
     began: str
@@ -30,7 +29,7 @@ class Attempt:
     ranks: int
     layout: str
     changed: tuple[str, ...]
-    trained_on: TrainedOn | None
+    trained_on: Mapping[str, Any]
     config: Mapping[str, Any]
     last: int | None = None
     ended: str = ""
@@ -88,7 +87,7 @@ def _attempt(line: Mapping[str, Any]) -> Attempt | None:
             ranks=line["ranks"],
             layout=line["layout"],
             changed=tuple(line["changed"]),
-            trained_on=TrainedOn.from_json(line.get("trained_on")),
+            trained_on=line["trained_on"],
             config=line["config"],
             last=line.get("last"),
             ended=line.get("ended", ""),

@@ -12,6 +12,7 @@ from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
@@ -30,6 +31,7 @@ class Attempt:
         self.world, self.checkpoints = world, checkpoints
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
+        self.live = start.load is not None  # so no checkpoint may have the state yet
         self.skipped: list[str] = []  # checkpoints that were stepped over, and why
         self.how = "begins"
         self.why = ""
@@ -131,6 +133,11 @@ class Attempt:
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
         )
+        if world.tensor_axis_crosses_nodes(grid_of(config)):
+            yield (
+                "warning: the tensor axis crosses nodes; every layer waits for the network. "
+                f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
+            )
         if self.idle:
             asked = f"run.steps = {config.run.steps}"
             yield (

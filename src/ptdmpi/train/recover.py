@@ -141,7 +141,7 @@ class Survivors:
             self.news, self.failed_at = [], None
             return None
         if self.news:
-            loop.say(self._notice(loop, reports, step))
+            loop.journal.say(self._notice(loop, reports, step))
         self.loop, self.news, self.failed_at = loop, [], None
         return loop
 

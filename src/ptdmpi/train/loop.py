@@ -24,7 +24,7 @@ from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult
-from ptdmpi.train.feed import Feed, open_datasets
+from ptdmpi.train.feed import Feed, open_datasets, vocabulary
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
@@ -230,4 +230,4 @@ def checked_data(config: Config) -> int:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return train[0].vocab_size
+    return vocabulary(config, train[0])

@@ -62,7 +62,8 @@ def _model(
     bases = {family.base(one) for one in theirs.tensors}
     told = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
-        ours = config_of({**keys, **told})
+        # their tables often have more rows than their tokenizer has ids
+        ours = config_of({**keys, **told, "vocab_size": vocab_size})
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     if ours.model.layers > len(bases):  # a slip of the pen, found before so many are declared

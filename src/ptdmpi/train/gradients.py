@@ -162,8 +162,8 @@ class GradientReduction:
         return torch.where(whole, norms, squares.sqrt())
 
     def _norm_of(self, name: str) -> Tensor:
-        """The norm of this rank's part of one gradient (a scalar); copies count on the first rank that
-        holds them."""
+        """The norm of this rank's part of one gradient, a scalar; copies count on the first rank
+        that holds them."""
         gradient = self.buffer.gradient(name)
         if name not in self.copied:
             return torch.linalg.vector_norm(gradient)

@@ -20,6 +20,7 @@ from ptdmpi.checkpoint.manifest import (
     sound_manifest,
 )
 from ptdmpi.config import InputError
+from ptdmpi.terminal.progress import progress
 
 # So much of a tensor is compared at a time.
 SLAB_BYTES = 1 << 25
@@ -68,12 +69,15 @@ def problems(directory: Path) -> list[str]:
         found += [f"{directory}: {name}: {text}" for text in _uncovered(tensor)]
     for name in manifest.files:
         found += [f"{directory / name}: {text}" for text in _misfits(directory, name, manifest)]
-    with Reader(directory, manifest) as reader:
+    size_bytes = manifest.total_bytes
+    with Reader(directory, manifest) as reader, progress("verifying", size_bytes, "B") as advance:
+        share_bytes = size_bytes / max(1, len(reader.pieces))
         for number in range(len(reader.pieces)):
             try:
                 reader.check(number)
             except Damaged as error:
                 found.append(str(error))
+            advance(share_bytes)
     return list(dict.fromkeys(found))
 
 

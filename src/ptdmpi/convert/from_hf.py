@@ -3,8 +3,8 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, Counters, key
+from ptdmpi.terminal.progress import progress
 
 # These hold weights, in whatever form; everything else of a model directory is kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
@@ -63,7 +64,8 @@ def _model(
     bases = {family.base(one) for one in theirs.tensors}
     told = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
-        ours = config_of({**keys, **told})
+        # their tables often have more rows than their tokenizer has ids
+        ours = config_of({**keys, **told, "vocab_size": vocab_size})
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     if ours.model.layers > len(bases):  # a slip of the pen, found before so many are declared
@@ -117,11 +119,18 @@ def _ours(theirs: WeightFiles, name: str, slab: Box, transposed: bool, dtype: to
 def _write_checkpoint(directory: Path, parts: list[Outgoing], model: Mapping[str, Any]) -> int:
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
-    written = write(temporary / "rank-00000.safetensors", parts)
-    progress = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
-    write_manifest(temporary, progress, model, [written])
+    with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
+        told = [replace(part, values=partial(_told, part, advance)) for part in parts]
+        written = write(temporary / "rank-00000.safetensors", told)
+    fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
+    write_manifest(temporary, fresh, model, [written])
     files.publish(temporary, ())
     return written.bytes
+
+
+def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
+    advance(part.nbytes)
+    return part.values()
 
 
 def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> None:

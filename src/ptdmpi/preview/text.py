@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
-from ptdmpi.model.state import WEIGHTS, Counters, key
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.stage import TIED_NAME
+from ptdmpi.model.state import WEIGHTS, Counters, key
 
 SHOWN = 2  # samples of the batch
 CHARACTERS = 400  # of each

@@ -8,9 +8,12 @@ from pathlib import Path
 import click
 
 from ptdmpi import report
+from ptdmpi.config import InputError
+from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.report import compare, page, several
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 
 
 @click.command(
@@ -18,17 +21,25 @@ from ptdmpi.terminal.program import Command
 )
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--cluster", help="Predict on this one; default: what run.cluster of the run names.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for pictures and trace [default: RUN].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def command(runs: tuple[Path, ...], cluster: str | None, as_json: bool) -> None:
+def command(
+    runs: tuple[Path, ...], cluster: str | None, output: Path | None, as_json: bool
+) -> None:
     """Sum up the run directory RUNS (such as runs/demo), or compare several.
 
     Where a cluster is known (ptdmpi probe writes one of a machine), the step that is predicted on
     it stands beside the measured one. Writes loss.png, timeline.png, trace.json (for Perfetto or
-    chrome://tracing) and report.html (all in one file) into it. Several runs share one table, and
-    comparison.png beside the first of them.
+    chrome://tracing) and report.html (all in one file) into it, or into --output DIR; a run that
+    may only be read keeps its table. Several runs share one table, and comparison.png beside the
+    first of them.
     """
     if len(runs) > 1:
-        _several(runs, as_json)
+        _several(runs, output, as_json)
         return
     (run,) = runs
     loaded = report.read(run)
@@ -36,15 +47,19 @@ def command(runs: tuple[Path, ...], cluster: str | None, as_json: bool) -> None:
     foreseen = compare.foreseen(
         run, loaded.measured_config, loaded.steps[-1].get("vocab_size"), cluster
     )
-    paths = report.write(loaded, foreseen)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    paths, unwritten = _written(loaded, foreseen, output)
     compared = None
     if foreseen and loaded.measured:
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
-    paths.append(run / "report.html")
-    rows = report.rows_of(numbers)
-    page.write(loaded, rows, [path for path in paths if path.suffix == ".png"], paths[-1])
+    if paths:
+        shown = [path for path in paths if path.suffix == ".png"]
+        paths.append(paths[0].with_name("report.html"))
+        page.write(loaded, report.rows_of(numbers), shown, paths[-1])
     if as_json:
         print(json.dumps({**numbers, "files": [str(path) for path in paths]}))
+        note_all(unwritten)
         return
     if loaded.measured:
         columns = min(120, shutil.get_terminal_size((120, 24)).columns)
@@ -60,13 +75,36 @@ def command(runs: tuple[Path, ...], cluster: str | None, as_json: bool) -> None:
         print()
     for path in paths:
         print(f"wrote {path}")
+    note_all(unwritten)
 
 
-def _several(runs: tuple[Path, ...], as_json: bool) -> None:
+def _written(
+    loaded: report.Run, foreseen: Timeline | None, output: Path | None
+) -> tuple[list[Path], list[str]]:
+    """The files that were written, and a line on why none were: into a run of somebody else, the
+    table matters more than its pictures."""
+    try:
+        return report.write(loaded, foreseen, output or loaded.path), []
+    except InputError as error:
+        if output is not None:
+            raise
+        return [], [f"no pictures: {error}; --output DIR draws them elsewhere"]
+
+
+def note_all(lines: list[str]) -> None:
+    for line in lines:
+        note(line)
+
+
+def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     loaded = [report.read(path) for path in runs]
     numbers = [report.summary(one) for one in loaded]
-    drawn = runs[0].absolute().parent / "comparison.png"
-    several.picture(loaded, drawn)
+    drawn = (output or runs[0].absolute().parent) / "comparison.png"
+    try:
+        drawn.parent.mkdir(parents=True, exist_ok=True)
+        several.picture(loaded, drawn)
+    except OSError as error:
+        raise InputError(f"{drawn}: {error.strerror}; --output DIR draws it elsewhere") from None
     gap = several.largest_gap(loaded)
     if as_json:
         named = [{"path": str(path), **one} for path, one in zip(runs, numbers, strict=True)]

@@ -1,5 +1,6 @@
 """`ptdmpi train`: started by mpirun or srun, once for each rank."""
 
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import click
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def command(
     With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
-    launch.prepare()
+    launch.begin("train")
     if dry_run:
         from ptdmpi.commands.dry_run import show
 
@@ -60,6 +62,7 @@ def command(
         with fail_together(world):
             from ptdmpi.train import recover
 
+            note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
                 tree = _laid_out(tree, world)
@@ -103,7 +106,7 @@ def _probed(config: "Config", world: "World") -> str:
     from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
 
-    path = Path(config.run.dir) / "cluster.toml"
+    path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir) / "cluster.toml"))))
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
@@ -111,3 +114,10 @@ def _probed(config: "Config", world: "World") -> str:
     head = f"# Measured by `ptdmpi train --layout auto` on {world.size} ranks.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or where there is such a file, of another machine or number of ranks, with the next
+    number in it: what was predicted there is read again by `ptdmpi report`."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(one for one in chain([path], names) if not one.exists())

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.show.table import lines
 

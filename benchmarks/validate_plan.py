@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from benchmarks.outside import outside_table
 from benchmarks.rows import Row, published
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.show.table import lines
 

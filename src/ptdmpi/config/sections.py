@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
+from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
+
+MOST = 10**12  # of any count: more is a slip of the pen
+Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
@@ -21,7 +24,7 @@ class RunConfig(Section):
 
     name: str = "run"
     dir: str = ""
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0)] = 1234
     steps: Positive
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
@@ -85,6 +88,8 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# Each is a module of its own. The deepest networks that were trained have some 10,000.
+MOST_LAYERS = 100_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 
 
@@ -92,7 +97,7 @@ class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
     kind: Literal["gpt", "llama", "bert"] = "gpt"
-    layers: Positive
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Positive
     heads: Positive
     kv_heads: Positive
@@ -125,9 +130,9 @@ class ModelConfig(Section):
         # A wrong value is told of as such, not by the keys that depend on it: any stands in.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads, hidden = filled.get("heads"), filled.get("hidden")
-        filled.setdefault("kv_heads", heads if type(heads) is int and heads > 0 else 1)
+        filled.setdefault("kv_heads", heads if _sound(heads) else 1)
         if "ffn_hidden" not in filled:
-            sound = type(hidden) is int and hidden > 0
+            sound = _sound(hidden) and default_ffn_hidden(filled) <= MOST
             filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
         return filled
 
@@ -168,6 +173,11 @@ class ModelConfig(Section):
         return max(1, round(mask_fraction * self.text_length))
 
 
+def _sound(size: Any) -> bool:
+    """Whether others may be derived from it; if not, it is told of itself."""
+    return type(size) is int and 0 < size <= MOST
+
+
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
     """4 h; gated: 8/3 h, rounded up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2)."""
     hidden = model["hidden"]
@@ -183,7 +193,7 @@ class ParallelConfig(Section):
     pipeline: Positive = 1
     virtual: Positive = 1
     data: Positive | Literal["auto"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     sequence_parallel: bool = False
     scatter_gather: bool = True
 
@@ -191,8 +201,8 @@ class ParallelConfig(Section):
     @classmethod
     def _default_schedule(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "schedule" not in values:
-            interleaved = values.get("virtual", 1) not in (1, None)
-            return {**values, "schedule": "interleaved" if interleaved else "1f1b"}
+            virtual = values.get("virtual", 1)
+            return {**values, "schedule": default_schedule(1 if virtual is None else virtual)}
         return values
 
 
@@ -214,7 +224,7 @@ class PrecisionConfig(Section):
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward."""
 
-    mode: Literal["none", "selective", "full"] = "none"
+    mode: RecomputeMode = "none"
     layers: Positive | Literal["all"] = "all"
 
 
@@ -318,9 +328,14 @@ class Config(Section):
         return self.parallel.data
 
     @property
+    def layout(self) -> Layout:
+        """How the run is spread over its ranks; only after `resolve`."""
+        return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
+
+    @property
     def microbatches(self) -> int:
         """m = B / (d b), microbatches per pipeline per step."""
-        return self.batch.global_size // (self.data_size * self.batch.micro_size)
+        return self.layout.microbatches(self.batch.global_size)
 
     def replace(self, section: str, **values: Any) -> Self:
         changed = getattr(self, section).model_copy(update=values)

@@ -21,9 +21,9 @@ from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
 from ptdmpi.model.transformer import Context
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 from ptdmpi.plan.layout import layout as layouts
 from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.stages import split_model
 
 
 class InferenceModel:
@@ -37,9 +37,7 @@ class InferenceModel:
         self.dtype = PRECISIONS[config.precision.compute].compute
         self.axis = TensorAxis(axes.tensor)
         model, here = config.model, axes.pipeline.rank
-        layers = split_layers(
-            model.layers, axes.pipeline.size, 1, head_in_layers(model, vocab_size)
-        )
+        layers = split_model(model, vocab_size, config.layout)
         self.stage = Stage(config, vocab_size, layers[here], self.axis)
         self.buffer = ParameterBuffer(
             self.stage.named_logical_parameters(),

@@ -7,7 +7,6 @@ from typing import Any
 from ptdmpi.config import InputError, resolve
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
 from ptdmpi.plan.show.table import lines
@@ -57,18 +56,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     checked = resolve({**config, "run": run}, ranks)
-    layout = Layout(
-        parallel["tensor"],
-        parallel["pipeline"],
-        parallel["data"],
-        parallel["virtual"],
-        config["batch"]["micro_size"],
-        parallel["schedule"],
-        config["recompute"]["mode"],
-        parallel["sequence_parallel"],
-        parallel["scatter_gather"],
-    )
-    model, batch = Model(run["name"], checked.model, vocab_size), config["batch"]["global_size"]
+    layout, batch = checked.layout, checked.batch.global_size
+    model = Model(run["name"], checked.model, vocab_size)
     pricer = Pricer(load_cluster(cluster), model, batch, checked.precision.compute)
     price, times = pricer.price(layout), pricer.stage_times(layout)
     sizes = (layout.schedule, layout.pipeline, layout.virtual, layout.microbatches(batch))

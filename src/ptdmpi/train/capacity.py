@@ -12,6 +12,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import Grid
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -27,11 +28,12 @@ class Memory:
     """
 
     def __init__(self, config: Config, vocab_size: int, world: World, device: torch.device) -> None:
-        self.config, self.vocab_size = config, vocab_size
-        self.wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        memory = MemoryModel.of(config, vocab_size, wide)
+        self.step = relief.Step(memory, config.layout, config.batch.global_size)
         grid = Grid(config.parallel.tensor, config.parallel.pipeline, config.data_size)
         pipeline_rank = grid.coordinates(world.rank).pipeline
-        needed = relief.need(config, vocab_size, pipeline_rank, self.wide).total
+        needed = self.step.peak(pipeline_rank).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)
         mine = (needed, self.capacity_bytes)
         found = world.control.allgather(mine)
@@ -44,7 +46,7 @@ class Memory:
 
     def _require(self, fits: bool) -> None:
         if not fits:
-            text = relief.explain(self.config, self.vocab_size, self.capacity_bytes, self.wide)
+            text = relief.explain(self.step, self.capacity_bytes)
             raise InputError(f"the model does not fit into memory\n{text}")
 
     @contextlib.contextmanager
@@ -56,9 +58,9 @@ class Memory:
         except (MemoryError, RuntimeError) as error:
             if _lacks_memory(error):
                 # something else has the rest of what this rank could have used
-                needed = relief.largest(self.config, self.vocab_size, self.wide).total
+                needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                error.add_note(relief.explain(self.config, self.vocab_size, had, self.wide))
+                error.add_note(relief.explain(self.step, had))
             raise
 
 

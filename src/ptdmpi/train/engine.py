@@ -12,7 +12,7 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
@@ -73,12 +73,7 @@ class Engine:
         parallel, model = config.parallel, config.model
         precision = PRECISIONS[config.precision.compute]
         axis = TensorAxis(axes.tensor, parallel.sequence_parallel)
-        layers = split_layers(
-            model.layers,
-            parallel.pipeline,
-            parallel.virtual,
-            head_in_layers(model, vocab_size),
-        )
+        layers = split_model(model, vocab_size, config.layout)
         self.schedule = schedules.build(
             parallel.schedule, parallel.pipeline, parallel.virtual, config.microbatches
         )

@@ -20,10 +20,10 @@ from ptdmpi.data.batches import Prefetcher
 from ptdmpi.inference.model import device_of
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
+from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -263,7 +263,7 @@ class Loop:
             **rates,
             peak_memory_bytes=memory,
             rank_count=self.world.size,
-            layout=layout_name(config),
+            layout=str(config.layout),
             vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
         )
@@ -322,7 +322,7 @@ class Loop:
         parameters = parameter_count(config.model, self.feed.vocab_size)
         self.say(
             f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
-            f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
+            f"{config.layout}, {config.parallel.schedule}, {config.precision.compute}; "
             f"{parameters / 1e6:,.1f}M parameters, vocabulary {self.feed.vocab_size}; "
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
@@ -375,12 +375,3 @@ def checked_data(config: Config) -> int:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
-
-
-def layout_name(config: Config) -> str:
-    """Such as t=2,p=2,d=1,v=2,b=1."""
-    parallel = config.parallel
-    return (
-        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},"
-        f"v={parallel.virtual},b={config.batch.micro_size}"
-    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ptdmpi.config import Config, InputError
-from ptdmpi.plan.cost.counts import hardware_flops, model_flops
+from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.train.engine import Sums
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).

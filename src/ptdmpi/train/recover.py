@@ -21,7 +21,7 @@ from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.plan.layout.seats import seats, widest_data_size
 from ptdmpi.train import live
 from ptdmpi.train.live import Handover, Holding, Report
-from ptdmpi.train.loop import Loop, checked, layout_name
+from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
 from ptdmpi.watch.requests import StopRequest
 
@@ -224,7 +224,7 @@ class Survivors:
         go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
         return (
             f"{_who(self.news)} lost in step {under_way}; {go} on"
-            f"{f' ({spare} spare)' if spare else ''}: {layout_name(loop.config)} from "
+            f"{f' ({spare} spare)' if spare else ''}: {loop.config.layout} from "
             f"{kind} of {source}, {time.perf_counter() - self.failed_at:.2f} s"
         )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import chunk_rule
 
 FORWARD, BACKWARD = "F", "B"
 _OP_TEXT = re.compile(rf"([{FORWARD}{BACKWARD}])(\d+)\.(\d+)", re.ASCII)
@@ -186,11 +187,6 @@ KINDS: dict[str, Callable[[int, int, int, int], Iterator[Op]]] = {
 }
 
 
-def default_kind(virtual: int) -> str:
-    """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
-    return "1f1b" if virtual == 1 else "interleaved"
-
-
 def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule:
     """The schedule `kind` for p = `pipeline`, v = `virtual`, m = `microbatches`.
 
@@ -204,11 +200,9 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
     for name, size in sizes.items():
         if size < 1:
             raise InputError(f"schedule {kind}: {name} is {size}, must be at least 1")
-    if kind == "1f1b" and virtual > 1:
-        raise InputError(
-            f"schedule 1f1b: virtual is {virtual}, must be 1; "
-            "interleaved and gpipe take several chunks per rank"
-        )
+    chunks = chunk_rule(kind, virtual)
+    if chunks.broken:
+        raise InputError(chunks.text())
     generate = KINDS[kind]
     orders = tuple(
         tuple(generate(pipeline, virtual, microbatches, rank)) for rank in range(pipeline)

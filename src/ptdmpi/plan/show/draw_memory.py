@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.schedule.orders import FORWARD, Op
 from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.plan.show.draw import check_picture, save
@@ -20,7 +20,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     Weights, gradients and optimizer state stand all the time. A forward leaves its activations, its
     backward needs some beside and frees them.
     """
-    layers, microbatches = pricer.split(layout), layout.microbatches(pricer.batch)
+    memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     timeline = pipeline.timeline(
         layout.schedule,
         layout.pipeline,
@@ -29,11 +29,14 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         pricer.stage_times(layout),
         str(layout),
     )
-    kept = pricer.footprints.kept_by_stage(layout, layers)
+    stages = range(layout.stages)
+    kept = [memory.kept_bytes(layout, stage) for stage in stages]
+    works = [memory.working_bytes(layout, stage) for stage in stages]
     curves = []
     for rank in range(layout.pipeline):
-        peak = pricer.footprints.peak(layout, layers, rank, microbatches)
+        peak = memory.peak(layout, rank, microbatches)
         now = peak.standing
+        beside = memory.beside_bytes(layout, rank)
         moments, amounts = [0.0], [now]
         spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]
         for span in sorted(spans, key=lambda s: s.start_s):
@@ -43,7 +46,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
                 now += kept[op.stage]
                 amounts += [now, now]
             else:
-                amounts.append(now + peak.working)
+                amounts.append(now + works[op.stage] + beside)
                 now -= kept[op.stage]
                 amounts.append(now)
         curves.append((moments, amounts))

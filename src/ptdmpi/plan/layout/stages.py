@@ -1,11 +1,12 @@
 """How layers are dealt to stages: every layer once, and the slowest rank as fast as can be."""
 
 import heapq
+import itertools
 import math
 from functools import lru_cache
 
-from ptdmpi.config import ModelConfig
-from ptdmpi.plan.cost.counts import head_forward_flops, layer_forward_flops
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
 DECIMALS = 9  # of a work in layers: less is rounding
 
@@ -13,6 +14,19 @@ DECIMALS = 9  # of a work in layers: less is rounding
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
     """Work of the output head over that of one layer, in FLOPs."""
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
+
+
+def stages_of(layout: Layout, rank: int) -> range:
+    """The stages of one pipeline rank, ascending."""
+    return range(rank, layout.stages, layout.pipeline)
+
+
+def split_model(
+    model: ModelConfig, vocab_size: int, layout: Layout, balanced: bool = True
+) -> list[range]:
+    """The layers of each stage of a layout; `balanced`: the output head counts as layers."""
+    head = head_in_layers(model, vocab_size) if balanced else 0.0
+    return split_layers(model.layers, layout.pipeline, layout.virtual, head)
 
 
 def split_layers(layers: int, pipeline: int, virtual: int, head: float) -> list[range]:
@@ -40,8 +54,8 @@ def _split(layers: int, pipeline: int, virtual: int, head: float) -> tuple[range
     # a last stage above the even split does better with one layer less, and another one with it
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     counts = [*_spread(layers - last, stages - 1, pipeline, last + head), last]
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    ends = itertools.accumulate(counts)
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:

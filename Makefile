@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
+.PHONY: help setup test test-long test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -48,6 +48,9 @@ test: setup ## lint, import rules, all tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
+test-long: setup ## what is exhaustive or slow by nature, and not in `make test`
+	$(BIN)/python -m pytest -m long
+
 test-slurm: setup ## the job templates on a real Slurm, installed and started here (root, Debian)
 	bash jobs/install_slurm.sh
 	$(BIN)/python -m pytest -m '' tests/slurm
@@ -56,25 +59,25 @@ demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh
 
 bench: setup ## this project and plain torch side by side
-	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.speed.bench
 
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 16 $(BIN)/ptdmpi doctor --parity
 
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
-	$(BIN)/python -m benchmarks.torture
+	$(BIN)/python -m benchmarks.faults.torture
 
 calibrate: setup ## what software reaches of data sheets, from published files
-	$(BIN)/python -m benchmarks.calibrate
+	$(BIN)/python -m benchmarks.planning.calibrate
 
 validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
-	$(BIN)/python -m benchmarks.validate_plan
+	$(BIN)/python -m benchmarks.planning.validate_plan
 
 validate-plan-here: setup ## predictions for this machine beside measured steps
-	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.validate_here
+	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.validate_here
 
 figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
-	$(BIN)/python -m benchmarks.plan_figures
+	$(BIN)/python -m benchmarks.planning.figures
 
 fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz

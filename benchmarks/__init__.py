@@ -1,1 +1,1 @@
-"""This project beside plain torch: `python -m benchmarks.bench`."""
+"""Measurements: four rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Group, run
 
 if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions
@@ -68,7 +68,6 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--force", is_flag=True, help="Remove what an earlier run made there, and begin anew."
         ),
-        click.option("--quiet", is_flag=True, help="No progress bar."),
         _JSON,
     )
     for option in reversed(options):
@@ -85,22 +84,25 @@ def _make_shards(
 
     output = OutputOptions(**given)
     ranks = launcher_ranks()
-    try:
-        table = make_shards(lambda: open_corpus(output), output, ranks)
-    except InputError:
-        if ranks.rank:
-            sys.exit(2)  # rank 0 says it for all
-        raise
+    table = make_shards(lambda: open_corpus(output), output, ranks)
     if ranks.rank == 0:
         click.echo(json.dumps(table) if as_json else _format_table(table))
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Program(Group):
+    in_parallel = frozenset({"tokenize", "import-megatron"})
+
+
+@click.group(cls=_Program)
 def commands() -> None:
     """Prepare training data: files of text become HDF5 token shards.
 
     INPUTs are .txt files (one document each), .jsonl files (one document a line), either with .gz,
     .bz2, .xz or .zst, .parquet files (one document a row), or directories of them.
+
+    Completion of commands and options by the Tab key, in bash (zsh, fish: their names):
+
+    eval "$(_PTDMPI_DATA_COMPLETE=bash_source ptdmpi-data)"
     """
 
 
@@ -284,30 +286,7 @@ def verify(path: Path, as_json: bool) -> None:
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 others."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
-    try:
-        commands.main(standalone_mode=False)
-    except InputError as error:
-        _end(str(error), 2)
-    except click.UsageError as error:
-        _end(error.format_message(), 2)
-    except ChildProcessError as error:
-        _end(str(error), 1)
-    except BrokenPipeError:  # who read our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        _end(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("ptdmpi-data: interrupted; the same command again goes on", err=True)
-        sys.exit(130)
-
-
-def _end(text: str, code: int) -> NoReturn:
-    """One line on stderr: names of files may have line ends in them."""
-    click.echo("ptdmpi-data: error: " + "\\n".join(text.splitlines()), err=True)
-    sys.exit(code)
+    run(commands, "ptdmpi-data", interrupted="interrupted; the same command again goes on")
 
 
 if __name__ == "__main__":

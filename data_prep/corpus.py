@@ -14,14 +14,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tqdm import tqdm
-
 from data_prep.encode import Encoded
 from data_prep.group_writer import GroupWriter
 from data_prep.launch import Ranks
 from data_prep.state import Counters, RunState
 from data_prep.vocabulary import Vocabulary
 from ptdmpi.config import InputError
+from ptdmpi.terminal.progress import progress
 
 Result = TypeVar("Result")
 
@@ -35,7 +34,6 @@ class OutputOptions:
     valid_fraction: float = 0.0
     shard_tokens: int = 1 << 28
     force: bool = False
-    quiet: bool = False
 
     @property
     def outputs(self) -> tuple[Path, ...]:
@@ -126,20 +124,19 @@ class _Run:
                     pass
 
     @contextmanager
-    def _bar(self, groups: Sequence[int]) -> Iterator[Work]:
-        """The work on some groups, with a progress bar on a terminal."""
-        hidden = True if self._options.quiet or self._ranks.rank else None
+    def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
+        """The work on some groups, with its progress."""
         cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
         total = sum(self._corpus.group_bytes[group] for group in groups)
-        with tqdm(total=total, unit="B", unit_scale=True, disable=hidden) as bar:
-            yield Work(groups, self._first_block, cores, bar.update, self._ranks.rank)
+        with progress(what, total, "B") as advance:
+            yield Work(groups, self._first_block, cores, advance, self._ranks.rank)
 
     def _mine(self) -> Sequence[int]:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
         """Find out what must be known of the whole corpus."""
-        with self._bar(self._mine()) as work:
+        with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
 
@@ -147,7 +144,7 @@ class _Run:
         """Write the groups of this rank that are not complete."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
-            with self._bar(groups) as work:
+            with self._progress("tokenizing", groups) as work:
                 self._write_groups(work)
         except Exception:
             self.state.mark_failed()

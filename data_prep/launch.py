@@ -1,19 +1,10 @@
 """The one place of data_prep that knows of MPI: which of how many ranks this process is."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Each launcher's variable for the ranks of this very step. Not SLURM_NTASKS, which a batch script
-# has too where it calls a program without srun.
-_SIZE_VARIABLES = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "PALS_NRANKS",
-    "PALS_SIZE",
-)
+from ptdmpi.terminal.launched import launched_size
 
 
 @dataclass(frozen=True)
@@ -25,18 +16,12 @@ class Ranks:
     allgather: Callable[[Any], list[Any]]  # everyone's value, in rank order; waits for everyone
 
 
-def launched_size(environ: Mapping[str, str]) -> int:
-    """The number of ranks that an MPI launcher says it started; 1 without one."""
-    sizes = [environ.get(name, "") for name in _SIZE_VARIABLES]
-    return max((int(size) for size in sizes if size.isdigit()), default=1)
-
-
 def launcher_ranks() -> Ranks:
     """The ranks of this launch. MPI is imported only when a launcher started more than one process.
 
     Raises InputError where MPI sees one rank only, so that each would do all the work.
     """
-    if launched_size(os.environ) == 1:
+    if launched_size() == 1:
         return Ranks(0, 1, lambda value: [value])
     from ptdmpi.comm.launch import prepare
 

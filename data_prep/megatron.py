@@ -7,7 +7,6 @@ bounds as sequence numbers, from 0 to S. A document of GPT is usually one sequen
 sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.disk import put_in_place
 from ptdmpi.config import InputError
-from ptdmpi.data.disk import sync
 from ptdmpi.data.header import ShardHeader, confirmed
 from ptdmpi.data.lock import FileLock
 from ptdmpi.data.shards import Dataset, map_documents, map_tokens
@@ -228,8 +227,6 @@ def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -
                         f"{header.vocab_size}, or of Megatron's {dtype.name}"
                     )
                 stream.write(np.ascontiguousarray(block, dtype))
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, path: Path) -> int:
@@ -254,8 +251,6 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
             offset = int(ends[-1]) if ends.size else offset
         stream.seek(starts[2] + 8 * done)
         stream.write(np.array([done], "<i8"))
-        stream.flush()
-        os.fsync(stream.fileno())
     return documents
 
 
@@ -300,11 +295,10 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
                 undo.callback(path.unlink, missing_ok=True)
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
-            os.replace(temporary[0], paths[0])
+            put_in_place(temporary[0], paths[0])
             undo.callback(paths[0].unlink)  # of no use without the other
-            os.replace(temporary[1], paths[1])
+            put_in_place(temporary[1], paths[1])
             undo.pop_all()
-            sync(prefix.parent)
     except OSError as error:
         raise InputError(f"{prefix}: cannot be written: {error}") from error
     return {

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.lock import FileLock
@@ -92,16 +93,9 @@ def _unknown(output: Path) -> InputError:
 
 def write_file(path: Path, content: bytes) -> None:
     """Replace a small file as a whole. Raises InputError if it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        write_whole(path, content)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise InputError(f"{path}: cannot be written: {error}") from error
 
 

@@ -13,7 +13,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.run import as_masked
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
 from tests._layers import Piece, assemble, cut
@@ -61,7 +61,7 @@ def microbatches(
 
 def logical(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
     """The whole tensors of all parameters, from every rank's `flat` buffer."""
-    axis = engine.axes.tensor
+    axis = engine.axes["tensor"]
     pieces: list[Piece] = [
         (name, entry.declaration.shape, place, values.clone())
         for name, entry in engine.buffer.entries.items()
@@ -73,14 +73,13 @@ def logical(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
 
 def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:
     config = small(changes, world.size)
-    parallel = config.parallel
-    axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+    axes = world.split(grid_of(config))
     return Engine(config, axes, vocab_size)
 
 
 def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:
     """The results of the first `count` steps."""
-    config, rank, size = engine.config, engine.axes.data.rank, engine.vocab_size
+    config, rank, size = engine.config, engine.axes["data"].rank, engine.vocab_size
     return [
         engine.step(k, microbatches(config, k, rank, masked=masked, vocab_size=size))
         for k in range(count)
@@ -108,7 +107,7 @@ def train(
 
 def load(engine: Engine, whole: dict[str, Tensor]) -> None:
     """Put this rank's slices of the logical tensors in place."""
-    axis = engine.axes.tensor
+    axis = engine.axes["tensor"]
     for name, entry in engine.buffer.entries.items():
         assert whole[name].shape == entry.declaration.shape, name
         local = entry.view(engine.buffer.master)
@@ -121,17 +120,17 @@ def logits_of(engine: Engine, batch) -> Tensor | None:
     """[s, b, V] on the last pipeline rank, passing activations from stage to stage."""
     axes, model = engine.axes, engine.config.model
     (stage,) = engine.stages.values()
-    here = axes.pipeline.rank
+    here = axes["pipeline"].rank
     with torch.no_grad():
         x = None
         if here > 0:
             shape = (model.seq_length, batch.inputs.shape[1], model.hidden)
-            x = axes.pipeline.recv(torch.empty(shape), here - 1)
+            x = axes["pipeline"].recv(torch.empty(shape), here - 1)
         x = stage.logits(batch, x, None)
-        if here < axes.pipeline.size - 1:
-            axes.pipeline.send(x, here + 1)
+        if here < axes["pipeline"].size - 1:
+            axes["pipeline"].send(x, here + 1)
             return None
-        columns = axes.tensor.all_gather(x.movedim(-1, 0).contiguous())
+        columns = axes["tensor"].all_gather(x.movedim(-1, 0).contiguous())
     assert (columns[engine.vocab_size :] == -torch.inf).all()
     return columns[: engine.vocab_size].movedim(0, -1)
 

@@ -5,6 +5,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests import parallel
+
 # Examples are drawn from a fixed seed, so that a red test is red for everybody; wall-clock limits
 # per example would fail on a busy machine.
 settings.register_profile("ptdmpi", deadline=None, derandomize=True)
@@ -18,3 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _stop(number: int, frame: object) -> None:
     pytest.exit("ended by SIGTERM", returncode=128 + number)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With --durations, also the parallel tests, each with its own time."""
+    count = terminalreporter.config.option.durations
+    lines = [] if count is None else parallel.slowest(terminalreporter.config, count)
+    if lines:
+        terminalreporter.section("slowest parallel tests")
+        terminalreporter.write_line("\n".join(lines))

@@ -11,9 +11,9 @@ that every rank calls with the world communicator:
 Besides `comm`, the function takes parametrised arguments (any picklable values) and `tmp_path`, one
 folder for all ranks. Other fixtures live in the pytest process and do not reach the ranks.
 
-Starting N interpreters that import torch takes seconds, so the selected tests of one folder at one
-number of ranks share one mpirun, and each is still reported as its own pytest item. A failure ends
-all ranks; the tests behind it get a new mpirun.
+Starting N interpreters that import torch takes seconds, so all selected tests at one number of
+ranks share one mpirun, and each is still reported as its own pytest item. A failure ends all ranks;
+the tests behind it get a new mpirun.
 """
 
 import contextlib
@@ -125,9 +125,19 @@ class Outcome:
 
     kind: str
     text: str
+    seconds: float = 0.0  # in the test itself, on the slowest rank
 
 
 _OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
+_SECONDS = pytest.StashKey[dict[str, float]]()
+
+
+def slowest(config: pytest.Config, count: int) -> list[str]:
+    """One line for each of the parallel tests that took longest. (pytest's own durations give the
+    whole mpirun to the first test of it.)"""
+    seconds = config.stash.get(_SECONDS, {})
+    ranked = sorted(seconds, key=lambda name: -seconds[name])
+    return [f"{seconds[name]:6.2f}s {name}" for name in ranked[: count or None]]
 
 
 def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
@@ -141,6 +151,7 @@ def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
         for other, outcome in zip(batch, _run_batch(ranks, batch), strict=False):
             outcomes[other.nodeid] = outcome
     outcome = outcomes.pop(item.nodeid)
+    request.config.stash.setdefault(_SECONDS, {})[item.nodeid] = outcome.seconds
     if outcome.kind == "failed":
         pytest.fail(outcome.text, pytrace=False)
     if outcome.kind == "skipped":
@@ -153,7 +164,6 @@ def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
     body = getattr(getattr(other, "obj", None), "parallel_body", None)
     return (
         body is not None
-        and other.path.parent == item.path.parent
         and other.callspec.params["ranks"] == ranks
         and not _foreign_arguments(other)
     )
@@ -241,7 +251,8 @@ def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
             kind = kinds.pop()
             # A skip is the same on all ranks: its reason is wanted once, as one line.
             text = ends[0]["reason"] if kind == "skipped" else _output(place, events, test)
-            outcomes.append(Outcome(kind, text))
+            seconds = max(end["seconds"] for end in ends)
+            outcomes.append(Outcome(kind, text, seconds))
             continue
         states = ", ".join(f"rank {rank}: {end['kind']}" for rank, end in enumerate(ends))
         text = "\n".join([states, _output(place, events, test), error])

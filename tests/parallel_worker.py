@@ -32,20 +32,20 @@ def main() -> None:
         # A program of ours wrote this file a moment ago; pickle lets parameters be any value.
         job = pickle.loads((place / "job.pickle").read_bytes())
         sys.path[:] = job["path"]
-        for module, file, *_ in job["tests"]:
-            _load(module, Path(file))
         with open(place / f"rank{world.rank}.jsonl", "w", buffering=1) as events:
             world.Barrier()
-            for test, (module, _, name, arguments) in enumerate(job["tests"]):
+            for test, (module, file, name, arguments) in enumerate(job["tests"]):
+                _load(module, Path(file))
                 offset = _flush_and_tell()
                 _report(events, test=test, kind="start", offset=offset)
+                since = time.monotonic()
                 body = getattr(sys.modules[module], name).parallel_body
                 try:
                     end = _call(body, world.Dup(), pickle.loads(arguments))
                 except BaseException:
                     _report(events, test=test, kind="failed")
                     raise
-                _report(events, test=test, **end)
+                _report(events, test=test, seconds=time.monotonic() - since, **end)
                 world.Barrier()  # a rank that is ahead must not count as hung in the next test
     except BaseException as error:
         where = "start-up" if test < 0 else job["tests"][test][2]

@@ -1,28 +1,31 @@
 """The command `ptdmpi`: parse, call, print. Each subcommand is imported when it is asked for."""
 
 import importlib
-import sys
 
 import click
 
-from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Group, run
 
-COMMANDS = (
-    "train",
-    "plan",
-    "probe",
-    "schedule",
-    "report",
-    "doctor",
-    "checkpoint",
-    "convert",
-    "generate",
-    "evaluate",
-)
+# name -> whether all ranks of a job work on it
+COMMANDS = {
+    "train": True,
+    "plan": False,
+    "probe": True,
+    "schedule": False,
+    "watch": False,
+    "report": False,
+    "doctor": True,
+    "checkpoint": False,
+    "convert": False,
+    "generate": True,
+    "evaluate": True,
+}
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """Imports `ptdmpi.commands.NAME` only when NAME runs, so that planning needs no torch."""
+
+    in_parallel = frozenset(name for name, all_ranks in COMMANDS.items() if all_ranks)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -30,22 +33,24 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        return importlib.import_module(f"ptdmpi.commands.{name}").command
+        command: click.Command = importlib.import_module(f"ptdmpi.commands.{name}").command
+        return command
 
 
-@click.group(cls=LazyGroup)
-@click.version_option(package_name="ptdmpi")
+@click.group(
+    cls=LazyGroup,
+    epilog="Exit codes: 0 done, 2 bad input, 75 stopped on request after "
+    "saving, 130 interrupted, else a failure.",
+)
 def group() -> None:
     """Trains large language models over MPI: tensor, pipeline and data parallelism.
 
-    Exit codes: 0 done, 2 bad input, 75 stopped on request after saving, else a failure.
+    Completion of commands and options by the Tab key, in bash (zsh, fish: their names):
+
+    eval "$(_PTDMPI_COMPLETE=bash_source ptdmpi)"
     """
 
 
 def main() -> None:
-    """Run the command line; bad input is one line on stderr and exit code 2."""
-    try:
-        group(prog_name="ptdmpi")
-    except InputError as error:
-        print(f"ptdmpi: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    """Run the command line."""
+    run(group, "ptdmpi", lists=True)

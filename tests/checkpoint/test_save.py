@@ -25,7 +25,7 @@ CHANGES = {"model.dropout": 0.1, "model.layers": 4, "run.steps": 6}
 
 def _step(engine: Engine, numbers: Sequence[int]) -> None:
     for number in numbers:
-        engine.step(number, microbatches(engine.config, number, engine.axes.data.rank))
+        engine.step(number, microbatches(engine.config, number, engine.axes["data"].rank))
 
 
 def _checkpoints(engine: Engine, path, **values) -> Checkpoints:

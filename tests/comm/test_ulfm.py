@@ -15,9 +15,9 @@ launch.prepare()
 from mpi4py import MPI
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import World
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 world = World()
-axes = world.split(Grid(2, 1, 2))
+axes = world.split(training_grid(tensor=2, data=2))
 assert not ulfm.rank_lost(world, patience_s=0.1)
 assert ulfm.agree(world, [7, 6, 5, 4][world.rank]) == 4
 crew = world.first(3)
@@ -27,7 +27,7 @@ if world.rank == 2:
     time.sleep(1.0)
 else:
     try:
-        (axes.tensor if world.rank == 0 else axes.data).barrier()
+        (axes["tensor"] if world.rank == 0 else axes["data"]).barrier()
     except MPI.Exception:
         assert ulfm.rank_lost(world)
         ulfm.revoke(world)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from ptdmpi.comm import launch
 from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import InputError
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import Grid, training_grid
 from tests.parallel import ROOT, mpirun, parallel
 
 
@@ -30,7 +30,12 @@ class RoundRobin:
 
 def grids(size: int) -> list[Grid]:
     sizes = range(1, size + 1)
-    return [Grid(t, p, size // (t * p)) for t in sizes for p in sizes if size % (t * p) == 0]
+    return [
+        training_grid(tensor=t, pipeline=p, data=size // (t * p))
+        for t in sizes
+        for p in sizes
+        if size % (t * p) == 0
+    ]
 
 
 @parallel(ranks=[2, 4, 8])
@@ -43,14 +48,14 @@ def test_ranks_are_numbered_node_by_node(comm):
     assert world.rank == (comm.rank % 2) * world.local_size + world.local_rank
     for grid in grids(world.size):
         crosses = world.tensor_axis_crosses_nodes(grid)
-        assert crosses == (grid.tensor > world.local_size), grid
+        assert crosses == (grid["tensor"] > world.local_size), grid
 
 
 @parallel(ranks=[1, 4])
 def test_one_node_keeps_the_launchers_order(comm):
     world = World(comm)
     assert (world.rank, world.local_rank, world.nodes) == (comm.rank, comm.rank, 1)
-    assert not world.tensor_axis_crosses_nodes(Grid(comm.size, 1, 1))
+    assert not world.tensor_axis_crosses_nodes(training_grid(tensor=comm.size))
 
 
 @parallel(ranks=[1, 2, 4, 8])
@@ -60,23 +65,21 @@ def test_split_into_axes(comm):
         axes = world.split(grid)
         here = axes.coordinates
         assert here == grid.coordinates(world.rank)
-        for name in ("tensor", "data", "pipeline"):
-            axis = getattr(axes, name)
+        for name in grid.axes:
+            axis = axes[name]
             assert axis.all_gather_object(world.rank) == list(grid.group(world.rank, name))
-            assert (axis.rank, axis.size) == (getattr(here, name), getattr(grid, name))
+            assert (axis.rank, axis.size) == (here[name], grid[name])
         line = grid.group(world.rank, "pipeline")
-        assert (axes.ends is not None) == (
-            grid.pipeline > 1 and here.pipeline in (0, grid.pipeline - 1)
-        )
-        if axes.ends is not None:
-            assert axes.ends.all_gather_object(world.rank) == [line[0], line[-1]]
+        assert ("ends" in axes.groups) == (len(line) > 1 and world.rank in (line[0], line[-1]))
+        if "ends" in axes.groups:
+            assert axes["ends"].all_gather_object(world.rank) == [line[0], line[-1]]
         assert axes.world.all_gather_object(world.rank) == list(range(world.size))
 
 
 @parallel(ranks=[2])
 def test_a_grid_of_another_size_is_refused(comm):
     with pytest.raises(InputError, match="a grid of 4 ranks on a world of 2"):
-        World(comm).split(Grid(2, 2, 1))
+        World(comm).split(training_grid(tensor=2, pipeline=2))
 
 
 @parallel(ranks=[4])

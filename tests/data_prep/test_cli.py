@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from data_prep.cli import main
-from data_prep.launch import launched_size
 from data_prep.vocabulary import load_tokenizer
 
 
@@ -110,6 +109,7 @@ def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
     assert (described["first_text"] is None) == (name != "bytes")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     letters = np.random.default_rng(0).integers(97, 123, 40_000_000, dtype=np.uint8)
@@ -136,19 +136,3 @@ def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     if sent == signal.SIGINT:
         assert error.strip() == "ptdmpi-data: interrupted; the same command again goes on"
         assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({}, 1),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
-        ({"PMI_SIZE": "2"}, 2),
-        ({"SLURM_NTASKS": "8"}, 1),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, 8),
-        ({"PALS_NRANKS": "3"}, 3),
-        ({"PMI_SIZE": ""}, 1),
-    ],
-)
-def test_ranks_of_a_launcher(environ, size):
-    assert launched_size(environ) == size

@@ -302,7 +302,7 @@ def test_an_export_that_ends_between_its_files_leaves_none(tmp_path, monkeypatch
             raise OSError(28, "No space left on device")
         replace(source, target)
 
-    monkeypatch.setattr(megatron.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     words = ("export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     assert "No space left" in fail(monkeypatch, capsys, *words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "o"]

@@ -60,7 +60,7 @@ def test_a_second_command_is_told_who_is_at_work(tmp_path):
 
 
 def test_a_killed_command_leaves_no_lock(tmp_path, words, monkeypatch, capsys):
-    monkeypatch.setattr("ptdmpi.data.shard_writer.os.fsync", lambda file: None)
+    monkeypatch.setattr("os.fsync", lambda file: None)
     code = (
         "import time; from data_prep import cli, group_writer\n"
         "add = group_writer.GroupWriter.add\n"

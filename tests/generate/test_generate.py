@@ -66,7 +66,7 @@ def full_logits(model: InferenceModel, ids: list[int]) -> torch.Tensor | None:
     """[V] behind the last id, without a cache."""
     x = model.hidden(torch.tensor(ids)[:, None])
     if x is not None:
-        x = model.axes.tensor.all_gather(model.stage.head(x)[-1, 0].contiguous())[:V]
+        x = model.axes["tensor"].all_gather(model.stage.head(x)[-1, 0].contiguous())[:V]
     model.finish()
     return x
 

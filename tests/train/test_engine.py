@@ -221,11 +221,11 @@ def test_a_layout_repeats_itself(comm):
 def test_padding_of_the_vocabulary_stays_zero(comm):
     engine = build(World(comm), {"model.layers": 2, **layout(t=2)})
     steps_of(engine, 3)
-    axis = engine.axes.tensor
+    axis = engine.axes["tensor"]
     entry = engine.buffer.entries["embedding.word.weight"]
     local = entry.view(engine.buffer.master)
     held = sum(box.local[0].stop for box in entry.declaration.boxes(axis.rank, axis.size))
-    assert engine.axes.tensor.all_gather_object(held) == [51, 50] and len(local) == 51
+    assert engine.axes["tensor"].all_gather_object(held) == [51, 50] and len(local) == 51
     assert not local[held:].any()
     assert local[:held].any(dim=1).all()
 
@@ -238,7 +238,7 @@ def test_evaluation_is_the_mean_loss(comm, reproducible):
         changes = {"precision.compute": "fp64", "model.dropout": 0.5, "model.layers": 4} | where
         changes |= {"run.reproducible": reproducible}
         engine = build(World(comm), changes)
-        config, rank = engine.config, engine.axes.data.rank
+        config, rank = engine.config, engine.axes["data"].rank
         found = engine.evaluate(microbatches(config, 0, rank))
         ids, mask = tokens(config, 0)
         weights = logical(engine, engine.buffer.master)

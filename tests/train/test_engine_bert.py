@@ -169,7 +169,7 @@ def expectation(shape: dict[str, int], given: tuple[Tensor, ...]) -> Expected:
 
 def check_logits(engine: Engine, batch: Batch, expected: Expected) -> None:
     """Of both heads, for the first microbatch."""
-    if engine.axes.pipeline.size == 1:
+    if engine.axes["pipeline"].size == 1:
         (stage,) = engine.stages.values()
         with torch.no_grad():
             x = stage.hidden(batch, None, None)

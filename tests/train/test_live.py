@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Grid, training_grid
 from ptdmpi.train.live import Report, live_step, routes
 
 
@@ -25,18 +25,18 @@ def _reports(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Report]:
     ],
 )
 def test_live_state_is_of_one_step_and_whole(steps, wanted):
-    grid = Grid(2, 1, 2)  # ranks 0 and 2 hold tensor part 0, ranks 1 and 3 part 1
+    grid = training_grid(tensor=2, data=2)  # ranks 0 and 2 hold tensor part 0, ranks 1 and 3 part 1
     assert live_step(_reports(grid, steps, spare=1), grid) == wanted
 
 
 def test_a_state_that_was_being_changed_is_none():
-    grid = Grid(1, 1, 2)
-    reports = [Report(place=Coordinates(0, 0, 0), step=None), Report()]
+    grid = training_grid(data=2)
+    reports = [Report(place=grid.coordinates(0), step=None), Report()]
     assert live_step(reports, grid) is None
 
 
 def test_ranks_keep_what_they_hold_and_holders_share_the_work():
-    before, after = Grid(1, 2, 3), Grid(1, 2, 3)
+    before, after = training_grid(pipeline=2, data=3), training_grid(pipeline=2, data=3)
     # ranks 0 1 2 hold stage 0 and 3 4 5 stage 1; rank 5 is lost, rank 2 lags; a spare one comes
     reports = _reports(before, {0: 9, 1: 9, 2: 8, 3: 9, 4: 9}, spare=1)
     ways = routes(reports, after, [0, 1, 2, 3, 4, 5], 9)

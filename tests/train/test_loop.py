@@ -1,6 +1,7 @@
 """`ptdmpi train` as its users start it: shards in, run directory out, stop and resume, mistakes."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import h5py
@@ -13,6 +14,7 @@ from ptdmpi.commands.report import command as report
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
 from tests.parallel import mpirun
+from tests.sinks._events import curve
 
 CONFIG = """
 [run]
@@ -92,7 +94,8 @@ def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def interleaved(corpus) -> Path:
     """An undisturbed run of 6 steps in the layout of the demo."""
-    _train(corpus, 4, *INTERLEAVED, "run.name=straight")
+    curves = ["log.tensorboard=true"] if find_spec("tensorboardX") else []
+    _train(corpus, 4, *INTERLEAVED, "run.name=straight", *curves)
     return corpus / "runs/straight"
 
 
@@ -117,6 +120,13 @@ def test_run_directory(interleaved):
     assert (interleaved / "checkpoints/latest").read_text() == "step-00000006\n"
     assert len(list((interleaved / "timeline").iterdir())) == 1
     assert "step 6/6" in (interleaved / "log.txt").read_text()
+
+
+def test_tensorboard_has_the_records(interleaved):
+    pytest.importorskip("tensorboardX")
+    for key, name in (("loss", "train/loss"), ("validation_loss", "validation/validation_loss")):
+        recorded = {r["step"]: r[key] for r in _records(interleaved) if key in r}
+        assert curve(interleaved / "tensorboard", name) == pytest.approx(recorded, rel=1e-6)
 
 
 def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
@@ -147,7 +157,10 @@ def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
     ("name", "ranks", "layout", "bits"),
     [
         ("same", 4, INTERLEAVED, True),
-        ("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
+        pytest.param(
+            *("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
+            marks=pytest.mark.long,
+        ),
         ("serial", 1, (), False),
         ("data", 2, ("parallel.data=2",), False),
     ],
@@ -234,22 +247,52 @@ MISTAKES = {
     "tokenizer": (['data.tokenizer_sha256="1111"'], "tokenizer"),
     "short": (["model.seq_length=4096"], "one sequence"),
     "epochs": (['data.train=[{path="train", epochs=0.01}]'], "epochs"),
-    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
     "checkpoint": (["checkpoint.resume=nowhere"], "nowhere"),
+    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
 }
 
 
+# Commands one after the other in the same ranks; what rank R writes goes to NAME.R.
+ONE_BY_ONE = """
+import json, os, sys
+from ptdmpi.cli import main
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+for name, words in json.loads(sys.argv[1]).items():
+    os.dup2(os.open(f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        print(f"exit code {end.code}", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def mistaken(corpus) -> dict[str, list[str]]:
+    """The lines that `ptdmpi train` wrote to standard error on two ranks, by mistake."""
+    path = _shard(corpus / "truncated", 4000, 1)
+    path.write_bytes(path.read_bytes()[:3000])
+    with h5py.File(_shard(corpus / "ids", 4000, 1), "r+") as file:
+        file["tokens"][:] = 60
+    commands = {}
+    for name, (settings, _) in MISTAKES.items():
+        options = [w for s in (*settings, f"run.name=bad-{name}") for w in ("--set", s)]
+        commands[name] = ["train", "config.toml", *options]
+    result = mpirun(2, ["-c", ONE_BY_ONE, json.dumps(commands)], cwd=corpus, check=False)
+    found = {}
+    for name in MISTAKES:
+        texts = [(corpus / f"{name}.{rank}").read_text() for rank in range(2)]
+        found[name] = [line for text in texts for line in text.splitlines()]
+    # One rank meets the last mistake, and aborts all.
+    found[name] += [f"exit code {result.returncode}"] * 2
+    return found
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(corpus, mistake):
-    settings, words = MISTAKES[mistake]
-    if mistake == "truncated":
-        path = _shard(corpus / "truncated", 4000, 1)
-        path.write_bytes(path.read_bytes()[:3000])
-    if mistake == "ids":
-        with h5py.File(_shard(corpus / "ids", 4000, 1), "r+") as file:
-            file["tokens"][:] = 60
-    result = _train(corpus, 2, *settings, f"run.name=bad-{mistake}", check=False)
-    assert result.returncode == 2
-    lines = [line for line in result.stderr.splitlines() if line.startswith("ptdmpi: error: ")]
-    assert len(lines) == 1 and words in lines[0], result.stderr
+def test_mistakes_are_one_line_and_exit_code_2(corpus, mistaken, mistake):
+    _, words = MISTAKES[mistake]
+    lines = mistaken[mistake]
+    assert lines.count("exit code 2") == 2, lines
+    errors = [line for line in lines if line.startswith("ptdmpi: error: ")]
+    assert len(errors) == 1 and words in errors[0], lines
     assert not (corpus / f"runs/bad-{mistake}/checkpoints").exists()

@@ -35,6 +35,10 @@ MODES = {
     "full": {"recompute.mode": "full"},
     "two layers": {"recompute.mode": "full", "recompute.layers": 2},
 }
+# the extremes always; the ones between in `make test-long`
+SOME_OR_ALL = [
+    pytest.param(mode, marks=[] if mode in ("none", "full") else pytest.mark.long) for mode in MODES
+]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 KEPT, PEAK = 0.01, 0.1  # bars, relative
 
@@ -55,7 +59,7 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
 def check(comm, changes) -> None:
     """Kept by a forward, peak of a step's ops, and state, of every rank."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
-    rank = engine.axes.pipeline.rank
+    rank = engine.axes["pipeline"].rank
     compute = PRECISIONS[engine.config.precision.compute].compute
     layout, m = engine.config.layout, engine.config.microbatches
     memory = MemoryModel.of(engine.config, VOCAB_SIZE, kernels.widens("cpu", compute))
@@ -64,7 +68,7 @@ def check(comm, changes) -> None:
     engine.step(0, batches)  # whatever is made once is there now
     for stage in engine.stages.values():
         stage.begin_step(0, batches, 1.0)
-    if engine.axes.pipeline.size == 1:
+    if engine.axes["pipeline"].size == 1:
         (stage,) = engine.stages.values()
         left, _ = measured(lambda: stage.forward_microbatch(0, None))
         stage.backward_microbatch(0, None)
@@ -85,7 +89,7 @@ def check(comm, changes) -> None:
     [*itertools.product(KINDS, ("fp32", "bf16", "fp64")), ("bert", "bf16")],
 )
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_one_rank(comm, kind, compute, dropout, mode):
     changes = DROPOUT if dropout else {}
     check(comm, ALL_KINDS[kind] | MODES[mode] | changes | {"precision.compute": compute})
@@ -94,7 +98,7 @@ def test_one_rank(comm, kind, compute, dropout, mode):
 @parallel(ranks=[1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
     changes = DROPOUT if dropout else {}
     with mock.patch.object(kernels, "widens", lambda device_type, dtype: False):
@@ -104,7 +108,7 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_tensor_axis(comm, sequence_parallel, kind, mode):
     where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
     check(comm, ALL_KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": "bf16"})
@@ -113,7 +117,7 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
 @parallel(ranks=[2])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_pipeline_axis(comm, kind, virtual, mode):
     where = {"parallel.pipeline": 2, "parallel.virtual": virtual}
     check(comm, ALL_KINDS[kind] | MODES[mode] | where)

@@ -22,7 +22,7 @@ def broken(comm, changes, where) -> tuple:
     engine = build(World(comm), changes)
     steps_of(engine, 1)
     where(engine)
-    batches = microbatches(engine.config, 1, engine.axes.data.rank)
+    batches = microbatches(engine.config, 1, engine.axes["data"].rank)
     before = engine.buffer.master.clone()
     updates = engine.optimizer.updates
     result = engine.step(1, batches)

@@ -113,7 +113,7 @@ FP16 = {
 def test_every_rank_skips_the_steps_that_overflow(comm):
     where = {1: {}, 2: layout(p=2), 4: layout(t=2, d=2)}[comm.size]
     engine = build(World(comm), FP16 | where)
-    config, rank = engine.config, engine.axes.data.rank
+    config, rank = engine.config, engine.axes["data"].rank
     fresh = engine.buffer.master.clone()
     results = []
     for step in range(40):

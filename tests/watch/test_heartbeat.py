@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.whereabouts import Ranks, Report
 from tests._runs import configuration, corpus, log, loop, records
@@ -72,6 +72,7 @@ def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
     assert "held up by rank 1" in (stacks / "table.txt").read_text()
 
 
+@pytest.mark.long
 def test_rank_0_is_missed_too(tmp_path):
     act = "os.kill(os.getpid(), signal.SIGSTOP)"
     done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
@@ -94,6 +95,7 @@ def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
     assert len(list((tmp_path / "run/stacks").glob("rank-*.txt"))) == 4
 
 
+@pytest.mark.long
 def test_a_second_signal_stops_at_once(tmp_path):
     """Rank 1 hangs, so no vote comes; its signals are heard all the same. Duplicates count once."""
     act = (
@@ -147,7 +149,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
     with loop(comm, tmp_path, changes, patch) as made:
         made.run()
         (mine,) = made.heartbeat.compute_s
-        waited_s = made.axes.tensor.waited_s
+        waited_s = made.axes["tensor"].waited_s
     if comm.rank == 1:
         assert mine > 0.5
     else:
@@ -156,7 +158,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
 
 def judge(stall_s: float) -> tuple[Judge, list[str]]:
     said: list[str] = []
-    return Judge(Ranks(Grid(1, 1, 2), ["a", "b"]), stall_s, said.append), said
+    return Judge(Ranks(training_grid(data=2), ["a", "b"]), stall_s, said.append), said
 
 
 def report(age_s: float, phase: str = "training", **more) -> Report:

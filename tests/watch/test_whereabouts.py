@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch.whereabouts import (
     Ranks,
     Report,
@@ -16,7 +16,9 @@ from ptdmpi.watch.whereabouts import (
 )
 
 # t=2, p=2, d=2: ranks 0 1 | 2 3 are the tensor groups of pipeline rank 0, 4 5 | 6 7 of rank 1
-RANKS = Ranks(Grid(2, 2, 2), [f"host{rank // 4}" for rank in range(8)])
+RANKS = Ranks(
+    training_grid(tensor=2, pipeline=2, data=2), [f"host{rank // 4}" for rank in range(8)]
+)
 
 
 def at(kind: str, op: str = "", peer: int | None = None, inside: str = "", age_s=50.0, **more):
@@ -102,10 +104,10 @@ def test_a_slow_rank_is_compared_with_those_that_do_the_same():
     assert slow_ranks(usual, RANKS.grid, 1.3) == []
     assert slow_ranks(usual | {2: 1.25}, RANKS.grid, 1.3) == []
     assert slow_ranks(usual | {2: 1.5, 7: 6.0}, RANKS.grid, 1.3) == [(7, 2.0), (2, 1.5)]
-    assert slow_ranks({0: 1.0, 1: 1.6}, Grid(1, 1, 2), 1.3) == [(1, 1.6)]
-    assert slow_ranks({0: 1.0, 1: 9.0}, Grid(1, 2, 1), 1.3) == []
+    assert slow_ranks({0: 1.0, 1: 1.6}, training_grid(data=2), 1.3) == [(1, 1.6)]
+    assert slow_ranks({0: 1.0, 1: 9.0}, training_grid(pipeline=2), 1.3) == []
 
 
 def test_many_ranks_report_less_often():
     assert RANKS.beat_s == 1.0
-    assert Ranks(Grid(8, 8, 48), []).beat_s == 12.0
+    assert Ranks(training_grid(tensor=8, pipeline=8, data=48), []).beat_s == 12.0

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from ptdmpi.base.disk import start_writing_out
 from ptdmpi.config import InputError
-from ptdmpi.data.disk import start_writing_out
 
 # safetensors' names of the types that a checkpoint holds
 TYPE_NAMES = {"float32": "F32", "float64": "F64"}

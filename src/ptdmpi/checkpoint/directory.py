@@ -22,10 +22,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.disk import sync, write_whole
 from ptdmpi.checkpoint.boxes import TYPE_NAMES
 from ptdmpi.checkpoint.manifest import require_form
 from ptdmpi.config import InputError
-from ptdmpi.data.disk import sync
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -112,8 +112,7 @@ def write_manifest(
         "tensors": dict(sorted(tensors.items())),
     }
     text = json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
-    write_synced(directory / MANIFEST, text)
-    sync(directory)
+    write_whole(directory / MANIFEST, text)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -212,10 +211,7 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
     temporary.rename(final)
     sync(final.parent)
-    draft = final.with_name(LATEST + ".tmp")
-    write_synced(draft, final.name + "\n")
-    draft.rename(final.with_name(LATEST))
-    sync(final.parent)
+    write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):
         discard(replaced)
     return final
@@ -236,7 +232,7 @@ def branch(directory: Path, source: Path | None) -> None:
     if source is None:
         marker.unlink(missing_ok=True)
     else:
-        write_synced(marker, f"{source.resolve()}\n")
+        write_whole(marker, f"{source.resolve()}\n")
     sync(directory)
 
 
@@ -296,8 +292,3 @@ def _remove(path: Path) -> None:
 def _free_name(final: Path, why: str) -> Path:
     names = (final.with_name(f"{final.name}.{why}{number}") for number in ("", *range(2, 10000)))
     return next(name for name in names if not os.path.lexists(name))
-
-
-def write_synced(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync(path)

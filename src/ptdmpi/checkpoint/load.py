@@ -116,7 +116,7 @@ def _require_fit(engine: HoldsWeights, reader: Reader, kinds: Sequence[str]) -> 
 
 
 def _read_state(engine: HoldsWeights, reader: Reader, kinds: Sequence[str]) -> None:
-    tensor = engine.axes.tensor
+    tensor = engine.axes["tensor"]
     for entry in engine.buffer.entries.values():
         for kind in kinds:
             local = tensor_of(engine, kind, entry)

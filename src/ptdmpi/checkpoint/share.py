@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ptdmpi.checkpoint.boxes import Slices
 from ptdmpi.model.parameters import Box, Entry
+from ptdmpi.plan.layout.grid import CUTTING
 
 if TYPE_CHECKING:
     from ptdmpi.train.engine import Engine
@@ -41,7 +42,8 @@ def tensor_of(engine: "Engine", kind: str, entry: Entry) -> Tensor:
 
 def share(engine: "Engine") -> Iterator[Part]:
     """What this rank writes, so that every element of every tensor is written once."""
-    tensor, data = engine.axes.tensor, engine.axes.data
+    axes = engine.axes
+    tensor, grid = axes["tensor"], axes.grid
     counted = set(engine.reduction.counted)
     entries = [entry for name, entry in engine.buffer.entries.items() if name in counted]
     for replicated in (False, True):
@@ -52,9 +54,10 @@ def share(engine: "Engine") -> Iterator[Part]:
             for kind in KINDS
             for box in entry.declaration.boxes(tensor.rank, tensor.size)
         ]
-        holders, place = data.size, data.rank
-        if replicated:
-            holders, place = holders * tensor.size, place * tensor.size + tensor.rank
+        # the ranks that hold the same of these are those that differ on no other axis
+        cuts = {"pipeline"} if replicated else set(CUTTING)
+        alike = grid.group(axes.world.rank, *(axis for axis in grid.axes if axis not in cuts))
+        holders, place = len(alike), alike.index(axes.world.rank)
         shapes = [_size(part.box.logical) for part in parts]
         for number, rows in divide(shapes, engine.buffer.master.element_size(), holders, place):
             part = parts[number]

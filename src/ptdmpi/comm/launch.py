@@ -8,16 +8,10 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from ptdmpi.config import InputError
+from ptdmpi.terminal import launched
 
 # Each launcher's word for "this many ranks were started".
-SIZE_VARIABLES = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "PALS_NRANKS",
-    "PALS_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_NTASKS",
-)
+SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:

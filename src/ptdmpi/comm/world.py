@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,22 +19,31 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import InputError
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's place in the grid and its communicators, one for each axis."""
+    """This rank's place in the grid and its communicators: `axes["tensor"]`, `axes["replicas"]`.
+
+    `groups` has one for each of the grid's groups that this rank is in, in the grid's order; of a
+    group that it is not in ("ends", in the middle of a pipeline) it has none.
+    """
 
     grid: Grid
     coordinates: Coordinates
-    world: Communicator
-    tensor: Communicator
-    data: Communicator
-    pipeline: Communicator
-    ends: Communicator | None  # first and last pipeline rank, where p > 1 and this rank is one
+    groups: Mapping[str, Communicator]
+
+    def __getitem__(self, group: str) -> Communicator:
+        """The communicator of a group that this rank is in; raises KeyError for another."""
+        return self.groups[group]
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks of the grid."""
+        return self.groups[WORLD]
 
 
 @dataclass(frozen=True)
@@ -107,28 +116,26 @@ class World:
         return self.part(range(ranks))
 
     def split(self, grid: Grid) -> Axes:
-        """The communicators of the grid's axes; every rank of the world must call it."""
+        """The communicators of the grid's groups; every rank of the world must call it."""
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
-        here = grid.coordinates(self.rank)
-
-        def axis(name: str) -> MPI.Comm:
-            return self.control.Split(grid.group(self.rank, name)[0], key=self.rank)
-
-        tensor, data, pipeline = axis("tensor"), axis("data"), axis("pipeline")
-        group = grid.group(self.rank, "pipeline")
-        at_end = len(group) > 1 and self.rank in (group[0], group[-1])
-        ends = self.control.Split(group[0] if at_end else MPI.UNDEFINED, key=self.rank)
-        self._make(tensor, data, pipeline, ends)
-        return Axes(
-            grid=grid,
-            coordinates=here,
-            world=MpiCommunicator(self.control),
-            tensor=MpiCommunicator(tensor),
-            data=MpiCommunicator(data),
-            pipeline=MpiCommunicator(pipeline),
-            ends=MpiCommunicator(ends) if at_end else None,
-        )
+        groups: dict[str, Communicator] = {}
+        made: list[MPI.Comm] = []
+        for group in grid.groups:
+            if group == WORLD:
+                groups[group] = MpiCommunicator(self.control)
+            elif grid.same_as(group) != group:
+                # MPI libraries have a limited number of communicators
+                groups[group] = groups[grid.same_as(group)]
+            else:
+                members = grid.members(self.rank, group)
+                # who is in no such group takes part in the call all the same: MPI wants everyone
+                color = members[0] if members else MPI.UNDEFINED
+                made.append(self.control.Split(color, key=self.rank))
+                if members:
+                    groups[group] = MpiCommunicator(made[-1])
+        self._make(*made)
+        return Axes(grid, grid.coordinates(self.rank), groups)
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """True on every rank if some tensor group has ranks on more than one node."""

@@ -9,12 +9,13 @@ import click
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
 from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Group
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(short_help="Inspect, verify, compare or prune checkpoints.")
+@click.group(cls=Group, short_help="Inspect, verify, compare or prune checkpoints.")
 def command() -> None:
     """Inspect, verify, compare or prune checkpoints, without MPI or a GPU.
 

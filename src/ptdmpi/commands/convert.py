@@ -2,21 +2,24 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ptdmpi.convert.check import CheckFailed
-from ptdmpi.convert.folder import Converted
-from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.to_hf import DTYPES, to_hf
+from ptdmpi.terminal.program import Group
+
+if TYPE_CHECKING:
+    from ptdmpi.convert.folder import Converted
 
 PATH = click.Path(path_type=Path)
+DTYPES = ("float32", "float16", "bfloat16")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(short_help="Models of Hugging Face, both ways.")
+@click.group(cls=Group, short_help="Models of Hugging Face, both ways.")
 def command() -> None:
     """Convert models from and to Hugging Face (GPT-2, LLaMA, BERT), without MPI or a GPU.
 
@@ -34,17 +37,16 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 
     which `ptdmpi train`, `evaluate` and `generate` take.
     """
-    try:
-        _print(from_hf(source, target), as_json)
-    except CheckFailed as error:
-        _fail(error)
+    from ptdmpi.convert.from_hf import from_hf
+
+    _print(lambda: from_hf(source, target), as_json)
 
 
 @command.command("to-hf")
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--like", type=PATH, help="A directory of from-hf: its files, names and types.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Another type for all weights.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Another type for all weights.")
 @AS_JSON
 def to_hugging_face(
     source: Path, target: Path, like: Path | None, dtype: str | None, as_json: bool
@@ -54,13 +56,19 @@ def to_hugging_face(
 
     Of a model that came from Hugging Face, the names, files and types are those of before.
     """
+    from ptdmpi.convert.to_hf import to_hf
+
+    _print(lambda: to_hf(source, target, like, dtype), as_json)
+
+
+def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
+    from ptdmpi.convert.check import CheckFailed
+
     try:
-        _print(to_hf(source, target, like, dtype), as_json)
+        done = convert()
     except CheckFailed as error:
-        _fail(error)
-
-
-def _print(done: Converted, as_json: bool) -> None:
+        print(f"ptdmpi: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     if as_json:
         print(json.dumps({**asdict(done), "path": str(done.path)}))
         return
@@ -71,8 +79,3 @@ def _print(done: Converted, as_json: bool) -> None:
     )
     if done.note:
         print(f"note: {done.note}")
-
-
-def _fail(error: CheckFailed) -> None:
-    print(f"ptdmpi: error: {error}", file=sys.stderr)
-    raise SystemExit(1) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ptdmpi.comm import launch
+from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
     from ptdmpi.comm.communicator import Communicator
@@ -38,7 +39,9 @@ class Finding:
     status: str = "ok"
 
 
-@click.command("doctor", short_help="Check the machine, or the exactness of training on it.")
+@click.command(
+    "doctor", cls=Command, short_help="Check the machine, or the exactness of training on it."
+)
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
@@ -162,13 +165,15 @@ def _software(world: "World") -> list[Finding]:
 
 
 def _placed(world: "World") -> list[Finding]:
-    from ptdmpi.plan.layout.grid import Grid
+    from ptdmpi.plan.layout.grid import training_grid
 
     inside = [
         tensor
         for tensor in range(1, world.size + 1)
         if world.size % tensor == 0
-        and not world.tensor_axis_crosses_nodes(Grid(tensor, 1, world.size // tensor))
+        and not world.tensor_axis_crosses_nodes(
+            training_grid(tensor=tensor, data=world.size // tensor)
+        )
     ]
     return [Finding("tensor axis", f"stays in a node for t = {', '.join(map(str, inside))}")]
 
@@ -176,9 +181,9 @@ def _placed(world: "World") -> list[Finding]:
 def _all_reduce(world: "World") -> list[Finding]:
     import torch
 
-    from ptdmpi.plan.layout.grid import Grid
+    from ptdmpi.plan.layout.grid import training_grid
 
-    comm = world.split(Grid(1, 1, world.size)).data
+    comm = world.split(training_grid(data=world.size))["data"]
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         for size in ALL_REDUCE_BYTES:

@@ -8,11 +8,12 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.commands.generate import shared
+from ptdmpi.terminal.program import Command
 
 PATH = click.Path(path_type=Path)
 
 
-@click.command(short_help="Perplexity, multiple choice, generated answers.")
+@click.command(cls=Command, short_help="Perplexity, multiple choice, generated answers.")
 @click.argument("run", type=PATH)
 @click.option("--data", multiple=True, type=PATH, help="Directory of token shards: perplexity.")
 @click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ptdmpi.comm import launch
+from ptdmpi.terminal.program import Command
 
 SHARED = (
     click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
@@ -22,7 +23,7 @@ def shared(function):
     return function
 
 
-@click.command(short_help="Continue prompts with a trained model.")
+@click.command(cls=Command, short_help="Continue prompts with a trained model.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be given again.")
 @click.option("--max-new-tokens", type=int, help="[default: 100, or what the model has room for]")

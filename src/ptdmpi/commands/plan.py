@@ -24,6 +24,7 @@ from ptdmpi.plan.search.search import (
 )
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
+from ptdmpi.terminal.program import Command
 
 MOST_DRAWN = 10_000  # microbatches of a step
 
@@ -64,7 +65,7 @@ def _options(function: Any) -> Any:
     return function
 
 
-@click.command("plan")
+@click.command("plan", cls=Command)
 @click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
 @click.option("--ranks", type=Number(1), help="How many; in --layout d may say it.")
@@ -218,9 +219,9 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
         draw_memory.draw(pricer, layout, options["memory_png"])
     if options["png"] is None and options["trace"] is None:
         return
-    sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
     title = f"{pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
-    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), title)
+    times = pricer.stage_times(layout)
+    timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Command
 
 
-@click.command("probe", short_help="Measure the machine; start it by mpirun or srun.")
+@click.command("probe", cls=Command, short_help="Measure the machine; start it by mpirun or srun.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="A .toml file.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per rank.")
 @click.option(
@@ -60,10 +62,8 @@ def save(path: Path, tree: dict[str, Any], head: str) -> None:
     """Write a cluster file as a whole or not at all."""
     import tomlkit
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        beside.write_text(head + tomlkit.dumps(tree), encoding="utf-8")
-        os.replace(beside, path)
+        write_whole(path, head + tomlkit.dumps(tree))
     except OSError as error:
         raise InputError(f"--output {path}: {error.strerror}") from None
 

@@ -10,9 +10,10 @@ import click
 from ptdmpi import report
 from ptdmpi.plan.show import draw
 from ptdmpi.report import compare
+from ptdmpi.terminal.program import Command
 
 
-@click.command(short_help="Table, plots and trace of a run.")
+@click.command(cls=Command, short_help="Table, plots and trace of a run.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--cluster", help="Predict on this one; default: what run.cluster of the run names.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

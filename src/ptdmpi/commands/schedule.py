@@ -12,9 +12,10 @@ from ptdmpi.config.layout import default_schedule
 from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw
+from ptdmpi.terminal.program import Command
 
 
-@click.command("schedule")
+@click.command("schedule", cls=Command)
 @click.option("--kind", help=f"{', '.join(KINDS)}; default: 1f1b at v=1, else interleaved.")
 @click.option("-p", "--pipeline", type=int, required=True, help="Pipeline ranks.")
 @click.option("-v", "--virtual", type=int, default=1, show_default=True, help="Chunks per rank.")

@@ -7,6 +7,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.config import load
+from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from ptdmpi.config import Config
 
 
-@click.command(short_help="Train a model; start it by mpirun or srun.")
+@click.command(
+    cls=Command,
+    short_help="Train a model; start it by mpirun or srun.",
+    exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
+    "command goes on), else a failure.",
+)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key.")
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")

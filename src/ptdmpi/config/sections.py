@@ -293,12 +293,16 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """`validate_every_steps = 0` validates at the end only, where validation data is given."""
+    """`validate_every_steps = 0` validates at the end only, where validation data is given.
+    `tensorboard` and `wandb` (true: offline) need the extras of these names."""
 
     every_steps: Positive = 1
     validate_every_steps: NonNegative = 0
     validate_samples: Positive | Literal["all"] = "all"
     bigram_baseline: bool = False
+    tensorboard: bool = False
+    wandb: bool | Literal["offline", "online"] = False
+    wandb_project: str = "ptdmpi"
 
 
 class CommConfig(Section):

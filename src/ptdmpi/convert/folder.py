@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptdmpi.checkpoint import directory as files
+from ptdmpi.base.disk import sync
 from ptdmpi.config import InputError
 
 HEADERS = "headers.json"
@@ -54,9 +54,9 @@ def new_directory(target: Path) -> Iterator[Path]:
         os.umask(umask)
         folder.chmod(0o777 & ~umask)
         yield folder
-        files.sync(folder)
+        sync(folder)
         folder.rename(target)
-        files.sync(target.absolute().parent)
+        sync(target.absolute().parent)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise InputError(f"{target} was not written: {error.strerror or error}") from None

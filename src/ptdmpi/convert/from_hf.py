@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Block, Slices, write
 from ptdmpi.checkpoint.directory import Progress
@@ -133,7 +134,7 @@ def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> Non
     document.add(tomlkit.comment("[[data.train]]: the run begins from these weights."))
     document.add("model", {key: value for key, value in model.items() if value is not None})
     document.add("checkpoint", {"initial": str(target)})
-    files.write_synced(path, tomlkit.dumps(document))
+    write_whole(path, tomlkit.dumps(document))
 
 
 def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
@@ -142,6 +143,6 @@ def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
     for path in sorted(theirs.directory.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and path.name != HEADERS:
             shutil.copyfile(path, folder / path.name)
-    files.write_synced(folder / HEADERS, json.dumps(theirs.headers, indent=1))
+    write_whole(folder / HEADERS, json.dumps(theirs.headers, indent=1))
     if plan.buffers:
         save_file({name: theirs.read(name) for name in plan.buffers}, folder / BUFFERS)

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Damaged, Reader
@@ -220,14 +221,14 @@ def _write_others(form: Form, folder: Path) -> None:
         if form.config == tensors.read_json(form.kept / "config.json"):
             return
     for name, content in form.others.items():
-        files.write_synced(folder / name, content.decode())
+        write_whole(folder / name, content)
     _write_json(folder / "config.json", form.config)
     if tensors.SINGLE not in form.headers:
         _write_json(folder / tensors.INDEX, tensors.index_json(form.headers))
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    files.write_synced(path, json.dumps(values, indent=2) + "\n")
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def _values(

@@ -8,7 +8,6 @@ when it is used.
 """
 
 import io
-import os
 import re
 import zlib
 from array import array
@@ -20,8 +19,8 @@ from typing import Self
 import h5py
 import numpy as np
 
+from ptdmpi.base.disk import put_in_place, start_writing_out
 from ptdmpi.config import InputError
-from ptdmpi.data.disk import start_writing_out, sync
 from ptdmpi.data.header import FORMAT_VERSION, format_checksum, token_dtype
 
 _ALIGNMENT_BYTES = (
@@ -181,10 +180,7 @@ class ShardWriter:
                 file.attrs.update(self._attributes, checksum=format_checksum(self._crc32))
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
-            with open(self._temporary, "rb") as stream:
-                os.fsync(stream.fileno())
-            os.replace(self._temporary, self.path)
-            sync(self.path.parent)
+            put_in_place(self._temporary, self.path)
         except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
             self.discard()
             raise self._failure(error) from error

@@ -68,7 +68,7 @@ def _exp(nats: float) -> float:
 
 def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, int]:
     """Negative log-likelihood in nats, and how many tokens were scored, of all data ranks."""
-    data = model.axes.data
+    data = model.axes["data"]
     every = (
         window
         for shard, header in enumerate(dataset.headers)

@@ -46,7 +46,7 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     fitted = [_fit(request, model) for request in requests]
     order = sorted(range(len(fitted)), key=lambda i: (-len(fitted[i].ids), i))
     groups = list(_groups([len(fitted[i].ids) - 1 for i in order], model))
-    data = model.axes.data
+    data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
     found: dict[int, Score] = {}
     for group in mine:

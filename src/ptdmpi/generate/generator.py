@@ -71,7 +71,7 @@ def generate(
     """
     for prompt in prompts:
         check(prompt, model)
-    data = model.axes.data
+    data = model.axes["data"]
     # of like lengths together: a group runs until its last one ends
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]

@@ -15,15 +15,16 @@ from ptdmpi.checkpoint.load import load_tensors
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.world import Axes, SharedInputError, World
 from ptdmpi.config import Config, InputError
+from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
 from ptdmpi.model.transformer import Context
-from ptdmpi.plan.layout import layout as layouts
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.stages import split_model
+from ptdmpi.plan.schedule import orders as schedules
 
 
 class InferenceModel:
@@ -35,10 +36,12 @@ class InferenceModel:
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
         self.device = torch.device(device)
         self.dtype = PRECISIONS[config.precision.compute].compute
-        self.axis = TensorAxis(axes.tensor)
-        model, here = config.model, axes.pipeline.rank
-        layers = split_model(model, vocab_size, config.layout)
-        self.stage = Stage(config, vocab_size, layers[here], self.axis)
+        self.axis = TensorAxis(axes["tensor"])
+        model, pipeline = config.model, axes["pipeline"]
+        self.placed = schedules.placement("forward", pipeline.size, 1)
+        layers = split_model(model, vocab_size, self.placed)
+        (self.number,) = self.placed.stages_of(pipeline.rank)
+        self.stage = Stage(config, vocab_size, layers[self.number], self.axis)
         self.buffer = ParameterBuffer(
             self.stage.named_logical_parameters(),
             Precision(self.dtype, self.dtype),  # nothing is updated: no masters beside the weights
@@ -62,8 +65,9 @@ class InferenceModel:
     def share(self, value: Any) -> Any:
         """The deciding rank's `value` on all ranks of this data rank."""
         if self.stage.last:
-            value = self.axes.tensor.broadcast_object(value)
-        return self.axes.pipeline.broadcast_object(value, self.axes.pipeline.size - 1)
+            value = self.axes["tensor"].broadcast_object(value)
+        last = self.placed.rank_of(self.placed.stages - 1)
+        return self.axes["pipeline"].broadcast_object(value, last)
 
     def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
         model = self.config.model
@@ -77,7 +81,7 @@ class InferenceModel:
         With a cache the ids stand at its positions and see what it keeps; else each column is a
         sequence from its beginning.
         """
-        stage, pipeline = self.stage, self.axes.pipeline
+        stage, pipeline = self.stage, self.axes["pipeline"]
         rotary = None
         if stage.rotary is not None and cache is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
@@ -89,7 +93,7 @@ class InferenceModel:
             if not stage.first:
                 shape = (*ids.shape, self.config.model.hidden)
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
-                pipeline.recv(x, pipeline.rank - 1)
+                pipeline.recv(x, self.placed.rank_of(self.number - 1))
             x = stage.advance(ids, x, Context(rotary=rotary, cache=cache))
         if stage.last:
             return x
@@ -100,7 +104,8 @@ class InferenceModel:
         """Without waiting: the next stage may still be busy with what was sent before."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
-        self._leaving.append((self.axes.pipeline.isend(x, self.axes.pipeline.rank + 1), x))
+        following = self.placed.rank_of(self.number + 1)
+        self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived. To be called before the model is let go."""
@@ -117,7 +122,7 @@ class InferenceModel:
         with torch.no_grad():
             chosen = x[last, torch.arange(x.shape[1], device=x.device)][None]  # [1, b, h]
             columns = self.stage.head(chosen)[0].float().t().contiguous()  # [V/t, b]
-            return self.axes.tensor.all_gather(columns)[: self.vocab_size].t()
+            return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """ids and labels [s, b]: log probabilities [s, b] of the labels, and where no label is more
@@ -161,8 +166,7 @@ def open_inference(
     stored, config = world.on_root(prepare)
     threads = stored.tree.get("run", {}).get("threads", 1)
     torch.set_num_threads(threads)
-    parallel = config.parallel
-    axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+    axes = world.split(grid_of(config))
     model = InferenceModel(config, axes, stored.vocab_size, device_of(world))
     loaded = load_tensors(model, stored.checkpoint)
     if isinstance(loaded, str):

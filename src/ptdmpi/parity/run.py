@@ -13,7 +13,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import Grid, training_grid
 from ptdmpi.train.engine import Engine
 
 SEED = 1234
@@ -118,7 +118,7 @@ def train(task: Task, axes: Axes) -> Training | None:
     losses, norms = [], []
     gradients: Pieces = {}
     for step in range(task.steps):
-        result = engine.step(step, microbatches(config, task.case, step, axes.data.rank))
+        result = engine.step(step, microbatches(config, task.case, step, axes["data"].rank))
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
@@ -207,7 +207,7 @@ class Blocks:
         return self._parts[ranks]
 
     def _split(self, part: World, layout: Layout) -> Axes:
-        grid = Grid(layout.tensor, layout.pipeline, layout.data)
+        grid = training_grid(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
         if grid not in self._axes:
             self._axes[grid] = part.split(grid)
         return self._axes[grid]

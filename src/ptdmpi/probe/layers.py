@@ -17,7 +17,7 @@ from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 from ptdmpi.plan.show.table import count
@@ -177,7 +177,7 @@ class Layers:
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
         """Of steps in which each rank has its own batch, or t ranks share one."""
         config = self._config(case, tensor)
-        axes = self.world.split(Grid(tensor, 1, self.world.size // tensor))
+        axes = self.world.split(training_grid(tensor=tensor, data=self.world.size // tensor))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
         batch, stage = self._batch(case), engine.stages[0]
         clock = self.bench.clock if tensor == 1 else time.perf_counter

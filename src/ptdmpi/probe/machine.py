@@ -12,7 +12,7 @@ from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.activations import COMPUTE_BYTES
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
@@ -47,8 +47,8 @@ def probe(
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
     if effort is None:
         effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
-    axes = world.split(Grid(1, 1, world.size))
-    bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes.tensor)
+    axes = world.split(training_grid(data=world.size))
+    bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
     launch = kernels.launch_s(bench)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import World
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.kernels import rising
 
@@ -23,11 +23,11 @@ def groups(world: World) -> Iterator[tuple[Communicator, int, str]]:
     local = world.local_size
     for size in sorted({2, local}):
         if 1 < size <= local and local % size == 0:
-            axes = world.split(Grid(size, 1, world.size // size))
-            yield axes.tensor, 1, f"{size} ranks of a node"
+            axes = world.split(training_grid(tensor=size, data=world.size // size))
+            yield axes["tensor"], 1, f"{size} ranks of a node"
     if world.nodes > 1:
-        axes = world.split(Grid(local, 1, world.nodes))
-        yield axes.data, world.nodes, f"one rank of each of {world.nodes} nodes"
+        axes = world.split(training_grid(tensor=local, data=world.nodes))
+        yield axes["data"], world.nodes, f"one rank of each of {world.nodes} nodes"
 
 
 def tables(
@@ -64,7 +64,7 @@ def tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Whether a message arrives while its sender computes, without a call to MPI, for that long; or
     only when the sender waits for it."""
-    everyone = world.split(Grid(1, 1, world.size)).data
+    everyone = world.split(training_grid(data=world.size))["data"]
     tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
     work = torch.ones(256, 256)
     peer = everyone.rank ^ 1

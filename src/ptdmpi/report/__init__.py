@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import Op, build
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Timeline, simulate
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
 
 # What a rank's step time is made of besides computing, in the words of the table.
@@ -46,7 +47,7 @@ class MeasuredCosts:
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
-            if span.kind in COMPUTE_KINDS:
+            if span.computes:
                 op = Op.parse(span.op)
                 durations.setdefault((op.kind, op.stage), []).append(span.end_s - span.start_s)
         return cls({key: statistics.mean(values) for key, values in durations.items()})
@@ -146,11 +147,17 @@ def drawn(parts: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str,
 def shares(timeline: Timeline) -> dict[str, float]:
     """Mean share of the ranks' time in the step, by kind of span; they add up to 1 with "other"."""
     whole = timeline.makespan_s * len(timeline.ranks)
-    parts = {"forward": 0.0, "backward": 0.0, **dict.fromkeys(PARTS, 0.0)}
+    parts = dict.fromkeys([*_ops_of(timeline), *PARTS], 0.0)
     for span in timeline.spans:
         parts[span.kind] = parts.get(span.kind, 0.0) + (span.end_s - span.start_s) / whole
     parts["other"] = 1.0 - sum(parts.values())
     return parts
+
+
+def _ops_of(timeline: Timeline) -> list[str]:
+    """The kinds of spans that are ops, as far as they occur, in the order of their table."""
+    found = {span.kind for span in timeline.spans}
+    return [kind.span for kind in OP_KINDS.values() if kind.span in found]
 
 
 def table(numbers: dict[str, Any]) -> str:
@@ -186,9 +193,8 @@ def table(numbers: dict[str, Any]) -> str:
             text = f"{value:,}" if isinstance(value, int) else str(value)
         rows.append((name, text))
     if "step_shares" in numbers:
-        words = {"forward": "forward", "backward": "backward", **PARTS, "other": "other"}
         for key, share in numbers["step_shares"].items():
-            rows.append((f"step: {words.get(key, key)}", f"{share:.1%}"))
+            rows.append((f"step: {PARTS.get(key, key)}", f"{share:.1%}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -208,7 +214,7 @@ def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
 
 def compute_window(timeline: Timeline) -> Timeline:
     """The part of a step that a schedule describes: without data, reduction and optimizer."""
-    kinds = ("forward", "backward", "receive", "send", "gather")
+    kinds = (*_ops_of(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)
 

@@ -13,7 +13,7 @@ from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
@@ -31,8 +31,7 @@ class Memory:
         wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
         memory = MemoryModel.of(config, vocab_size, wide)
         self.step = relief.Step(memory, config.layout, config.batch.global_size)
-        grid = Grid(config.parallel.tensor, config.parallel.pipeline, config.data_size)
-        pipeline_rank = grid.coordinates(world.rank).pipeline
+        pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = self.step.peak(pipeline_rank).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)
         mine = (needed, self.capacity_bytes)

@@ -70,17 +70,17 @@ class Engine:
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
-        parallel, model = config.parallel, config.model
+        model, pipeline = config.model, axes["pipeline"]
         precision = PRECISIONS[config.precision.compute]
-        axis = TensorAxis(axes.tensor, parallel.sequence_parallel)
-        layers = split_model(model, vocab_size, config.layout)
+        axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
         self.schedule = schedules.build(
-            parallel.schedule, parallel.pipeline, parallel.virtual, config.microbatches
+            config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
+        # by the schedule's own placement, so that no two places say which rank holds what
+        layers = split_model(model, vocab_size, self.schedule.placement)
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
-            for number in range(self.schedule.stages)
-            if self.schedule.rank_of(number) == axes.coordinates.pipeline
+            for number in self.schedule.stages_of(pipeline.rank)
         }
         named = []
         for stage in self.stages.values():
@@ -90,7 +90,7 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, axes.pipeline, precision.compute, self.device, self.place)
+        self.runner = Runner(self.stages, pipeline, precision.compute, self.device, self.place)
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
@@ -99,17 +99,17 @@ class Engine:
 
     def _data_sum(self) -> DataSum | TreeSum:
         if not self.config.run.reproducible:
-            return DataSum(self.axes.data, self.buffer)
-        tree = TreeSum(self.axes.data, self.stages, self.schedule.microbatches)
-        self.runner.on_backward = tree.add_leaf
+            return DataSum(self.axes["data"], self.buffer)
+        tree = TreeSum(self.axes["data"], self.stages, self.schedule)
+        self.runner.hooks.append(tree)
         return tree
 
     def _program(self, schedule: schedules.Schedule):
-        return post_early(programs(schedule)[self.axes.coordinates.pipeline])
+        return post_early(programs(schedule)[self.axes["pipeline"].rank])
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = Stopwatch(self.axes.pipeline.rank, self.place)
+        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
         scale = self.loss_scale.value
         spans, valid, orders = self.accumulate(step, batches)
         watch.spans += spans
@@ -151,6 +151,7 @@ class Engine:
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
+        self.reduction.data_sum.begin_step()
         for stage in self.stages.values():
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
@@ -160,9 +161,7 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> Sums:
         """Of all data ranks' `batches`; equal on all ranks. `loss` is that of tokens alone, so that
         its exponential is a perplexity."""
-        schedule = schedules.build(
-            "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
-        )
+        schedule = schedules.forwards(self.schedule, len(batches))
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
@@ -177,26 +176,27 @@ class Engine:
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
         )
-        return sum(self.axes.data.all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(mine))
 
     def _valid_orders(self, batches: Sequence[Batch]) -> int:
         """Samples of the global batch that have a sentence order."""
         if not self.config.model.sentence_order:
             return 0
         mine = sum(int((batch.order >= 0).sum()) for batch in batches)
-        return sum(self.axes.data.all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(mine))
 
     def _summed_losses(self) -> tuple[float, float]:
         """What counts as loss, and the sentence orders' alone, added up in order of the global
         batch's microbatches."""
-        last = self.stages.get(self.schedule.stages - 1)
+        last_stage = self.schedule.stages - 1
+        last = self.stages.get(last_stage)
         sums = (0.0, 0.0)
         if last is not None:
             mine = [_values(kept) for kept in (last.losses, last.order_losses)]
-            every = self.axes.data.all_gather_object(mine)
+            every = self.axes["data"].all_gather_object(mine)
             sums = tuple(_added(one[kind] for one in every) for kind in (0, 1))
-        # the last stage stands on the last rank of the pipeline axis
-        return self.axes.pipeline.broadcast_object(sums, self.axes.pipeline.size - 1)
+        # only the rank with the last stage has seen losses
+        return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:

@@ -37,7 +37,7 @@ class Feed:
 
     def steps(self, first: int) -> Prefetcher:
         """Microbatches of step `first` and the following ones, read ahead by a thread."""
-        config, data = self.config, self.axes.data
+        config, data = self.config, self.axes["data"]
         batches = TrainBatches(
             self.train,
             self.order,
@@ -93,7 +93,7 @@ class Feed:
     def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
         """This data rank's validation microbatches, in groups of equal number on every rank, each
         with the number of its dataset."""
-        data = self.axes.data
+        data = self.axes["data"]
         for number, dataset in enumerate(self.valid):
             batches = self._validation(dataset, self.config.batch.micro_size, data.rank, data.size)
             form = self._form([dataset], partial(_first_samples, batches.samples))

@@ -9,6 +9,10 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.plan.layout.grid import ENDS
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import Schedule
+from ptdmpi.train.runner import OpHook
 
 
 class DataSum:
@@ -19,11 +23,14 @@ class DataSum:
         self.data = data
         self.buffer = buffer
 
+    def begin_step(self) -> None:
+        """A step begins; nothing is kept from one to the next."""
+
     def reduce(self) -> None:
         self.data.all_reduce(self.buffer.gradients)
 
 
-class TreeSum:
+class TreeSum(OpHook):
     """The sum over the global batch's microbatches along one fixed binary tree.
 
     Microbatches are the leaves 0 .. M-1; node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
@@ -32,19 +39,29 @@ class TreeSum:
     log2(m) + 1 partial sums; every data rank's part of the tree is sent to all others.
     """
 
-    def __init__(self, data: Communicator, stages: Mapping[int, Stage], microbatches: int) -> None:
+    def __init__(self, data: Communicator, stages: Mapping[int, Stage], schedule: Schedule) -> None:
         self.data = data
-        self.microbatches = microbatches
-        self.leaves = microbatches * data.size
+        self.schedule = schedule
+        self.leaves = schedule.microbatches * data.size
         self.views = {
             number: [weight.main_grad for _, weight in stage.named_logical_parameters()]
             for number, stage in stages.items()
         }
         self._nodes: dict[int, dict[tuple[int, int], Tensor]] = {number: {} for number in stages}
 
+    def begin_step(self) -> None:
+        """Forget what is left of a step that was not reduced."""
+        for nodes in self._nodes.values():
+            nodes.clear()
+
+    def end(self, op: Op) -> None:
+        """A microbatch whose gradient is complete in the buffer becomes a leaf."""
+        if self.schedule.completes_gradients(op):
+            self.add_leaf(op.stage, op.microbatch)
+
     def add_leaf(self, stage: int, microbatch: int) -> None:
         """Take the gradient of one microbatch out of the buffer, into the stage's tree."""
-        leaf = self.data.rank * self.microbatches + microbatch
+        leaf = self.data.rank * self.schedule.microbatches + microbatch
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()
@@ -108,11 +125,11 @@ class GradientReduction:
             if entry.declaration.shared_gradient and sequence_parallel
         ]
         tied = any(stage.tied for stage in stages.values())
-        self.tied_ends = axes.ends if tied else None
+        self.tied_ends = axes.groups.get(ENDS) if tied else None
         # a tied table on two ranks is one parameter: the first stage's counts
         copy = self.tied_ends is not None and self.tied_ends.rank == 1
         self.counted = sorted(name for name in buffer.entries if not (copy and name == TIED_NAME))
-        self.all_names: list[list[str]] = axes.pipeline.all_gather_object(self.counted)
+        self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
     def reduce(self) -> None:
         """Sum over data ranks, over tensor ranks (where each saw its positions only), and over the
@@ -125,7 +142,7 @@ class GradientReduction:
         if self.shared:
             views = [entry.view(self.buffer.gradients) for entry in self.shared]
             packed = torch.cat([view.flatten() for view in views])
-            self.axes.tensor.all_reduce(packed)
+            self.axes["tensor"].all_reduce(packed)
             for view, part in zip(views, packed.split([v.numel() for v in views]), strict=True):
                 view.copy_(part.view(view.shape))
 
@@ -146,7 +163,7 @@ class GradientReduction:
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
-        rows = self.axes.pipeline.all_gather(padded).view(-1, longest)
+        rows = self.axes["pipeline"].all_gather(padded).view(-1, longest)
         by_name = {
             name: rows[rank, i]
             for rank, names in enumerate(self.all_names)
@@ -159,11 +176,11 @@ class GradientReduction:
         norms = torch.stack(
             [torch.linalg.vector_norm(self.buffer.gradient(name)) for name in self.counted]
         )
-        if self.axes.tensor.size == 1:
+        if self.axes["tensor"].size == 1:
             return norms
         split = torch.tensor(
             [self.buffer.entries[name].declaration.split is not None for name in self.counted],
             device=norms.device,
         )
-        squares = self.axes.tensor.all_reduce(norms.square())
+        squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(split, squares.sqrt(), norms)

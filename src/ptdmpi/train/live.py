@@ -71,16 +71,16 @@ def live_step(reports: Sequence[Report], grid: Grid) -> int | None:
 
     Ranks update within a step of each other, but not together. States of different steps never mix.
     """
-    needed = {(t, p) for t in range(grid.tensor) for p in range(grid.pipeline)}
     steps = {report.step for report in reports if report.step is not None}
     for step in sorted(steps, reverse=True):
-        if needed <= {_part(report) for report in reports if report.step == step}:
+        if grid.parts <= {grid.part(held.place) for held in _after(reports, step).values()}:
             return step
     return None
 
 
-def _part(report: Report) -> tuple[int, int]:
-    return (report.place.tensor, report.place.pipeline)
+def _after(reports: Sequence[Report], step: int) -> dict[int, Report]:
+    """The reports of those that hold the state after `step`, by rank."""
+    return {rank: report for rank, report in enumerate(reports) if report.step == step}
 
 
 def routes(
@@ -91,13 +91,10 @@ def routes(
     `order[i]` takes place i of the grid. Those that hold the same share the work.
     """
     found = []
+    holders = _after(reports, step)
     for place, target in enumerate(order):
-        here = grid.coordinates(place)
-        sources = [
-            rank
-            for rank, report in enumerate(reports)
-            if report.step == step and _part(report) == (here.tensor, here.pipeline)
-        ]
+        part = grid.part(grid.coordinates(place))
+        sources = [rank for rank, held in holders.items() if grid.part(held.place) == part]
         own = target in sources
         found.append((target if own else sources[place % len(sources)], target))
     return found

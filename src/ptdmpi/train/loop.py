@@ -20,10 +20,10 @@ from ptdmpi.data.batches import Prefetcher
 from ptdmpi.inference.model import device_of
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
 from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult, Sums
 from ptdmpi.train.feed import Feed, open_datasets, sample_order
@@ -62,10 +62,9 @@ class Loop:
     ) -> None:
         """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
         self.world, self.config = world, config
-        parallel = config.parallel
         torch.set_num_threads(config.run.threads)
         self.device = device_of(world)
-        self.axes = world.split(Grid(parallel.tensor, parallel.pipeline, config.data_size))
+        self.axes = world.split(grid_of(config))
         self.path = Path(config.run.dir)
         self.directory: RunDirectory | None = None
         self.lock: RunLock | None = None
@@ -106,6 +105,8 @@ class Loop:
             self.checkpoints.check_space()
         if world.rank == 0:
             self.directory = RunDirectory(self.path, to_toml(config), self.concluded)
+            if self.first < config.run.steps:
+                self.directory.open_sinks(config)
         self.saving = Saving(self.checkpoints, config.run.steps, self.say, self._keep_record)
         if handover is None:
             self._greet()
@@ -167,6 +168,8 @@ class Loop:
         """End all threads without the other ranks, of which some may be lost."""
         self.heartbeat.close()
         self.checkpoints.close()
+        if self.directory:
+            self.directory.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -176,14 +179,14 @@ class Loop:
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.place.step = step + 1
-        watch = Stopwatch(self.axes.pipeline.rank, self.place)
+        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
         with self.memory.explained():
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.kind in COMPUTE_KINDS)
+        computed = sum(s.end_s - s.start_s for s in result.spans if s.computes)
         tensor_s = computed - result.compute_s
         self.recent.add(elapsed, watch.spans + result.spans, tensor_s)
         self.heartbeat.compute_s.append(result.compute_s)
@@ -355,6 +358,7 @@ class Loop:
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
     config = resolve(tree, ranks)
+    require(config.log)
     checked_data(config)
     return config
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
+from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.train.engine import Sums
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
@@ -92,22 +94,37 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
         self._waiting: dict[Path, str] = {}
+        self._sinks: Sinks | None = None
+        self._resumed_step, self._dropped = resumed_step, False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _replace(path / "config.toml", config_text)
+            write_whole(path / "config.toml", config_text)
             (path / "done").unlink(missing_ok=True)
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
-                _replace(self.metrics, b"".join(kept).decode())
+                self._dropped = len(kept) < len(lines)
+                write_whole(self.metrics, b"".join(kept))
             for timeline in (path / "timeline").glob("step-*.json"):
                 if int(timeline.stem.removeprefix("step-")) > resumed_step:
                     timeline.unlink()
         except OSError as error:
             raise InputError(f"run.dir = {path}: {error}") from None
 
+    def open_sinks(self, config: Config) -> None:
+        """Have the records go to the tools too that `[log]` names, from now on."""
+        past = Past(self.path, self._resumed_step, self._dropped)
+        self._sinks = Sinks(config, past, self.say)
+
     def record(self, **values: Any) -> None:
         self._append(self.metrics, json.dumps(values))
+        if self._sinks is not None:
+            self._sinks.record(values)
+
+    def close(self) -> None:
+        """Close the sinks; a record after that reaches metrics.jsonl alone."""
+        if self._sinks is not None:
+            self._sinks.close()
 
     def finish(self, steps: int) -> None:
         """Say in the file `done` that the whole run is complete: the last thing that is written.
@@ -116,7 +133,7 @@ class RunDirectory:
         InputError if it cannot be written.
         """
         try:
-            _replace(self.path / "done", json.dumps({"steps": steps}) + "\n")
+            write_whole(self.path / "done", json.dumps({"steps": steps}) + "\n")
         except OSError as error:
             raise InputError(
                 f"{self.path / 'done'} cannot be written: {error.strerror}; all steps are trained "
@@ -153,16 +170,6 @@ def _until(line: bytes, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def validation_record(paths: Sequence[str], sums: Sequence[Sums]) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 
@@ -29,9 +30,8 @@ class RecentSteps:
         times = [elapsed_s for elapsed_s, *_ in self._steps]
         place = times.index(statistics.median_low(times))
         place = self._axes.world.broadcast_object(place)
-        here = self._axes.coordinates
-        parts = self._axes.pipeline.all_gather_object(self._steps[place][1:])
-        if here.tensor or here.data or here.pipeline:
+        parts = self._axes["pipeline"].all_gather_object(self._steps[place][1:])
+        if self._axes.world.rank:
             return
         step = last_step - len(self._steps) + place + 1
         spans = tuple(span for part, _ in parts for span in part)
@@ -40,7 +40,6 @@ class RecentSteps:
         path = directory / f"step-{step:08d}.json"
         try:
             directory.mkdir(exist_ok=True)
-            path.write_text(measured.to_json(), encoding="utf-8")
+            write_whole(path, measured.to_json())
         except OSError as error:  # a picture less
             say(f"the timeline of step {step} is not kept: {error}")
-            path.unlink(missing_ok=True)

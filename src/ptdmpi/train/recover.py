@@ -17,8 +17,8 @@ from typing import Any
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
 from ptdmpi.config import Config, InputError
-from ptdmpi.plan.layout.grid import Grid
-from ptdmpi.plan.layout.seats import seats, widest_data_size
+from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked
@@ -47,7 +47,7 @@ class Survivors:
 
     def __init__(self, config: Config, world: World, signals: StopRequest) -> None:
         self.config, self.world, self.signals = config, world, signals
-        self.grid = Grid(config.parallel.tensor, config.parallel.pipeline, config.data_size)
+        self.grid = grid_of(config)
         self.loop: Loop | None = None
         self.holding = Holding(Report())
         self.lost: list[Place] = []
@@ -147,7 +147,7 @@ class Survivors:
     def _resolved(self) -> Config:
         spare = self.world.size - self.grid.size
         return self.config.replace("run", spare_ranks=spare).replace(
-            "parallel", data=self.grid.data
+            "parallel", data=self.grid[YIELDING]
         )
 
     def _handover(
@@ -196,20 +196,20 @@ class Survivors:
         batch, grid = self.config.batch, self.grid
         size = widest_data_size(
             self.world.size,
-            grid.tensor * grid.pipeline,
+            grid.size // grid[YIELDING],
             self.config.data_size,
             batch.global_size // batch.micro_size,
         )
         if size:
-            self.grid = Grid(grid.tensor, grid.pipeline, size)
+            self.grid = grid.resized(YIELDING, size)
         return size > 0
 
     def _give_up(self) -> None:
         grid, left = self.grid, self.world.size
         line = (
             f"{_who(self.news)} lost; {left} rank{'s' * (left != 1)} cannot hold "
-            f"t={grid.tensor},p={grid.pipeline}. The same command again resumes from the newest "
-            "checkpoint"
+            f"t={grid['tensor']},p={grid['pipeline']}. The same command again resumes from the "
+            "newest checkpoint"
         )
         if self.world.rank == 0:
             print(f"ptdmpi: error: {line}", file=sys.stderr, flush=True)

@@ -4,26 +4,42 @@ The runner knows neither ranks' roles nor the schedule's phases; it is handed a 
 every message already stands where it cannot deadlock, and the stages of this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.stage import Stage
-from ptdmpi.plan.schedule.orders import Op, Schedule
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-KINDS = {"F": "forward", "B": "backward"}
+T = TypeVar("T")
+
+
+class OpHook:
+    """Whoever wants to know when ops begin and end on this rank; by itself it does nothing."""
+
+    def begin(self, op: Op) -> None:
+        """Called before `op` is computed, its input being here."""
+
+    def end(self, op: Op) -> None:
+        """Called after `op` was computed, and outside its span: what is done here is not its time.
+
+        Where `op` adds to gradients, they stand in the buffer now.
+        """
 
 
 class Runner:
     """The stages of one rank and the pipeline axis that their activations travel on.
 
-    `on_backward(stage, microbatch)` is called after each B. `compute_s` is the time in the F and B
-    of the last program, without the tensor axis' collectives in them: a rank's own work.
+    `hooks` are asked in their order at each op. `compute_s` is the time in the ops of the last
+    program, without the tensor axis' collectives in them: a rank's own work.
     """
 
     def __init__(
@@ -38,7 +54,7 @@ class Runner:
         self.axis = axis
         self.dtype, self.device = dtype, device
         self.boundary = next(iter(stages.values())).boundary
-        self.on_backward: Callable[[int, int], None] = lambda stage, microbatch: None
+        self.hooks: list[OpHook] = []
         self.most_in_flight = 0
         self.compute_s = 0.0
         self.place = place
@@ -65,6 +81,15 @@ class Runner:
             self._timed("send", "", handle.wait, peer)
         self._leaving = []
         return self._watch.spans
+
+    @contextlib.contextmanager
+    def hooked(self, hook: OpHook) -> Iterator[None]:
+        """`hook` first among the hooks for as long as the context lasts, whatever happens in it."""
+        self.hooks.insert(0, hook)
+        try:
+            yield
+        finally:
+            self.hooks.remove(hook)
 
     def under_way(self) -> list[tuple[Handle, Tensor]]:
         """Messages that were neither sent nor received to their end, with their buffers."""
@@ -97,21 +122,25 @@ class Runner:
         return self._timed("gather", str(source), lambda: self.boundary.unpack(buffer))
 
     def _compute(self, op: Op, given: Tensor | None) -> None:
-        stage = self.stages[op.stage]
-        work = stage.forward_microbatch if op.kind == "F" else stage.backward_microbatch
+        work: Callable[[int, Tensor | None], Tensor | None] = getattr(
+            self.stages[op.stage], op.row.method
+        )
+        for hook in self.hooks:
+            hook.begin(op)
         tensor = self.boundary.axis.comm
         waited_s = tensor.waited_s
-        result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
+        result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
         span = self._watch.spans[-1]
         self.compute_s += span.end_s - span.start_s - (tensor.waited_s - waited_s)
         if result is not None:
+            # kept until the next op on this rank asks for it, or a Send takes it away
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
-        if op.kind == "B":
-            self.on_backward(op.stage, op.microbatch)
+        for hook in self.hooks:
+            hook.end(op)
 
-    def _timed(self, kind: str, op: str, work: Callable, peer: int | None = None):
+    def _timed(self, kind: str, op: str, work: Callable[[], T], peer: int | None = None) -> T:
         with self._watch.span(kind, op, peer):
             return work()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.world import Axes
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
@@ -179,10 +180,10 @@ class Heartbeat:
     def _report(self, leaves: bool = False) -> Report:
         doing, now_s = self.place.doing, time.monotonic()
         axis, collective = "", ""
-        for name in ("tensor", "data", "pipeline", "ends", "world"):
-            busy = getattr(getattr(self.axes, name), "busy", "")
-            if busy:
+        for name, group in self.axes.groups.items():
+            if busy := group.busy:  # read once: the other thread may leave it meanwhile
                 axis, collective = name, busy
+                break
         known = len(self.compute_s) == COMPUTE_STEPS
         return Report(
             phase=self.place.phase,
@@ -277,7 +278,7 @@ class Judge:
         path = directory / "stacks" / "table.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join([*headings, *lines]) + "\n", encoding="utf-8")
+            write_whole(path, "\n".join([*headings, *lines]) + "\n")
         except OSError as error:  # the terminal has it
             headings.append(f"{path}: {error.strerror}")
         if len(lines) > TERMINAL_ROWS + 1:

@@ -30,7 +30,7 @@ class Report(NamedTuple):
     kind: str  # of span: "forward", "receive", ...
     op: str
     peer: int | None  # pipeline rank whose message is waited for
-    axis: str  # axis of the collective that the rank is in; "" if it is in none
+    axis: str  # axis, or other group, whose collective the rank is in; "" if it is in none
     collective: str
     age_s: float  # since `kind` and `op` began
     compute_s: float = 0.0  # own work of a step, median of the last ones; 0: not known yet
@@ -69,14 +69,6 @@ class Ranks:
     def silent(self, seen: Seen, now_s: float) -> bool:
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
-    def group(self, rank: int, axis: str) -> Sequence[int]:
-        if axis == "world":
-            return range(self.grid.size)
-        if axis == "ends":
-            line = self.grid.group(rank, "pipeline")
-            return (line[0], line[-1])
-        return self.grid.group(rank, axis)
-
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
     """Seconds since any rank has begun anything."""
@@ -90,7 +82,7 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     """
     report = table[rank].report
     if report.collective:
-        group = [peer for peer in ranks.group(rank, report.axis) if peer != rank]
+        group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
         absent = [
             peer
@@ -162,7 +154,7 @@ def slow_ranks(
     """
     peers: dict[int, list[int]] = defaultdict(list)
     for rank in compute_s:
-        peers[grid.coordinates(rank).pipeline].append(rank)
+        peers[grid.coordinates(rank)["pipeline"]].append(rank)
     found = []
     for group in peers.values():
         usual_s = statistics.median_low(compute_s[rank] for rank in group)

@@ -14,9 +14,10 @@ from ptdmpi.plan.cost.activations import (
     total_bytes,
 )
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.layout.stages import stages_of
+from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER
-from ptdmpi.plan.schedule.orders import FORWARD, KINDS
+from ptdmpi.plan.schedule.ops import FORWARD
+from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests import _configs
 
@@ -138,9 +139,9 @@ def test_many_microbatches_need_no_more_than_a_few(p, v):
     config = _small(changes, ranks=p)
     memory, layout = MemoryModel.of(config, VOCAB_SIZE), config.layout
     for rank in range(p):
-        stages = stages_of(layout, rank)
+        stages = placement_of(layout).stages_of(rank)
         held = peak = 0
-        for kind, stage, _ in KINDS[layout.schedule](p, v, m, rank):
+        for kind, stage, _ in build(layout.schedule, p, v, m).orders[rank]:
             keeps = memory.kept_bytes(layout, stage)
             held += keeps * (kind == FORWARD)
             peak = max(peak, held + memory.working_bytes(layout, stage) * (kind != FORWARD))

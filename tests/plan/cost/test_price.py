@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.validate_plan import best_table, error_table, memory_table
+from benchmarks.planning.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.plan.cost.price import Pricer

@@ -5,50 +5,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Grid, training_grid
 
-SIZES = st.integers(1, 5)
-AXES = ("tensor", "pipeline", "data")
+NAMES = ("tensor", "data", "pipeline", "context")
+GRIDS = st.permutations(NAMES).flatmap(
+    lambda names: st.builds(
+        lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
+        st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    )
+)
 
 
-@given(SIZES, SIZES, SIZES)
-def test_ranks_and_coordinates_are_a_bijection(tensor, pipeline, data):
-    grid = Grid(tensor=tensor, pipeline=pipeline, data=data)
+@given(GRIDS)
+def test_ranks_and_coordinates_are_a_bijection(grid):
     places = [grid.coordinates(rank) for rank in range(grid.size)]
-    assert grid.size == tensor * pipeline * data == len(set(places))
+    assert len({tuple(place.items()) for place in places}) == grid.size
     assert [grid.rank(place) for place in places] == list(range(grid.size))
 
 
-@given(SIZES, SIZES, SIZES)
-def test_groups_of_an_axis_partition_the_ranks(tensor, pipeline, data):
-    grid = Grid(tensor=tensor, pipeline=pipeline, data=data)
-    for axis in AXES:
-        groups = {grid.group(rank, axis) for rank in range(grid.size)}
+@given(GRIDS)
+def test_groups_partition_the_ranks(grid):
+    for name in (*grid.axes, "replicas", "world"):
+        groups = {grid.members(rank, name) for rank in range(grid.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+        assert all(sorted(group) == list(group) for group in groups)
+    for axis in grid.axes:
         for rank in range(grid.size):
             group = grid.group(rank, axis)
-            assert len(group) == getattr(grid, axis)
-            assert group[getattr(grid.coordinates(rank), axis)] == rank
+            assert len(group) == grid[axis]
+            assert group[grid.coordinates(rank)[axis]] == rank
+
+
+@given(GRIDS)
+def test_replicas_hold_the_same_part_and_all_parts_are_the_model(grid):
+    held = [grid.part(grid.coordinates(rank)) for rank in range(grid.size)]
+    assert set(held) == grid.parts
+    for rank in range(grid.size):
+        same = tuple(peer for peer in range(grid.size) if held[peer] == held[rank])
+        assert grid.members(rank, "replicas") == same
+        assert grid.members(rank, grid.same_as("replicas")) == same
 
 
 def test_tensor_varies_fastest_then_data_then_pipeline():
-    grid = Grid(tensor=2, pipeline=2, data=3)
-    assert grid.coordinates(1) == Coordinates(tensor=1, data=0, pipeline=0)
-    assert grid.coordinates(2) == Coordinates(tensor=0, data=1, pipeline=0)
-    assert grid.coordinates(6) == Coordinates(tensor=0, data=0, pipeline=1)
+    grid = training_grid(tensor=2, pipeline=2, data=3)
+    assert grid.axes == ("tensor", "data", "pipeline")
+    assert grid.coordinates(1) == {"tensor": 1, "data": 0, "pipeline": 0}
+    assert grid.coordinates(2) == {"tensor": 0, "data": 1, "pipeline": 0}
+    assert grid.coordinates(6) == {"tensor": 0, "data": 0, "pipeline": 1}
     assert grid.group(7, "tensor") == (6, 7)
     assert grid.group(7, "data") == (7, 9, 11)
     assert grid.group(7, "pipeline") == (1, 7)
+    assert grid.group(7, "pipeline", "tensor") == (0, 1, 6, 7)
+
+
+def test_ends_are_the_first_and_the_last_of_a_pipeline():
+    grid = training_grid(tensor=2, pipeline=3)
+    assert [grid.members(rank, "ends") for rank in (0, 2, 5)] == [(0, 4), (), (1, 5)]
+    assert training_grid(tensor=2).members(1, "ends") == ()
+
+
+def test_a_group_that_has_the_ranks_of_an_axis_names_it():
+    assert training_grid(tensor=2, data=2).same_as("replicas") == "data"
+    assert Grid({"data": 1, "context": 2}).same_as("replicas") == "context"
+    assert Grid({"data": 2, "context": 2}).same_as("replicas") == "replicas"
+    assert Grid({"tensor": 2}).same_as("replicas") == "replicas"
+    assert training_grid(tensor=2).same_as("tensor") == "tensor"
 
 
 def test_what_is_outside_the_grid_is_refused():
-    grid = Grid(tensor=2, pipeline=2, data=1)
+    grid = training_grid(tensor=2, pipeline=2)
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="outside"):
             grid.coordinates(rank)
     with pytest.raises(ValueError, match="outside"):
-        grid.rank(Coordinates(tensor=0, data=1, pipeline=0))
-    with pytest.raises(ValueError, match="tensor, pipeline or data"):
+        grid.rank({"tensor": 0, "data": 1, "pipeline": 0})
+    with pytest.raises(ValueError, match="outside"):
+        grid.rank({"tensor": 0})
+    with pytest.raises(ValueError, match='"size" is no axis: tensor, data, pipeline'):
         grid.group(0, "size")
+    with pytest.raises(ValueError, match='"context" is no axis'):
+        training_grid(context=2)
     with pytest.raises(InputError, match="data parallel size 0"):
-        Grid(tensor=1, pipeline=1, data=0)
+        Grid({"data": 0})

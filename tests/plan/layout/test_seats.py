@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import Coordinates, Grid, training_grid
 from ptdmpi.plan.layout.seats import seats, widest_data_size
 
 
@@ -29,49 +29,51 @@ def test_widest_data_size(ranks, model_ranks, most, sequences, wanted):
 
 
 def test_a_start_fills_the_grid_in_order():
-    grid = Grid(2, 2, 2)
+    grid = training_grid(tensor=2, pipeline=2, data=2)
     nodes = [0, 0, 0, 3, 3, 3, 6, 6, 6]
     assert seats(grid, [None] * 9, nodes) == list(range(8))
 
 
 def test_a_spare_rank_takes_the_lost_ones_place_and_nobody_moves():
-    grid = Grid(2, 2, 2)
+    grid = training_grid(tensor=2, pipeline=2, data=2)
     # rank 2 is lost: ranks 3 to 7 are survivors 2 to 6; spare ones are 7 and 8, 8 on its node
     nodes = [0, 0, 0, 4, 4, 4, 4, 4, 0]
     assert seats(grid, _held(grid, {2}, spare=2), nodes) == [0, 1, 8, 2, 3, 4, 5, 6]
 
 
 def test_the_replica_that_lost_least_goes_on():
-    grid = Grid(2, 1, 3)  # replicas 0 1, 2 3, 4 5; ranks 0 and 1 are lost, and 4
-    order = seats(Grid(2, 1, 1), _held(grid, {0, 1, 4}), [0, 0, 0])
+    grid = training_grid(tensor=2, data=3)  # replicas 0 1, 2 3, 4 5; ranks 0 and 1 are lost, and 4
+    order = seats(training_grid(tensor=2), _held(grid, {0, 1, 4}), [0, 0, 0])
     assert order == [0, 1]  # survivors 0 and 1 are ranks 2 and 3
 
 
 def test_a_hole_is_filled_by_a_rank_that_holds_its_state():
-    grid = Grid(2, 1, 3)  # ranks 1 and 2 are lost: 0 of replica 0, 3 of replica 1, 4 5 remain
-    order = seats(Grid(2, 1, 2), _held(grid, {1, 2}), [0, 0, 0, 0])
+    grid = training_grid(
+        tensor=2, data=3
+    )  # ranks 1 and 2 are lost: 0 of replica 0, 3 of replica 1, 4 5 remain
+    order = seats(training_grid(tensor=2, data=2), _held(grid, {1, 2}), [0, 0, 0, 0])
     assert order == [0, 1, 2, 3]  # survivor 1 is rank 3: it holds tensor part 1
 
 
 @pytest.mark.parametrize("size", [(1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
 def test_every_loss_that_leaves_room_seats_everyone_once(size):
-    grid = Grid(*size)
-    model_ranks = grid.tensor * grid.pipeline
+    tensor, pipeline, data = size
+    grid = training_grid(tensor=tensor, pipeline=pipeline, data=data)
+    model_ranks = tensor * pipeline
     for count in range(1, grid.size - model_ranks + 1):
         for lost in itertools.combinations(range(grid.size), count):
             held = _held(grid, set(lost))
-            data = widest_data_size(len(held), model_ranks, grid.data, 12)
-            smaller = Grid(grid.tensor, grid.pipeline, data)
+            data = widest_data_size(len(held), model_ranks, grid["data"], 12)
+            smaller = grid.resized("data", data)
             order = seats(smaller, held, [0] * len(held))
             assert len(set(order)) == smaller.size
             whole = [
                 d
-                for d in range(grid.data)
-                if not {rank for rank in lost if grid.coordinates(rank).data == d}
+                for d in range(grid["data"])
+                if not {rank for rank in lost if grid.coordinates(rank)["data"] == d}
             ]
             stay = sum(
-                (held[one].tensor, held[one].pipeline)
-                == (smaller.coordinates(i).tensor, smaller.coordinates(i).pipeline)
+                grid.part(held[one]) == grid.part(smaller.coordinates(i))
                 for i, one in enumerate(order)
             )
             assert stay >= min(len(whole), data) * model_ranks

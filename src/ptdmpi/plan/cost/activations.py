@@ -318,7 +318,9 @@ def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> i
     if sizes.operand_bytes > c:
         copies = sizes.tokens * (inputs + outputs) + inputs * outputs
         return copies * sizes.operand_bytes
-    weight = inputs * outputs * (c + wide) if wide > c else 0
+    # a float32 form of it only where gradients are summed in float32
+    widened = wide if sizes.software.gradient_bytes >= wide else 0
+    weight = inputs * outputs * (c + widened) if wide > c else 0
     return result + weight if column else max(result, weight)
 
 

@@ -14,9 +14,11 @@ from operator import mul
 from ptdmpi.config import Config, Layout, ModelConfig
 from ptdmpi.plan.cost import activations
 from ptdmpi.plan.cost.activations import WIDE_BYTES, LayerBytes, Sizes, total_bytes
-from ptdmpi.plan.layout.stages import split_model, stages_of
+from ptdmpi.plan.layout.stages import placement_of, split_model
 from ptdmpi.plan.machine.cluster import TRAINER, Software
-from ptdmpi.plan.schedule.flight import fullest
+from ptdmpi.plan.schedule.flight import NOTHING, fullest
+from ptdmpi.plan.schedule.ops import ACTIVATIONS
+from ptdmpi.plan.schedule.orders import Placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
@@ -73,7 +75,10 @@ class MemoryModel:
         self._parts = cache(self._counted)
         self._splits = cache(self._split)
         self._distinct = cache(self._found_distinct)
+        self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
+        # inventory of the op table -> what one microbatch has of it in a stage
+        self._stored_bytes = {ACTIVATIONS: self.kept_bytes}
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "MemoryModel":
@@ -83,28 +88,24 @@ class MemoryModel:
 
     def split(self, layout: Layout) -> tuple[range, ...]:
         """The layers of each stage."""
-        return self._splits(layout.pipeline, layout.virtual)
+        return self._splits(placement_of(layout))
 
-    def _split(self, pipeline: int, virtual: int) -> tuple[range, ...]:
-        layout, balanced = Layout(1, pipeline, 1, virtual), self.software.balanced_stages
-        return tuple(split_model(self.model, self.vocab_size, layout, balanced))
+    def _split(self, placed: Placement) -> tuple[range, ...]:
+        balanced = self.software.balanced_stages
+        return tuple(split_model(self.model, self.vocab_size, placed, balanced))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: of ranks whose stages are alike, the first
         has most microbatches in flight."""
-        return self._distinct(layout.pipeline, layout.virtual, layout.recompute_layers)
+        return self._distinct(placement_of(layout), layout.recompute_layers)
 
-    def _found_distinct(
-        self, pipeline: int, virtual: int, recompute_layers: int | None
-    ) -> tuple[int, ...]:
-        layout = Layout(
-            1, pipeline, 1, virtual, recompute="full", recompute_layers=recompute_layers
-        )
-        layers, first = self.split(layout), {}
-        for rank in range(pipeline):
-            stages = stages_of(layout, rank)
+    def _found_distinct(self, placed: Placement, recompute_layers: int | None) -> tuple[int, ...]:
+        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
+        layers, first = self._splits(placed), {}
+        for rank in range(placed.pipeline):
+            stages = placed.stages_of(rank)
             alike = tuple(tuple(_segments(layout, layers[stage])) for stage in stages)
-            ends = stages[0] == 0, stages[-1] == layout.stages - 1
+            ends = 0 in stages, placed.stages - 1 in stages
             first.setdefault((alike, ends), rank)
         return tuple(first.values())
 
@@ -115,16 +116,16 @@ class MemoryModel:
         running op needs beside, and one tensor each way on either side where there is another
         stage: an activation and a gradient.
         """
-        stages = stages_of(layout, rank)
-        keeps = [self.kept_bytes(layout, stage) for stage in stages]
-        works = [self.working_bytes(layout, stage) for stage in stages]
-        order = (layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        stages = placement_of(layout).stages_of(rank)
+        works = {stage: self.working_bytes(layout, stage) for stage in stages} | {NOTHING: 0}
+        flight = fullest(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        keeps = [self._stored_bytes[name](layout, stage) for name, stage in flight.stores]
         moments = (
-            (sum(map(mul, moment.held, keeps)), works[moment.running]) for moment in fullest(*order)
+            (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
         kept, working = max(moments, key=sum)
         weights, gradients, optimizer = self._standing(
-            layout.tensor, layout.pipeline, layout.virtual, layout.data, layout.zero, rank
+            placement_of(layout), layout.tensor, layout.data, layout.zero, rank
         )
         return Footprint(
             weights=weights,
@@ -149,32 +150,33 @@ class MemoryModel:
         )
 
     def elements(self, layout: Layout, rank: int) -> int:
-        """Parameters of a pipeline rank; a tied table counts on the first and on the last one."""
-        t, layers = layout.tensor, self.split(layout)
-        stages = stages_of(layout, rank)
-        own = sum(len(layers[stage]) for stage in stages)
-        count = own * parameters.layer_elements(self.model, t)
-        first, last = stages[0] == 0, stages[-1] == layout.stages - 1
-        if first:
-            count += parameters.embedding_elements(self.model, self.vocab_size, t)
-        if last:
-            count += parameters.head_elements(self.model, self.vocab_size, t)
-            count -= self._table_elements(layout) * (first and self.model.tie_embeddings)
-        return count
+        """Parameters of a pipeline rank; a tied table counts once for each end of the model that
+        does not share its rank with the other."""
+        return self._elements(placement_of(layout), layout.tensor, rank)[0]
 
-    def _table_elements(self, layout: Layout) -> int:
-        return parameters.table_elements(self.model, self.vocab_size, layout.tensor)
+    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
+        """(parameters, those of them that stand for two) of a pipeline rank."""
+        stages, layers = placed.stages_of(rank), self._splits(placed)
+        own = sum(len(layers[stage]) for stage in stages)
+        count = own * parameters.layer_elements(self.model, tensor)
+        first, last = 0 in stages, placed.stages - 1 in stages
+        if first:
+            count += parameters.embedding_elements(self.model, self.vocab_size, tensor)
+        if last:
+            count += parameters.head_elements(self.model, self.vocab_size, tensor)
+        shared = 0
+        if first and last and self.model.tie_embeddings:
+            shared = parameters.table_elements(self.model, self.vocab_size, tensor)
+        return count - shared, shared
 
     def _counted_standing(
-        self, tensor: int, pipeline: int, virtual: int, data: int, zero: int, rank: int
+        self, placed: Placement, tensor: int, data: int, zero: int, rank: int
     ) -> tuple[int, int, int]:
         """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
         left out. Where compute and master type agree there is one set of weights."""
-        layout = Layout(tensor, pipeline, data, virtual)
-        elements = self.elements(layout, rank)
+        elements, shared = self._elements(placed, tensor, rank)
         shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
-        apart = pipeline == 1 and self.model.tie_embeddings and self.software.tied_gradients_apart
-        second = self._table_elements(layout) * apart
+        second = shared * self.software.tied_gradients_apart
         counts = (elements, elements + second, elements)
         weights, gradients, optimizer = (
             -(-count // ranks) * each
@@ -219,7 +221,7 @@ class MemoryModel:
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """What any backward of a rank needs beside its own: an activation and a gradient under way
         on each side that has a stage, and what is gathered of sharded state."""
-        stages = stages_of(layout, rank)
+        stages = placement_of(layout).stages_of(rank)
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         messages = 2 * sides * self.parts(layout).sizes.boundary_bytes
         return messages + self._whole_bytes(layout)

@@ -14,6 +14,7 @@ from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
+from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
@@ -124,21 +125,27 @@ class Pricer:
         if p > 1:
             far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
-            ways[1:-1] = [way_s[crosses] for crosses in far]
+            placed = placement_of(layout)
+            ways[1:-1] = [
+                0.0 if placed.rank_of(stage - 1) == placed.rank_of(stage) else way_s[crosses]
+                for stage, crosses in enumerate(far, 1)
+            ]
         return StageTimes(
             tuple(forward.total for forward, _ in seconds),
             tuple(backward.total for _, backward in seconds),
             tuple(ways[:-1]),
             tuple(ways[1:]),
             self.cluster.software.overlap_pipeline,
+            placement_of(layout),
         )
 
     def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
         """Whether any data rank's message from stage - 1 to stage leaves its node."""
         devices, row = self.cluster.node.devices, layout.tensor * layout.data
-        if row % devices == 0:
+        placed = placement_of(layout)
+        here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+        if here != there and row % devices == 0:
             return True
-        here, there = ((stage - 1) % layout.pipeline) * row, (stage % layout.pipeline) * row
         return any(
             (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
         )
@@ -233,7 +240,7 @@ class Pricer:
     def bound_s(self, layout: Layout) -> float:
         """A step time that no order of work falls below: what the search prunes by."""
         microbatches = layout.microbatches(self.batch)
-        bound = self.stage_times(layout).lower_bound_s(layout.pipeline, microbatches)
+        bound = self.stage_times(layout).lower_bound_s(microbatches)
         after_s, _ = self._after_s(layout)
         return bound + sum(after_s)
 
@@ -246,7 +253,8 @@ class Pricer:
         if layout.dp_overlap and layout.zero < 3:
             # behind the last microbatch's backward; the last layer's gradients come too late
             hidden_s = sum(backward.total for _, backward in self.stage_seconds(layout)[:1])
-            own = max(1, sum(map(len, layers[:: layout.pipeline])))
+            first = placement_of(layout).stages_of(0)
+            own = max(1, sum(len(layers[stage]) for stage in first))
             data_s = max(data_s / own, data_s - hidden_s)
         return (data_s, self.optimizer_s(layout, elements)), elements
 
@@ -284,16 +292,18 @@ class Pricer:
         """The simulated step; raises InputError for a layout that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.stage_times(layout)
-        makespan_s = pipeline.makespan_s(layout.schedule, p, layout.virtual, microbatches, times)
+        makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)
         (data_s, optimizer_s), _ = self._after_s(layout)
-        busiest = max(range(p), key=lambda rank: times.busy_s(rank, p, microbatches))
-        busy_s = times.busy_s(busiest, p, microbatches)
-        mean_s = math.fsum(times.busy_s(r, p, microbatches) for r in range(p)) / p
-        own = self.stage_seconds(layout)[busiest::p]
-        tensor_s = microbatches * sum(f.messages + b.messages for f, b in own)
+        busiest = max(range(p), key=lambda rank: times.busy_s(rank, microbatches))
+        busy_s = times.busy_s(busiest, microbatches)
+        mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
+        own = times.placed.stages_of(busiest)
+        seconds = self.stage_seconds(layout)
+        tensor_s = microbatches * sum(part.messages for stage in own for part in seconds[stage])
         ways_s = 0.0
         if not times.overlap:
-            ways_s = sum(times.forward_in_s[busiest::p]) + sum(times.backward_in_s[busiest::p])
+            ways_s = sum(times.forward_in_s[stage] for stage in own)
+            ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
         parts = Parts(
             compute=busy_s - tensor_s,

@@ -131,7 +131,8 @@ def explain(step: Step, capacity_bytes: float) -> str:
         f"memory of pipeline rank {rank}, which needs most: "
         f"{size(found.total)}, and a rank has at most {size(capacity_bytes)}"
     ]
-    lines += [f"  {name:<12}{size(amount):>12}" for name, amount in asdict(found).items() if amount]
+    parts = [(name, n) for name, n in asdict(found).items() if n or name != "runtime"]
+    lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:
         lines.append("what would fit, by itself:")

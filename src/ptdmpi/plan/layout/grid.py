@@ -1,68 +1,156 @@
-"""The process grid: which rank stands where on the tensor, data and pipeline axes.
+"""The process grid: which rank stands where on the named axes, and which ranks form a group.
 
 Pure arithmetic on any rank, so that a planner can ask about 3072 ranks and a communicator about
-its own. The tensor axis varies fastest, then data, then pipeline: consecutive ranks share a node,
-and tensor parallelism communicates most (Narayanan et al. 2021, arXiv 2104.04473, section 3.2,
-takeaway 1).
+its own. Axes are data: whoever splits communicators, watches ranks or deals out state asks a grid
+for its axes by name, so a new axis is an entry of `ORDER` and not one more field everywhere.
 """
 
-from dataclasses import dataclass, fields, replace
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ptdmpi.config import InputError
+from ptdmpi.config import Config, InputError
+
+# The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
+# communicates most stands first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2,
+# takeaway 1), and the pipeline axis, with one message a microbatch, last.
+ORDER = ("tensor", "data", "pipeline")
+# Axes that cut the model: ranks at different places of one hold different parameters. On every
+# other axis the ranks hold the same ones.
+CUTTING = ("tensor", "pipeline")
+# Groups that follow from the axes: all ranks; those that hold the same parameters; and the first
+# and the last of the pipeline axis, which both hold a tied table.
+WORLD, REPLICAS, ENDS = "world", "replicas", "ends"
+
+Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 0
 
 
-@dataclass(frozen=True)
-class Coordinates:
-    """Place of one rank on each axis of the grid, counted from 0."""
-
-    tensor: int
-    data: int
-    pipeline: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Grid:
-    """Sizes t, p, d of the axes. Raises InputError unless each is at least 1."""
+    """Axes by name with their sizes, the one that varies fastest first.
 
-    tensor: int
-    pipeline: int
-    data: int
+    `Grid({"tensor": 2, "data": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
+    InputError unless each size is at least 1.
+    """
 
-    def __post_init__(self) -> None:
-        for axis in fields(self):
-            size = getattr(self, axis.name)
+    sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        for axis, size in sizes.items():
             if size < 1:
-                raise InputError(f"{axis.name} parallel size {size}: must be at least 1")
+                raise InputError(f"{axis} parallel size {size}: must be at least 1")
+        object.__setattr__(self, "sizes", tuple(sizes.items()))
+
+    def __getitem__(self, axis: str) -> int:
+        """Number of places on `axis`; raises KeyError for one that this grid does not have."""
+        return dict(self.sizes)[axis]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, fastest first."""
+        return tuple(axis for axis, _ in self.sizes)
 
     @property
     def size(self) -> int:
-        """Number of ranks, n = t p d."""
-        return self.tensor * self.pipeline * self.data
+        """Number of ranks, the product over the axes: n = t p d."""
+        return math.prod(size for _, size in self.sizes)
+
+    def resized(self, axis: str, size: int) -> "Grid":
+        """This grid with another number of places on one axis that it has."""
+        return Grid({**dict(self.sizes), axis: size})
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of `rank`; raises ValueError for a rank outside the grid."""
+        """Place of `rank` on each axis; raises ValueError for a rank outside the grid."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the grid: 0 to {self.size - 1}")
-        rest, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(rest, self.data)
-        return Coordinates(tensor=tensor, data=data, pipeline=pipeline)
+        places = {}
+        for axis, size in self.sizes:
+            rank, places[axis] = divmod(rank, size)
+        return places
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Rank at `coordinates`; raises ValueError for a place outside the grid."""
-        for axis in fields(self):
-            if not 0 <= getattr(coordinates, axis.name) < getattr(self, axis.name):
-                raise ValueError(f"{coordinates} is outside {self}")
-        row = coordinates.pipeline * self.data + coordinates.data
-        return row * self.tensor + coordinates.tensor
+        """Rank at `coordinates`, of all axes; raises ValueError for a place outside the grid."""
+        inside = all(0 <= coordinates.get(axis, -1) < size for axis, size in self.sizes)
+        if not inside or len(coordinates) != len(self.sizes):
+            raise ValueError(f"{dict(coordinates)} is outside the grid {dict(self.sizes)}")
+        rank = 0
+        for axis, size in reversed(self.sizes):
+            rank = rank * size + coordinates[axis]
+        return rank
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Ranks that share every other coordinate with `rank`, ascending along `axis`.
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from `rank` on `axes` at most, ascending; `rank` is one of them.
 
-        `axis` is "tensor", "pipeline" or "data"; raises ValueError for another name.
+        Raises ValueError for a name that is no axis of this grid.
         """
-        if axis not in {field.name for field in fields(self)}:
-            raise ValueError(f'axis "{axis}": must be tensor, pipeline or data')
+        for axis in axes:
+            if axis not in self.axes:
+                raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
+        # ranks ascend when the fastest axis runs fastest: product() runs its last one so
+        free = [axis for axis in reversed(self.axes) if axis in axes]
+        everywhere = itertools.product(*(range(self[axis]) for axis in free))
         return tuple(
-            self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis))
+            self.rank({**here, **dict(zip(free, places, strict=True))}) for places in everywhere
         )
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of all groups that ranks communicate in: each axis, and what follows from them."""
+        return (*self.axes, REPLICAS, ENDS, WORLD)
+
+    def members(self, rank: int, group: str) -> tuple[int, ...]:
+        """The ranks of that one of the `groups` that `rank` is in, ascending.
+
+        Empty if it is in none: only the two ends of a pipeline axis of at least 2 are in `ends`.
+        """
+        if group == WORLD:
+            return tuple(range(self.size))
+        if group == REPLICAS:
+            return self.group(rank, *self._copying)
+        if group == ENDS:
+            line = self.group(rank, "pipeline") if "pipeline" in self.axes else (rank,)
+            ends = (line[0], line[-1])
+            return ends if len(line) > 1 and rank in ends else ()
+        return self.group(rank, group)
+
+    def same_as(self, group: str) -> str:
+        """The axis whose groups are those of `group`, so that one communicator serves both; `group`
+        itself if there is none, and for an axis, the ends and the world."""
+        if group != REPLICAS or not self._copying:
+            return group
+        long = [axis for axis in self._copying if self[axis] > 1]
+        return group if len(long) > 1 else (*long, *self._copying)[0]
+
+    @property
+    def _copying(self) -> tuple[str, ...]:
+        """The axes on which all ranks hold the same parameters."""
+        return tuple(axis for axis in self.axes if axis not in CUTTING)
+
+    def part(self, coordinates: Coordinates) -> tuple[int, ...]:
+        """Which part of the model is held there: equal wherever the parameters are the same."""
+        return tuple(coordinates[axis] for axis in self.axes if axis in CUTTING)
+
+    @property
+    def parts(self) -> set[tuple[int, ...]]:
+        """All parts of the model, which together are the whole of it."""
+        cuts = (range(size) for axis, size in self.sizes if axis in CUTTING)
+        return set(itertools.product(*cuts))
+
+
+def training_grid(**sizes: int) -> Grid:
+    """The grid of this trainer's axes, in their order; those that are not named have size 1.
+
+    Raises ValueError for a name that is not in `ORDER`.
+    """
+    unknown = sizes.keys() - set(ORDER)
+    if unknown:
+        raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(ORDER)}')
+    return Grid({axis: sizes.get(axis, 1) for axis in ORDER})
+
+
+def grid_of(config: Config) -> Grid:
+    """The grid that a configuration trains on."""
+    parallel = config.parallel
+    return training_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, data=config.data_size)

@@ -1,0 +1,212 @@
+"""How fast data comes, beside the least that it could cost.
+
+    python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
+                              [--peers PYTHON] [--megatron DIR]
+
+reads     samples of 1,024 tokens in the training order, ready as int64 inputs and labels, beside
+          `memmap[i * s : i * s + s + 1].astype(np.int64)` of as many random i; warm page cache
+start     time and memory from the start of a process to its first batch: 10^8 to 10^12 tokens
+write     ready token ids to shards, beside h5py's create_dataset(data=...)
+tokenize  `ptdmpi-data tokenize` beside the bare calls of the tokenizer, and the tools of others
+
+All sides run in turn, in changing order; a ratio is that of one round. Medians and, in brackets,
+the least and the greatest.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import h5py
+import numpy as np
+
+from benchmarks.data.start import start
+from benchmarks.data.tokenize import Peers, commands, learn, warm
+from benchmarks.turns import Side, compare, show
+from ptdmpi.data.batches import Prefetcher, TrainBatches
+from ptdmpi.data.order import Part, SampleOrder
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset
+
+PARTS = ("reads", "start", "write", "tokenize")
+SEQ_LENGTH = 1024
+VOCABULARY = ("gpt2", "0" * 64, 50257, 50256)
+WEIGHTS = ("0.4", "0.3", "0.2", "0.1")
+DOCUMENT_TOKENS = 600
+BLOCK_TOKENS = 1 << 20
+
+
+def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
+    directory.mkdir(parents=True)
+    chance = np.random.default_rng(seed)
+    with ShardWriter(directory / "shard.h5", *VOCABULARY) as writer:
+        for start in range(0, tokens, BLOCK_TOKENS):
+            count = min(BLOCK_TOKENS, tokens - start)
+            writer.write(chance.integers(0, 50256, count, np.uint16), np.array([count]))
+    return Dataset(directory)
+
+
+def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
+    places = iter(range(10**9))
+
+    def side() -> float:
+        steps = range(0, samples, global_size)
+        begun = time.perf_counter()
+        for _ in steps:
+            for microbatch in batches.step(next(places)):
+                last = microbatch.inputs, microbatch.labels
+        rate = len(steps) * global_size / (time.perf_counter() - begun)
+        assert all(ids.dtype == np.int64 and ids.shape[1] == SEQ_LENGTH for ids in last)
+        return rate
+
+    return side
+
+
+def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
+    def side() -> float:
+        steps = samples // global_size
+        begun = time.perf_counter()
+        for _ in Prefetcher(batches, 0, steps):
+            pass
+        return steps * global_size / (time.perf_counter() - begun)
+
+    return side
+
+
+def reads(folder: Path, rounds: int) -> None:
+    everything = [write_dataset(folder / f"reads{n}", 50_000_000, n) for n in range(4)]
+    count, samples = everything[0].samples(SEQ_LENGTH), 20_000
+    chance = np.random.default_rng(0)
+    picks = chance.integers(0, count, samples)
+    for dataset in everything:
+        for first in range(0, count, 1000):  # into the page cache
+            dataset.read(np.arange(first, min(first + 1000, count)), SEQ_LENGTH)
+
+    def bare(parts: int) -> Side:
+        headers = [dataset.headers[0] for dataset in everything[:parts]]
+        maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
+        shares = [float(weight) for weight in WEIGHTS[:parts]]
+        files = chance.choice(parts, samples, p=np.array(shares) / sum(shares)).tolist()
+
+        def side() -> float:
+            starts = (picks * SEQ_LENGTH).tolist()
+            begun = time.perf_counter()
+            for file, first in zip(files, starts, strict=True):
+                maps[file][first : first + SEQ_LENGTH + 1].astype(np.int64)
+            return samples / (time.perf_counter() - begun)
+
+        return side
+
+    def by_number(group: int) -> Side:
+        def side() -> float:
+            groups = [picks[n : n + group] for n in range(0, samples, group)]
+            begun = time.perf_counter()
+            for chosen in groups:
+                rows = everything[0].read(chosen, SEQ_LENGTH)
+                assert rows[:, :-1].shape == rows[:, 1:].shape
+            return samples / (time.perf_counter() - begun)
+
+        return side
+
+    for parts, what in ((1, "one dataset"), (4, "a mixture of four")):
+        sides: dict[str, Side] = {"np.memmap slice": bare(parts)}
+        order = SampleOrder([Part(count, w) for w in WEIGHTS[:parts]], seed=1)
+        for size in (1, 8, 512):
+            batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, size, 1, 0, 1)
+            sides[f"training order, {size} sample(s) a step"] = timed_steps(batches, samples, size)
+        batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, 512, 4, 0, 1)
+        prefetched = timed_prefetch(batches, samples, 512)
+        sides["training order, 512 samples a step, b = 4, prefetched"] = prefetched
+        if parts == 1:
+            for group in (1, 8, 64):
+                sides[f"Dataset.read of {group} random sample(s)"] = by_number(group)
+        table = compare(sides, "np.memmap slice", rounds)
+        show(f"reads of 1,024 tokens: {what}", "samples/s", table)
+
+
+def write(folder: Path, rounds: int) -> None:
+    total = 200 * BLOCK_TOKENS
+    tokens = np.random.default_rng(0).integers(0, 50256, total, np.uint16)
+    ends = np.append(np.arange(DOCUMENT_TOKENS, BLOCK_TOKENS, DOCUMENT_TOKENS), BLOCK_TOKENS)
+    path = folder / "written.h5"
+
+    def ours(block: int, dtype: type, sync: bool = True) -> Side:
+        ready = tokens.astype(dtype)
+        inside = ends[ends < block] if block < BLOCK_TOKENS else ends
+        inside = inside if inside.size and inside[-1] == block else np.append(inside, block)
+
+        def side() -> float:
+            path.unlink(missing_ok=True)
+            count = total // block if block == BLOCK_TOKENS else 50_000
+            begun = time.perf_counter()
+            with patch("os.fsync", os.fsync if sync else lambda file: None):
+                with ShardWriter(path, *VOCABULARY) as writer:
+                    for number in range(count):
+                        writer.write(ready[number * block : (number + 1) * block], inside)
+                return count * block / (time.perf_counter() - begun)
+
+        return side
+
+    def plain(sync: bool) -> Side:
+        def side() -> float:
+            path.unlink(missing_ok=True)
+            begun = time.perf_counter()
+            with h5py.File(path, "w") as file:
+                file.create_dataset("tokens", data=tokens)
+            if sync:
+                with open(path, "rb") as stream:
+                    os.fsync(stream.fileno())
+            return total / (time.perf_counter() - begun)
+
+        return side
+
+    sides = {
+        "h5py create_dataset(data=...)": plain(False),
+        "h5py create_dataset(data=...), then fsync": plain(True),
+        "ShardWriter, uint16, a million tokens a call": ours(BLOCK_TOKENS, np.uint16),
+        "ShardWriter, uint16, a million tokens a call, no fsync": ours(
+            BLOCK_TOKENS, np.uint16, sync=False
+        ),
+        "ShardWriter, int64, a million tokens a call": ours(BLOCK_TOKENS, np.int64),
+        "ShardWriter, uint16, one document (600 tokens) a call": ours(DOCUMENT_TOKENS, np.uint16),
+    }
+    table = compare(sides, "h5py create_dataset(data=...)", rounds)
+    show("write: ready token ids to a shard, checked, summed, synced", "tokens/s", table)
+    path.unlink()
+
+
+def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
+    tokenizer = learn(folder)
+    warm(folder, tokenizer, rounds)
+    commands(folder, tokenizer, min(rounds, 3), peers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"of {' '.join(PARTS)} [default: all]")
+    parser.add_argument("--folder", type=Path, help="where the data sets are made")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", type=Path, help="a python with others' tools")
+    parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
+    arguments = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        for part in arguments.parts or PARTS:
+            begun = time.perf_counter()
+            if part == "tokenize":
+                peers = Peers(arguments.peers, arguments.megatron)
+                tokenize(Path(place), arguments.rounds, peers)
+            else:
+                {"reads": reads, "start": start, "write": write}[part](
+                    Path(place), arguments.rounds
+                )
+            print(f"  ({part}: {time.perf_counter() - begun:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

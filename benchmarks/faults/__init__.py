@@ -1,0 +1,1 @@
+"""Runs that are killed, damaged and starved, and what saving costs."""

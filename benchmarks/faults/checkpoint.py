@@ -1,0 +1,188 @@
+"""How fast checkpoints are saved and loaded: beside the same bytes written and read plainly, and
+beside torch.distributed.checkpoint.
+
+    python -m benchmarks.faults.checkpoint [--ranks 2] [--layers 3] [--rounds 5] [--folder DIR]
+
+The sides alternate in the same processes, on the same file system, in changing order; every ratio
+is taken within one round. "Plainly" is one write and one fsync of a rank's share from one buffer,
+and reads of the same files into one buffer. Before each reading the files are put out of the page
+cache (posix_fadvise DONTNEED, after they were synced).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.launch import answer
+from benchmarks.turns import round_of, spread
+from ptdmpi.comm import launch
+
+SIDES = ("ours", "plain", "torch")
+LIMIT_S = 1800.0
+
+
+class Rank:
+    """One rank: the same state on three sides."""
+
+    def __init__(self, layers: int, folder: Path) -> None:
+        from ptdmpi.comm.world import World
+
+        world = World()
+        import torch
+        import torch.distributed as dist
+
+        from ptdmpi.checkpoint.save import Checkpoints
+        from ptdmpi.checkpoint.share import KINDS, tensor_of
+        from ptdmpi.config import CheckpointConfig, Layout, synthetic_config
+        from ptdmpi.plan.layout.grid import training_grid
+        from ptdmpi.train.engine import Engine
+
+        torch.set_num_threads(1)
+        shape = {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64}
+        engine = Engine(
+            synthetic_config(Layout(1, 1, world.size), shape),
+            world.split(training_grid(data=world.size)),
+            4096,
+        )
+        self.folder, self.world, self.control = folder, world, world.control
+        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
+        self.background = Checkpoints(
+            folder / "background", engine, CheckpointConfig(keep=1, asynchronous=True)
+        )
+        self.state = {
+            f"{kind}/{name}": tensor_of(engine, kind, entry).detach()
+            for name, entry in engine.buffer.entries.items()
+            for kind in KINDS
+        }
+        for tensor in self.state.values():
+            tensor.normal_()
+        self.bytes = self.checkpoints.state_bytes
+        self.share = torch.randn(self.bytes // 4 // world.size).numpy()
+        self.target = memoryview(bytearray(max(self.share.nbytes + 4096, 1)))
+        dist.init_process_group(
+            "gloo", f"file://{folder}/store", rank=world.rank, world_size=world.size
+        )
+
+    def save(self, side: str, number: int) -> None:
+        if side == "ours":
+            self.checkpoints.save(number)
+        elif side == "plain":
+            (self.folder / "plain").mkdir(exist_ok=True)
+            with open(self.folder / f"plain/{self.world.rank}", "wb", buffering=0) as file:
+                data, done = memoryview(self.share).cast("B"), 0
+                while done < len(data):
+                    done += file.write(data[done:])
+                os.fsync(file.fileno())
+        else:
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save(self.state, checkpoint_id=self.folder / f"torch-{number}")
+
+    def load(self, side: str, number: int) -> None:
+        if side == "ours":
+            self.checkpoints.resume("auto")
+        elif side == "plain":
+            for rank in range(self.world.size):
+                with open(self.folder / f"plain/{rank}", "rb", buffering=0) as file:
+                    while file.readinto(self.target):
+                        continue
+        else:
+            import torch.distributed.checkpoint as dcp
+
+            dcp.load(self.state, checkpoint_id=self.folder / f"torch-{number}")
+
+    def forget(self) -> None:
+        """Take all files out of the page cache."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+    def clock(self, work: Callable[[], None]) -> float:
+        """Seconds from the common start to the last rank's end."""
+        self.control.Barrier()
+        begin = time.perf_counter()
+        work()
+        self.control.Barrier()
+        return time.perf_counter() - begin
+
+    def load_cold(self, side: str, number: int) -> float:
+        """Seconds that a load takes of files that are not in the page cache."""
+        self.forget()
+        return self.clock(partial(self.load, side, number))
+
+    def round(self, number: int) -> dict[str, dict[str, float]]:
+        saves = {side: partial(self.clock, partial(self.save, side, number)) for side in SIDES}
+        loads = {side: partial(self.load_cold, side, number) for side in SIDES}
+        found = {"save_s": round_of(saves, number), "load_s": round_of(loads, number)}
+        begin = time.perf_counter()
+        self.background.save(number)
+        stall_s = time.perf_counter() - begin
+        self.background.finish()
+        found["background"] = {"stall_s": max(self.control.allgather(stall_s))}
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder / f"torch-{number}")
+        self.control.Barrier()
+        return found
+
+
+def run_rank(layers: int, rounds: int, folder: Path) -> None:
+    launch.prepare()
+    rank = Rank(layers, folder)
+    found = [rank.round(number) for number in range(rounds + 1)]
+    if rank.world.rank == 0:
+        print(json.dumps({"bytes": rank.bytes, "rounds": found[1:]}))  # the first warms up
+
+
+def table(answer: dict) -> str:
+    rounds, size = answer["rounds"], answer["bytes"]
+    lines = [
+        f"state of {size / 1e6:,.0f} MB; medians of {len(rounds)} rounds (least to greatest)",
+        f"{'':6} {'GB/s':>5} {'plain':>6} {'torch':>6}   {'ratio to plain':22} ratio to torch",
+    ]
+    for what in ("save_s", "load_s"):
+        rates = [
+            statistics.median(size / one[what][side] / 1e9 for one in rounds) for side in SIDES
+        ]
+        ratios = [
+            spread([one[what][peer] / one[what]["ours"] for one in rounds])
+            for peer in ("plain", "torch")
+        ]
+        lines.append(
+            f"{what[:4]:6} {rates[0]:5.2f} {rates[1]:6.2f} {rates[2]:6.2f}   "
+            f"{ratios[0]:22} {ratios[1]}"
+        )
+    stalls = spread([one["background"]["stall_s"] for one in rounds])
+    return "\n".join([*lines, f"stall of an asynchronous save: {stalls} s"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults.checkpoint", description=__doc__
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=3, help="of 151 MB of state each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="a directory of the file system to measure")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        run_rank(options.layers, options.rounds, options.folder)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="ptdmpi-checkpoint-") as place:
+        words = ["--layers", str(options.layers), "--rounds", str(options.rounds)]
+        worker = ["-m", "benchmarks.faults.checkpoint", "--worker", "--folder", place]
+        text = answer(options.ranks, [*worker, *words], LIMIT_S)
+    print(table(json.loads(text.splitlines()[-1])))
+
+
+if __name__ == "__main__":
+    main()

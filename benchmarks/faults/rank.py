@@ -1,0 +1,85 @@
+"""One rank of a tortured run: `ptdmpi train ...` that kills itself at a chosen place of a save.
+
+    python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
+
+Rank RANK dies (SIGKILL: nothing is flushed, no handler runs) when it comes to PLACE for the
+COUNT-th time; with PLACE = none it never does. All places but `write` are visited by rank 0 alone.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ptdmpi.comm import launch
+
+PLACES = {
+    "write": "in the middle of a file",
+    "manifest": "files written, no manifest yet",
+    "rename": "manifest written, not renamed yet",
+    "latest": "renamed, `latest` not moved yet",
+    "discard": "in the middle of removing an old one",
+}
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _countdown(count: int) -> Callable[[], bool]:
+    """True at the `count`-th call."""
+    calls = iter(range(1, count + 1))
+    return lambda: next(calls, None) == count
+
+
+def prepare(place: str, count: int, rank: int) -> None:
+    """Put the killer into its place."""
+    from ptdmpi.checkpoint import boxes as data
+    from ptdmpi.checkpoint import directory as files
+
+    now = _countdown(count)
+    before = {"manifest": "write_manifest", "rename": "publish"}
+    if place in before:
+        original = getattr(files, before[place])
+        setattr(files, before[place], lambda *words: _die() if now() else original(*words))
+    elif place == "write":
+        write_block = data._write_block
+
+        def write_half(file, values):
+            if f"rank-{rank:05d}" in file.name.name and now():
+                file.write(memoryview(values.tobytes())[: values.nbytes // 2])
+                file.flush()
+                _die()
+            return write_block(file, values)
+
+        data._write_block = write_half
+    elif place == "latest":
+        write_whole = files.write_whole
+        files.write_whole = lambda path, text: (
+            _die() if path.name == "latest" and now() else write_whole(path, text)
+        )
+    elif place == "discard":
+        remove = files._remove
+
+        def remove_half(path: Path) -> None:
+            if now():
+                sorted(path.iterdir())[0].unlink()
+                _die()
+            remove(path)
+
+        files._remove = remove_half
+
+
+def main() -> None:
+    place, count, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    sys.argv[1:] = sys.argv[4:]
+    launch.prepare()
+    prepare(place, count, rank)
+    from ptdmpi.cli import main as ptdmpi
+
+    ptdmpi()
+
+
+if __name__ == "__main__":
+    main()

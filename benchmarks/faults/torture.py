@@ -1,0 +1,364 @@
+"""Kill, damage and starve runs on purpose, start them again, and count what was lost.
+
+    python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
+
+In each trial a training is disturbed, the cause is taken away, and the same command is given again
+until the run is done. Its parameters, moments and losses must then be those of an undisturbed run,
+to the bit, and nothing that it had reported as saved may be lost. A refusal (exit code 2 and one
+line) counts apart, and is right only where the disk is full or read-only, or where no complete
+checkpoint is left. Exit code 1 if anything was lost.
+"""
+
+import argparse
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.faults.rank import PLACES
+from benchmarks.faults.training import (
+    EVERY_STEPS,
+    STEPS,
+    Case,
+    Training,
+    deviation,
+    newest_sound,
+    prepare,
+    records_deviate,
+)
+from benchmarks.launch import mpirun, start
+from ptdmpi.checkpoint import directory as files
+
+NOWHERE = ("none", 1, 0)
+ATTEMPTS = 3
+TMPFS_MB = 16
+LAYOUTS = (
+    ("p=2", 2, ("parallel.pipeline=2",)),
+    ("d=2", 2, ("parallel.data=2",)),
+    ("t=2,d=2", 4, ("parallel.tensor=2", "parallel.data=2")),
+)
+ULFM = ("--with-ft", "ulfm")
+SHRINKING = (("d=2", 2, ()), ("d=4", 4, ()), ("p=2,d=2", 4, ("parallel.pipeline=2",)))
+
+
+class Lost(Exception):
+    """What a trial has lost, in one line."""
+
+
+@dataclass
+class Count:
+    trials: int = 0
+    survived: int = 0
+    refused: int = 0
+    lost: list[str] = field(default_factory=list)
+
+
+class Torture:
+    """Trials in one folder; all that is random comes from one seed."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.random = random.Random(seed)
+        self.references: dict[str, Path] = {}
+        self.refused = False
+        self.training: Training | None = None
+        prepare(folder)
+
+    def start(self, case: Case, run: Path, death: tuple[str, int, int]) -> Training:
+        self.training = Training(self.folder, case, run, death)
+        return self.training
+
+    def end(self) -> None:
+        """Nothing of a trial that was interrupted goes on."""
+        if self.training is not None and self.training.process.poll() is None:
+            self.training.end()
+
+    def case(self) -> Case:
+        """A layout, with asynchronous saving in half of the cases; four ranks are rarer."""
+        name, ranks, settings = self.random.choices(LAYOUTS, (5, 5, 2))[0]
+        return Case(name, ranks, (*settings, f"checkpoint.asynchronous={self.coin()}"))
+
+    def coin(self) -> str:
+        return self.random.choice(["true", "false"])
+
+    def reference(self, case: Case) -> Path:
+        """The run directory of an undisturbed run in this layout; it keeps all checkpoints."""
+        if case.name not in self.references:
+            run = self.folder / f"reference-{case.name}"
+            whole = replace(case, settings=(*case.settings, "checkpoint.keep=0"))
+            training = self.start(whole, run, NOWHERE)
+            if training.wait() != 0:
+                raise RuntimeError(f"the undisturbed run failed:\n{training.text()}")
+            self.references[case.name] = run
+        return self.references[case.name]
+
+    def finish(self, case: Case, run: Path, saved: int) -> None:
+        """Give the command until the run is done, and hold it against the undisturbed run.
+
+        Raises Lost.
+        """
+        if newest_sound(run) < saved:
+            raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
+        for _ in range(ATTEMPTS):
+            training = self.start(case, run, NOWHERE)
+            code = training.wait()
+            if code == 0:
+                break
+        else:
+            raise Lost(f"exit code {code} again and again: {training.text()[-2000:]}")
+        found = deviation(run, self.reference(case)) or records_deviate(run, self.reference(case))
+        if found:
+            raise Lost(f"after the run went on from step {saved} or later: {found}")
+
+    def require_refusal(self, training: Training, code: int, words: tuple[str, ...]) -> None:
+        """Exit code 2 and one clear line. Raises Lost."""
+        lines = [line for line in training.text().splitlines() if "ptdmpi: error: " in line]
+        if code != 2 or len(lines) != 1 or not any(word in lines[0] for word in words):
+            raise Lost(f"exit code {code}, no clear refusal: {training.text()[-2000:]}")
+        self.refused = True
+
+    # -- the kinds of trials ---------------------------------------------------------------------
+
+    def kill(self, run: Path, count: Callable[[int], int]) -> None:
+        """SIGKILL from outside to some ranks, at any moment from the start of the processes on."""
+        case = self.case()
+        self.reference(case)
+        training = self.start(case, run, NOWHERE)
+        if self.random.random() < 0.85:
+            training.wait_for_step(self.random.randrange(1, STEPS))
+        time.sleep(self.random.uniform(0.0, 0.03 if self.random.random() < 0.85 else 2.0))
+        ranks = training.ranks()
+        training.kill(self.random.sample(ranks, min(len(ranks), count(case.ranks))))
+        training.wait()
+        self.finish(case, run, training.saved())
+
+    def kill_one(self, run: Path) -> None:
+        self.kill(run, lambda ranks: 1)
+
+    def kill_all(self, run: Path) -> None:
+        self.kill(run, lambda ranks: ranks)
+
+    def shrink(self, run: Path) -> None:
+        """SIGKILL to one rank while it trains: the others finish the run without a new start."""
+        name, ranks, settings = self.random.choice(SHRINKING)
+        settings = (*settings, "run.on_failure=shrink", "run.reproducible=true")
+        settings = (*settings, f"checkpoint.asynchronous={self.coin()}")
+        case = Case(f"shrink-{name}", ranks, settings, ULFM)
+        self.reference(case)
+        training = self.start(case, run, NOWHERE)
+        training.wait_for_step(self.random.randrange(1, STEPS - 5))
+        time.sleep(self.random.uniform(0.0, 0.03))
+        training.kill([self.random.choice(training.ranks())])
+        if training.wait() != 0:
+            raise Lost(f"the survivors did not finish: {training.text()[-2000:]}")
+        self.finish(case, run, training.saved())
+
+    def kill_in_save(self, run: Path, place: str) -> None:
+        """A rank kills itself at a place of one of the saves."""
+        case = self.case()
+        self.reference(case)
+        visits = STEPS // EVERY_STEPS if place != "discard" else 3
+        count = self.random.randint(1, visits) * (5 if place == "write" else 1)
+        rank = self.random.randrange(case.ranks) if place == "write" else 0
+        training = self.start(case, run, (place, count, rank))
+        if training.wait() == 0:
+            raise Lost(f"it was not killed at {place} {count} of rank {rank}")
+        self.finish(case, run, training.saved())
+
+    def damage(self, run: Path, change: Callable[[Path], None]) -> None:
+        """A stopped run whose newest checkpoint, or the two newest, have a damaged file."""
+        case = self.case()
+        step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
+        checkpoints = run / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        kept = [step - EVERY_STEPS, step]
+        for one in kept:
+            name = files.name_of(one)
+            shutil.copytree(self.reference(case) / "checkpoints" / name, checkpoints / name)
+        (checkpoints / "latest").write_text(files.name_of(step) + "\n")
+        shutil.copy(self.reference(case) / "metrics.jsonl", run)
+        damaged = self.random.choice([[step], [step], [step], kept])
+        for one in damaged:
+            change(self.random.choice(sorted((checkpoints / files.name_of(one)).iterdir())))
+        if newest_sound(run) == 0:  # both: nothing is left to go on from
+            training = self.start(case, run, NOWHERE)
+            self.require_refusal(training, training.wait(), ("is complete",))
+            return
+        self.finish(case, run, step if step not in damaged else step - EVERY_STEPS)
+        left = checkpoints / (files.name_of(step) + ".damaged")
+        if not (left if step in damaged else checkpoints / files.name_of(STEPS)).exists():
+            raise Lost("the damaged checkpoint was removed")
+
+    def truncate(self, run: Path) -> None:
+        def cut(path: Path) -> None:
+            path.write_bytes(path.read_bytes()[: self.random.randrange(path.stat().st_size)])
+
+        self.damage(run, cut)
+
+    def flip(self, run: Path) -> None:
+        def change(path: Path) -> None:
+            content = bytearray(path.read_bytes())
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+            path.write_bytes(content)
+
+        self.damage(run, change)
+
+    def starve(self, run: Path, begin: Callable[[Path], None], end: Callable[[Path], None]) -> None:
+        """The disk cannot be written from some moment on; in half the trials for a while only."""
+        case = self.case()
+        self.reference(case)
+        run.mkdir()
+        mount = ("mount", "-t", "tmpfs", "-o", f"size={TMPFS_MB}m", "torture", str(run))
+        subprocess.run(mount, check=True)
+        try:
+            training = self.start(case, run, NOWHERE)
+            if self.random.random() < 0.85:
+                training.wait_for_step(self.random.randrange(1, STEPS))
+            begin(run)
+            passing = self.random.random() < 0.5
+            if passing:
+                time.sleep(self.random.uniform(0.0, 0.5))
+                end(run)
+            code = training.wait()
+            saved = training.saved()
+            if not passing:
+                end(run)
+            if code != 0:
+                words = ("No space left", " free", "Read-only file system")
+                self.require_refusal(training, code, words)
+            self.finish(case, run, saved)
+        finally:
+            self.end()
+            subprocess.run(("umount", str(run)), check=True)
+
+    def full(self, run: Path) -> None:
+        self.starve(run, _fill, lambda run: (run / "filler").unlink())
+
+    def read_only(self, run: Path) -> None:
+        self.starve(run, lambda run: _remount(run, "ro"), lambda run: _remount(run, "rw"))
+
+
+def _fill(run: Path) -> None:
+    with open(run / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def _remount(run: Path, how: str) -> None:
+    """Retried: a file system with a file open for writing cannot be made read-only."""
+    end = time.monotonic() + 60.0
+    while subprocess.run(
+        ("mount", "-o", f"remount,{how}", str(run)), capture_output=True
+    ).returncode:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{run} cannot be remounted {how}")
+        time.sleep(0.001)
+
+
+def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
+    """Each kind of trial with its number."""
+    found: dict[str, tuple[int, Callable[[Path], None]]] = {
+        "kill-one": (15, torture.kill_one),
+        "kill-all": (10, torture.kill_all),
+    }
+    for place in PLACES:
+        found[f"kill-{place}"] = (6, lambda run, place=place: torture.kill_in_save(run, place))
+    return found | {
+        "kill-shrink": (10, torture.shrink),
+        "truncate": (20, torture.truncate),
+        "flip": (20, torture.flip),
+        "full": (20, torture.full),
+        "read-only": (20, torture.read_only),
+    }
+
+
+def trial(torture: Torture, work: Callable[[Path], None], count: Count, number: str) -> None:
+    run = torture.folder / f"run-{number}"
+    torture.refused = False
+    count.trials += 1
+    try:
+        work(run)
+    except Lost as lost:
+        count.lost.append(f"{number}: {lost}")
+        return
+    shutil.rmtree(run)
+    count.refused += torture.refused
+    count.survived += not torture.refused
+
+
+def can_mount() -> bool:
+    with tempfile.TemporaryDirectory() as place:
+        mounted = subprocess.run(("mount", "-t", "tmpfs", "x", place), capture_output=True)
+        if mounted.returncode == 0:
+            subprocess.run(("umount", place), check=True)
+    return mounted.returncode == 0
+
+
+def can_shrink() -> bool:
+    """Whether the MPI at hand starts ranks that may survive one another (ULFM)."""
+    return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
+
+
+def table(counts: dict[str, Count]) -> str:
+    lines = [f"{'kind':14} {'trials':>6} {'survived':>8} {'refused':>7} {'lost':>4}"]
+    total = Count()
+    for kind, count in counts.items():
+        lines.append(_row(kind, count))
+        total.trials += count.trials
+        total.survived += count.survived
+        total.refused += count.refused
+        total.lost += count.lost
+    return "\n".join([*lines, _row("all", total)])
+
+
+def _row(kind: str, count: Count) -> str:
+    return f"{kind:14} {count.trials:6} {count.survived:8} {count.refused:7} {len(count.lost):4}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults.torture", description=__doc__
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="share of all trials")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", help="some of them, such as 'kill-one flip'")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ptdmpi-torture-") as place:
+        torture = Torture(Path(place) / "torture", options.seed)
+        chosen = kinds(torture)
+        names = options.kinds.split() if options.kinds else list(chosen)
+        if set(names) - chosen.keys():
+            parser.error(f"--kinds: legal are {' '.join(chosen)}")
+        if {"full", "read-only"} & set(names) and not can_mount():
+            print(
+                "full, read-only: left out; a small tmpfs wants to be mounted, and that needs root"
+            )
+            names = [name for name in names if name not in ("full", "read-only")]
+        if "kill-shrink" in names and not can_shrink():
+            print("kill-shrink: left out; this MPI has no ULFM")
+            names.remove("kill-shrink")
+        counts: dict[str, Count] = {}
+        for name in names:
+            number, work = chosen[name]
+            counts[name] = Count()
+            for k in range(max(1, round(number * options.scale))):
+                try:
+                    trial(torture, work, counts[name], f"{name}-{k}")
+                finally:
+                    torture.end()
+            print("\n".join([_row(name, counts[name]), *counts[name].lost]), flush=True)
+        print(table(counts))
+        if any(count.lost for count in counts.values()):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A run to be tortured: its data, its processes, and what it must have kept."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.launch import living_ranks, mpirun, start
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine as check
+from ptdmpi.config import InputError
+from ptdmpi.data.shard_writer import ShardWriter
+
+LIMIT_S = 600.0
+STEPS = 40
+EVERY_STEPS = 4
+VOCAB_SIZE = 23
+
+CONFIG = f"""
+[run]
+steps = {STEPS}
+[model]
+layers = 2
+hidden = 16
+heads = 2
+seq_length = 8
+dropout = 0.1
+[batch]
+global_size = 8
+[optimizer]
+learning_rate = 1e-3
+[[data.train]]
+path = "train"
+[checkpoint]
+every_steps = {EVERY_STEPS}
+keep = 2
+keep_every = 12
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. `options` are mpirun's; `settings` are added to the command."""
+
+    name: str
+    ranks: int
+    settings: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+def prepare(folder: Path) -> None:
+    """A configuration and a small corpus."""
+    (folder / "train").mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG)
+    ids = np.random.default_rng(1).integers(0, VOCAB_SIZE - 1, 4000)
+    path = folder / "train/shard-00000.h5"
+    with ShardWriter(path, "torture", "0" * 64, VOCAB_SIZE, VOCAB_SIZE - 1) as writer:
+        writer.write(ids, np.array([len(ids)]))
+
+
+class Training:
+    """One start of `ptdmpi train` for a case; the same command again goes on."""
+
+    def __init__(self, folder: Path, case: Case, run: Path, death: tuple[str, int, int]) -> None:
+        self.output = folder / "output.txt"
+        place, count, rank = death
+        words = [*case.settings, f"run.dir={run}"]
+        options = [word for setting in words for word in ("--set", setting)]
+        kill = ("-m", "benchmarks.faults.rank", place, str(count), str(rank))
+        command = mpirun(case.ranks, [*kill, "train", "config.toml", *options], case.options)
+        with open(self.output, "w") as file:
+            self.process = start(command, file, cwd=folder)
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def saved(self) -> int:
+        """The newest step that this start has reported as saved."""
+        steps = re.findall(r"^saved \S*step-(\d{8}) ", self.text(), re.MULTILINE)
+        return max(map(int, steps), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until this step has been reported, or the run has ended."""
+        end = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < end:
+            steps = re.findall(r"^step +(\d+)/", self.text(), re.MULTILINE)
+            if steps and int(steps[-1]) >= step:
+                return
+            time.sleep(0.002)
+
+    def wait(self) -> int:
+        """The exit code. A run that takes too long is ended, and has none of the good ones."""
+        try:
+            return self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return self.end()
+
+    def end(self) -> int:
+        self.kill(self.ranks())
+        self.process.kill()
+        return self.process.wait()
+
+    def ranks(self) -> list[int]:
+        """The process ids of the ranks that are alive."""
+        return sorted(living_ranks(self.process).values())
+
+    def kill(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            try:
+                os.kill(rank, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def newest_sound(run: Path) -> int:
+    """The newest step of which a run has a checkpoint that is whole to the last bit; 0: none."""
+    for path in reversed(files.checkpoints_in(run / "checkpoints")):
+        if not check.problems(path):
+            return files.step_of(path)
+    return 0
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """(step, loss) as recorded, in the order of the file."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+def deviation(run: Path, reference: Path) -> str | None:
+    """How the end of a run differs from that of an undisturbed one; None: not in one bit."""
+    last = files.name_of(STEPS)
+    try:
+        found = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
+    except InputError as error:
+        return str(error)
+    if found:
+        return f"{len(found)} tensors differ, {found[0].name} by {found[0].greatest_absolute}"
+    return None
+
+
+def records_deviate(run: Path, reference: Path) -> str | None:
+    """The records must be those of one run without interruption: each step once, the same loss."""
+    return None if losses(run) == losses(reference) else "metrics.jsonl differs"

@@ -1,0 +1,76 @@
+"""How every benchmark starts its ranks: mpirun, with the settings of jobs/mpi-env.sh."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(
+    command: Sequence[str],
+    output: IO[str] | int,
+    *,
+    cwd: Path = ROOT,
+    extra: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start a program in a session of its own, so that all that it starts can be found.
+
+    `extra` is added to the environment. Standard input is empty; `output` takes standard output,
+    and standard error too unless it is a pipe.
+    """
+    # `-m benchmarks...` is found from any folder; what runs here also runs there.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
+    environment.pop("PYTHONUNBUFFERED", None)
+    if sys.prefix != sys.base_prefix:
+        environment["VIRTUAL_ENV"] = sys.prefix
+    return subprocess.Popen(
+        ["bash", "-c", '. "$0"; exec "$@"', str(ROOT / "jobs/mpi-env.sh"), *command],
+        cwd=cwd,
+        env={**environment, **(extra or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output == subprocess.PIPE else subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """The command that starts `python WORDS...` on `ranks` ranks."""
+    return ["mpirun", *options, "-n", str(ranks), sys.executable, *words]
+
+
+def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
+    """What `python WORDS...` on `ranks` ranks writes to standard output.
+
+    Ends the program where it failed, and raises subprocess.TimeoutExpired after `limit_s`.
+    """
+    process = start(mpirun(ranks, words), subprocess.PIPE)
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
+        sys.exit(f"the ranks ended with exit code {process.returncode}")
+    return text
+
+
+def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
+    """The process ids of a started mpirun's living ranks, by rank."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended in the meantime
+            if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
+                variables = (entry / "environ").read_bytes()
+                if match := re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", variables):
+                    found[int(match[1])] = int(entry.name)
+    return found

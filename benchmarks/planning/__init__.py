@@ -1,0 +1,1 @@
+"""Predictions beside published and measured runs."""

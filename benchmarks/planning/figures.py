@@ -1,0 +1,121 @@
+"""`make figures`: Figures 11 to 18 of Narayanan et al. 2021, published points and predictions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.launch import ROOT
+from benchmarks.planning.rows import Row, published
+from benchmarks.planning.validate_plan import predicted
+
+OUTPUT = ROOT / "docs/pictures"
+COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What the paper's figure has on its horizontal axis, and what its series are."""
+
+    number: int
+    title: str
+    axis: str
+    place: Callable[[Row], str]
+    series: Callable[[Row], str]
+
+
+def _batch(row: Row) -> str:
+    return f"batch size {row.batch}"
+
+
+def _scattered(row: Row) -> str:
+    return "with scatter/gather" if row.layout.scatter_gather else "without scatter/gather"
+
+
+def _recomputed(row: Row) -> str:
+    return "with recomputation" if row.layout.recompute == "full" else "without recomputation"
+
+
+FIGURES = (
+    Figure(
+        11,
+        "weak scaling of the pipeline",
+        "pipeline-parallel size",
+        lambda row: str(row.layout.pipeline),
+        _batch,
+    ),
+    Figure(
+        12,
+        "175B on 96 GPUs",
+        "batch size",
+        lambda row: str(row.batch),
+        lambda row: "interleaved" if row.layout.virtual > 1 else "non-interleaved",
+    ),
+    Figure(
+        13,
+        "162.2B on 64 GPUs",
+        "(pipeline, tensor) parallel size",
+        lambda row: f"({row.layout.pipeline}, {row.layout.tensor})",
+        _batch,
+    ),
+    Figure(
+        14,
+        "5.9B on 64 GPUs",
+        "(pipeline, data) parallel size",
+        lambda row: f"({row.layout.pipeline}, {row.layout.data})",
+        _batch,
+    ),
+    Figure(
+        15,
+        "5.9B on 64 GPUs",
+        "(tensor, data) parallel size",
+        lambda row: f"({row.layout.tensor}, {row.layout.data})",
+        _batch,
+    ),
+    Figure(16, "91B on 64 GPUs", "microbatch size", lambda row: str(row.layout.micro_size), _batch),
+    Figure(17, "145B on 128 GPUs", "batch size", lambda row: str(row.batch), _recomputed),
+    Figure(18, "175B on 96 GPUs", "batch size", lambda row: str(row.batch), _scattered),
+)
+
+
+def value(row: Row, figure: Figure) -> float:
+    """The prediction in the figure's unit."""
+    price = predicted(row)
+    if figure.number == 17:
+        return row.batch / price.step_time_s
+    return price.hardware_tflops_per_rank
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Published points as circles, predictions as crosses on a line, one color per series."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(5.2, 3.4), dpi=110, layout="constrained")
+    axes = canvas.subplots()
+    rows = [row for row in published() if row.dataset == f"Figure {figure.number}"]
+    places = list(dict.fromkeys(figure.place(row) for row in rows))
+    for name, color in zip(dict.fromkeys(map(figure.series, rows)), COLORS, strict=False):
+        own = [row for row in rows if figure.series(row) == name]
+        at = [places.index(figure.place(row)) for row in own]
+        guesses = [value(row, figure) for row in own]
+        axes.plot(at, [row.value for row in own], "o", color=color, label=f"{name}, published")
+        axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{name}, predicted")
+    axes.set_xticks(range(len(places)), places)
+    axes.set_xlabel(figure.axis)
+    axes.set_ylabel("sequences/s" if figure.number == 17 else "TFLOP/s per GPU")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Figure {figure.number}: {figure.title}", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.legend(frameon=False, fontsize=7)
+    canvas.savefig(path)
+
+
+def main() -> None:
+    for figure in FIGURES:
+        path = OUTPUT / f"figure-{figure.number}.png"
+        draw(figure, path)
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

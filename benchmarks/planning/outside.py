@@ -1,0 +1,57 @@
+"""Runs published elsewhere than in `published/`, beside predictions: `outside.csv`.
+
+Nothing was calibrated on them, nor any term of the model chosen by them. Those of 2022 ran a newer
+program, which hides sums over the tensor axis behind weight gradients.
+"""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from ptdmpi.config.layout import complete, parse
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model
+
+RUNS = Path(__file__).parent / "outside.csv"
+
+
+def _cluster(name: str, year: str) -> Cluster:
+    cluster = load_cluster(name)
+    newer = cluster.software.model_copy(update={"overlap_tensor": year >= "2022"})
+    return cluster.model_copy(update={"software": newer})
+
+
+def runs() -> Iterator[tuple[dict[str, str], Price]]:
+    """(row of the file, prediction)."""
+    with open(RUNS, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            layout = complete(
+                parse(row["layout"]),
+                None,
+                recompute=row["recompute"],
+                sequence_parallel=row["sequence_parallel"] == "yes",
+                dp_overlap=row["dp_overlap"] == "yes",
+            )
+            cluster = _cluster(row["cluster"], row["software"])
+            pricer = Pricer(cluster, load_model(row["model"]), int(row["batch"]), "fp16")
+            yield row, pricer.price(layout)
+
+
+def outside_table() -> list[list[str]]:
+    rows = [["run", "layout", "batch", "published", "predicted", "error", "source"]]
+    for row, price in runs():
+        published_s = float(row["step_time_s"])
+        size = f"{row['model']} {row['recompute']}"
+        size += ", sequence parallel" if row["sequence_parallel"] == "yes" else ""
+        rows.append(
+            [
+                size,
+                str(price.layout),
+                row["batch"],
+                f"{published_s:.2f} s",
+                f"{price.step_time_s:.2f} s",
+                f"{price.step_time_s / published_s - 1:+.1%}",
+                row["source"],
+            ]
+        )
+    return rows

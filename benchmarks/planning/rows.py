@@ -1,0 +1,83 @@
+"""The published measurements of `benchmarks/planning/published/` as layouts and step times.
+
+A row of the papers' tables and figures states a model, a layout, a batch and a time. What it leaves
+open is settled here once: v = 1 where it is not stated, no overlap where none is stated, even
+stages.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptdmpi.config.layout import Layout, default_schedule
+from ptdmpi.plan.machine.cluster import Model, model_of
+
+PUBLISHED = Path(__file__).parent / "published"
+JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run. `dataset` is the table or figure; `value` stands on its vertical axis."""
+
+    dataset: str
+    model: Model
+    layout: Layout
+    batch: int
+    step_time_s: float
+    value: float
+    name: str
+
+    @property
+    def calibrates(self) -> bool:
+        return self.dataset == "Figure 7"
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """The rows of a file as they stand there."""
+    with open(PUBLISHED / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def published() -> Iterator[Row]:
+    """Every run of Narayanan et al. 2021 whose layout is stated."""
+    for name in JUDGED:
+        for raw in read(name):
+            if raw["t"] and raw["table_ref"].startswith(("Table", "Fig")):
+                yield _row(raw)
+
+
+def _row(raw: dict[str, str]) -> Row:
+    dataset = raw["table_ref"].split(" /")[0].replace("Fig ", "Figure ")
+    if dataset == "Table 2":
+        dataset += ", ZeRO-3" if raw["zero"] == "3" else ", PTD-P"
+    sizes = {"layers": int(raw["l"]), "hidden": int(raw["h"]), "heads": int(raw["a"])}
+    model = model_of(
+        raw["model"], {**sizes, "seq_length": int(raw["s"]), "vocab_size": int(raw["V"])}
+    )
+    virtual = int(raw["v"] or 1)
+    # Figure 7 does not say; without recomputation its largest microbatch would need 190 GB
+    full = raw["recompute"].startswith("full") or dataset == "Figure 7"
+    layout = Layout(
+        tensor=int(raw["t"]),
+        pipeline=int(raw["p"]),
+        data=int(raw["d"]),
+        virtual=virtual,
+        micro_size=int(raw["b"]),
+        schedule=default_schedule(virtual),
+        recompute="full" if full else "none",
+        scatter_gather="OFF" not in raw["notes"],
+        zero=int(raw["zero"]),
+        dp_overlap=raw["dp_overlap"].startswith("yes"),
+    )
+    batch = int(raw["B"])
+    return Row(
+        dataset,
+        model,
+        layout,
+        batch,
+        float(raw["iter_time_s"]),
+        float(raw["value"]),
+        f"{raw['model']} {layout} B={batch}",
+    )

@@ -1,0 +1,116 @@
+"""`make validate-plan`: predictions beside every published run, by data set.
+
+The error of a row is predicted over published step time, less one: less than 0 is too optimistic.
+The same of the throughput, which weighs such rows more, stands beside it. Rows that calibrated are
+listed and never counted, runs that two figures show are counted once in the sum of the figures.
+"""
+
+import statistics
+from collections import defaultdict
+
+from benchmarks.planning.outside import outside_table
+from benchmarks.planning.rows import Row, published
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.show.table import lines
+
+CLUSTER, PRECISION = "selene", "fp16"
+GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 to 18": 8}
+# What each figure varies, at each of its batch sizes.
+BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figure 16": "b"}
+
+
+def predicted(row: Row) -> Price:
+    return Pricer(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
+
+
+def errors() -> dict[str, list[tuple[float, Row]]]:
+    """Data set -> (relative error of the step time, row) of each published run."""
+    found: dict[str, list[tuple[float, Row]]] = defaultdict(list)
+    figures: dict[str, tuple[float, Row]] = {}
+    for row in published():
+        entry = (predicted(row).step_time_s / row.step_time_s - 1, row)
+        found[row.dataset].append(entry)
+        if row.dataset.startswith("Figure") and not row.calibrates:
+            figures[f"{row.name} {row.layout.recompute} {row.layout.scatter_gather}"] = entry
+    found["Figures 11 to 18"] = list(figures.values())
+    return found
+
+
+def error_table() -> list[list[str]]:
+    rows = [["data set", "runs", "MAPE", "bias", "of throughput", "goal", "worst run"]]
+    for dataset, entries in errors().items():
+        if entries[0][1].calibrates:
+            rows.append([dataset, str(len(entries)), "", "", "", "", "calibrated the model"])
+            continue
+        values = [error for error, _ in entries]
+        worst, row = max(entries, key=lambda entry: abs(entry[0]))
+        rows.append(
+            [
+                dataset,
+                str(len(entries)),
+                f"{statistics.fmean(map(abs, values)):.1%}",
+                f"{statistics.fmean(values):+.1%}",
+                f"{statistics.fmean(abs(1 / (1 + value) - 1) for value in values):.1%}",
+                f"{GOALS[dataset]} %" if dataset in GOALS else "",
+                f"{worst:+.1%}  {row.name}",
+            ]
+        )
+    return rows
+
+
+def best_table() -> list[list[str]]:
+    """For each figure and batch: the layout that was best, and the one predicted as best."""
+    rows = [["figure", "batch", "varied", "published best", "predicted best", ""]]
+    for figure, varied in BEST_OF.items():
+        runs = [row for row in published() if row.dataset == figure]
+        for batch in sorted({row.batch for row in runs}):
+            same = [row for row in runs if row.batch == batch]
+            best = max(same, key=lambda row: row.value)
+            guess = min(same, key=lambda row: predicted(row).step_time_s)
+            verdict = "right" if guess == best else "WRONG"
+            rows.append([figure, str(batch), varied, str(best.layout), str(guess.layout), verdict])
+    return rows
+
+
+def memory_table() -> list[list[str]]:
+    """What was run must fit; Figure 17 says of one series where it ends."""
+    runs = [row for row in published() if not row.calibrates]
+    prices = [(row, predicted(row)) for row in runs]
+    fitting = sum(price.fits for _, price in prices)
+    rows = [["runs that were run and are predicted to fit", f"{fitting} of {len(runs)}"]]
+    series = [row for row in runs if row.dataset == "Figure 17" and row.layout.recompute == "none"]
+    last = max(series, key=lambda row: row.batch)
+    cluster = load_cluster(CLUSTER)
+    for batch in (last.batch, 2 * last.batch):
+        price = Pricer(cluster, last.model, batch, PRECISION).price(last.layout)
+        rows.append(
+            [
+                f"Figure 17 without recomputation, batch {batch}: "
+                f"{'ran' if batch == last.batch else 'did not fit'}",
+                f"predicted {price.memory.total / 1e9:.1f} of {price.capacity_bytes / 1e9:.0f} GB",
+            ]
+        )
+    # Table 2: on 560 GPUs a microbatch of 4 did not fit, on 640 it ran
+    (zero,) = [r for r in runs if r.layout.zero == 3 and r.layout.data == 640]
+    for data in (640, 560):
+        layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
+        memory = Pricer(cluster, zero.model, 4 * data, PRECISION).footprint(layout)
+        rows.append(
+            [
+                f"Table 2, ZeRO-3, 530B, b=4 on {data} GPUs: "
+                f"{'ran' if data == 640 else 'did not fit'}",
+                f"predicted {memory.total / 1e9:.1f} GB",
+            ]
+        )
+    return rows
+
+
+def main() -> None:
+    for table in (error_table(), best_table(), memory_table(), outside_table()):
+        print("\n".join(lines(table)), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

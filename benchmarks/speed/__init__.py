@@ -1,0 +1,1 @@
+"""This project beside plain torch and the limit."""

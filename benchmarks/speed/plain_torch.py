@@ -1,0 +1,219 @@
+"""The peer: nothing but torch, over gloo, each layout done torch's own way."""
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.speed.case import Row, Variant, synthetic_ids
+from benchmarks.speed.gpt_torch import Gpt, mean_loss
+from ptdmpi.config import Config
+from ptdmpi.plan.layout.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule.orders import placement
+
+
+class Optimizer:
+    """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`)."""
+
+    def __init__(self, config: Config, parameters: Sequence[nn.Parameter], masters: bool) -> None:
+        self.parameters = list(parameters)
+        self.masters = (
+            [nn.Parameter(p.detach().float()) for p in self.parameters] if masters else None
+        )
+        options = config.optimizer
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for parameter in self.masters or self.parameters:
+            # fused kernels take no mixture of DTensors and others
+            key = (parameter.dim() > 1, isinstance(parameter, DTensor))
+            groups.setdefault(key, []).append(parameter)
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": members, "weight_decay": options.weight_decay if decays else 0.0}
+                for (decays, _), members in groups.items()
+            ],
+            lr=options.learning_rate,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.masters is None:
+            self.adam.step()
+            self.adam.zero_grad()
+            return
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        self.adam.step()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.copy_(master)
+            master.grad = None
+
+
+class AccumulatingTrainer:
+    """One process, DistributedDataParallel or DTensor: microbatches in a loop."""
+
+    def __init__(self, row: Row, variant: Variant, rank: int) -> None:
+        config, sizes = row.config, row.sizes
+        self.row, self.rank, self.variant = row, rank, variant
+        self.data_rank = rank if sizes.data > 1 else 0
+        self.microbatches = config.microbatches
+        model = _stage_model(row, variant, range(config.model.layers))
+        if sizes.tensor > 1:
+            divide(model, init_device_mesh("cpu", (sizes.tensor,)), variant)
+        self.optimizer = Optimizer(config, list(model.parameters()), variant.cast == "masters")
+        self.model: nn.Module = model
+        if sizes.data > 1:
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        size = self.row.case.micro_size
+        first = self.data_rank * self.microbatches * size
+        mine = synthetic_ids(self.row, step)[first : first + self.microbatches * size]
+        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
+
+    def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        losses = []
+        with _step_autocast(self.variant):
+            for number, (inputs, labels) in enumerate(batch):
+                last = number == len(batch) - 1
+                with self._no_sync(last), self._loss_parallel():
+                    loss = mean_loss(self.model(inputs), labels)
+                    (loss / len(batch)).backward()
+                losses.append(_local(loss.detach()))
+        self.optimizer.step()
+        return float(torch.stack(losses).double().mean())
+
+    def _no_sync(self, last: bool) -> contextlib.AbstractContextManager:
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+    def _loss_parallel(self) -> contextlib.AbstractContextManager:
+        return loss_parallel() if self.variant.loss_parallel else contextlib.nullcontext()
+
+
+class PipelineTrainer:
+    """torch.distributed.pipelining, its stages cut at the same layers as this project's."""
+
+    def __init__(self, row: Row, variant: Variant, rank: int) -> None:
+        config, sizes = row.config, row.sizes
+        self.row, self.rank, self.variant = row, rank, variant
+        count = sizes.pipeline * sizes.virtual
+        head = head_in_layers(config.model, row.case.vocab_size)
+        placed = placement("interleaved", sizes.pipeline, sizes.virtual)
+        layers = split_layers(config.model.layers, placed, head)
+        mine = placed.stages_of(rank)
+        self.first, self.last = 0 in mine, count - 1 in mine
+        models = [_stage_model(row, variant, layers[number]) for number in mine]
+        stages = [
+            PipelineStage(model, number, count, torch.device("cpu"))
+            for number, model in zip(mine, models, strict=True)
+        ]
+        if sizes.virtual > 1:
+            self.schedule = ScheduleInterleaved1F1B(stages, config.microbatches, mean_loss)
+        else:
+            self.schedule = Schedule1F1B(stages[0], config.microbatches, mean_loss)
+        parameters = [p for model in models for p in model.parameters()]
+        self.optimizer = Optimizer(config, parameters, variant.cast == "masters")
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        ids = synthetic_ids(self.row, step)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float | None:
+        inputs, labels = batch
+        losses: list[Tensor] = []
+        given = (inputs,) if self.first else ()
+        wanted = {"target": labels, "losses": losses} if self.last else {}
+        with _step_autocast(self.variant):
+            self.schedule.step(*given, **wanted)
+        self.optimizer.step()
+        return float(torch.stack(losses).double().mean()) if self.last else None
+
+
+def _stage_model(row: Row, variant: Variant, layers: range) -> Gpt:
+    autocast = variant.cast == "microbatch"
+    model = Gpt(row.config, layers, row.case.vocab_size, autocast)
+    return model.bfloat16() if variant.cast == "masters" else model
+
+
+def _step_autocast(variant: Variant) -> contextlib.AbstractContextManager:
+    if variant.cast == "step":
+        return torch.autocast("cpu", torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+def _local(loss: Tensor) -> Tensor:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
+    """Divide a whole model over `mesh` by torch's own plans."""
+    between = Shard(1) if variant.sequence_parallel else Replicate()
+    plan: dict = {"embedding.word": RowwiseParallel(input_layouts=Replicate())}
+    if variant.sequence_parallel:
+        plan["embedding"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=between
+        )
+        plan["final_norm"] = SequenceParallel()
+    plan["head"] = ColwiseParallel(
+        input_layouts=between,
+        output_layouts=Shard(-1) if variant.loss_parallel else Replicate(),
+        use_local_output=not variant.loss_parallel,
+    )
+    parallelize_module(model, mesh, plan)
+    for block in model.layers.values():
+        parallelize_module(block, mesh, _block_plan(between, variant.sequence_parallel))
+
+
+def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
+    plan: dict = {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequence_parallel:
+        for part in ("attention", "mlp"):
+            plan[f"{part}_norm"] = SequenceParallel()
+            plan[part] = PrepareModuleInput(
+                input_layouts=(between,), desired_input_layouts=(Replicate(),)
+            )
+    return plan
+
+
+def run(
+    row: Row,
+    variant: Variant,
+    store: str,
+    serve: Callable[[AccumulatingTrainer | PipelineTrainer], None],
+) -> None:
+    """Ranks find each other by RANK, WORLD_SIZE and the file `store`."""
+    torch.set_num_threads(row.config.run.threads)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
+    serve(kind(row, variant, rank))
+    if ranks > 1:
+        dist.destroy_process_group()

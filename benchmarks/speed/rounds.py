@@ -1,0 +1,187 @@
+"""Rounds, what disturbs them, and the results file."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.disk import write_whole
+
+FOREIGN_LIMIT = 0.05  # of one core
+
+
+@dataclass(frozen=True)
+class Round:
+    """Both sides measured one after the other. `foreign_share`: cores taken by other processes (the
+    side that waits included) while either side ran, the greater of the two."""
+
+    tokens_per_s: float
+    peer_tokens_per_s: float
+    foreign_share: float
+
+    @property
+    def ratio(self) -> float:
+        return self.tokens_per_s / self.peer_tokens_per_s
+
+    @property
+    def disturbed(self) -> bool:
+        return self.foreign_share > FOREIGN_LIMIT
+
+
+def busy_cpu_s(stat: str | None = None) -> float:
+    """CPU time that processes of this machine have used since boot, from the text of /proc/stat.
+
+    Stolen time counts, for another guest has used it. Interrupts belong to no process, and those of
+    the loopback network are our own: they do not count.
+    """
+    first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
+    """Cores used by others, from three differences; not below 0 (ticks are coarse)."""
+    return max(0.0, (busy_s - own_s) / wall_s)
+
+
+def enough(rounds: Sequence[Round], wanted: int) -> bool:
+    """Whether to stop: `wanted` quiet rounds, or twice as many as that in all."""
+    return sum(not r.disturbed for r in rounds) >= wanted or len(rounds) >= 2 * wanted
+
+
+def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
+    """The `wanted` least disturbed rounds: the quiet ones, where there were enough of them."""
+    return sorted(rounds, key=lambda r: r.foreign_share)[:wanted]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way of torch on a small batch. A way given up is not `finished`: at most this speed."""
+
+    tokens_per_s: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What does not change from round to round: per side, the greatest over its ranks."""
+
+    peak_memory_bytes: int
+    peer_peak_memory_bytes: int | None  # None: torch did not finish
+    gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
+    losses: list[float]  # of all steps, those before the first round included
+    peer_losses: list[float]
+    peer_trials: dict[str, Trial]  # by the name of each way that was tried
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the results file."""
+
+    layout: str
+    precision: str
+    peer: str
+    tokens_per_s: float
+    peer_tokens_per_s: float
+    ratio_median: float
+    ratio_min: float
+    ratio_max: float
+    peak_memory_bytes: int
+    peer_peak_memory_bytes: int | None
+    gemm_share: float
+    rounds: list[dict[str, float]]
+    disturbed: int
+    losses: list[float]
+    peer_losses: list[float]
+    peer_trials: dict[str, Trial]
+    peer_finished: bool  # if not, peer_tokens_per_s is at most that, and the ratios at least those
+    measured: str
+
+
+def summarise(
+    names: tuple[str, str, str], rounds: Sequence[Round], wanted: int, sample: Sample, tokens: int
+) -> Result:
+    """`names` are layout, precision and peer; `tokens` those of one step."""
+    used = counted(rounds, wanted)
+    ratios = [r.ratio for r in used]
+    rate = statistics.median(r.tokens_per_s for r in used)
+    layout, precision, peer = names
+    shared = dict(vars(sample))
+    gemm_time_s = shared.pop("gemm_time_s")
+    return Result(
+        layout=layout,
+        precision=precision,
+        peer=peer,
+        tokens_per_s=rate,
+        peer_tokens_per_s=statistics.median(r.peer_tokens_per_s for r in used),
+        ratio_median=statistics.median(ratios),
+        ratio_min=min(ratios),
+        ratio_max=max(ratios),
+        gemm_share=gemm_time_s * rate / tokens,
+        rounds=[{**asdict(r), "ratio": r.ratio} for r in rounds],
+        disturbed=sum(r.disturbed for r in rounds),
+        peer_finished=sample.peer_peak_memory_bytes is not None,
+        measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **shared,
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers hold for."""
+    facts = dict(
+        line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line
+    )
+    model = {key.strip(): value.strip() for key, value in facts.items()}.get("model name", "")
+    return {
+        "cpu": model or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "mpi4py": importlib.metadata.version("mpi4py"),
+    }
+
+
+def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str]]) -> None:
+    """Put `results` into the file, whole or not at all.
+
+    Rows of it that were not measured again stay, if they come from the same machine. `order` lists
+    the (layout, precision) of all rows.
+    """
+    here = machine()
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["machine"] == here:
+            rows = {(row["layout"], row["precision"]): row for row in before["rows"]}
+    rows |= {(result.layout, result.precision): asdict(result) for result in results}
+    content = {"machine": here, "rows": [rows[key] for key in order if key in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def table(results: Sequence[Result]) -> str:
+    """What a person reads."""
+    head = (
+        f"{'layout':8} {'type':5} {'tokens/s':>9} {'torch':>9} {'ratio':>6} {'min':>6} {'max':>6} "
+        f"{'MiB':>6} {'torch':>6} {'GEMMs':>6} {'disturbed':>9}  torch's way"
+    )
+    lines = [head]
+    for r in results:
+        at_most, at_least = ("", "") if r.peer_finished else ("<", ">")
+        peer_memory = f"{r.peer_peak_memory_bytes / 2**20:.0f}" if r.peer_finished else "-"
+        lines.append(
+            f"{r.layout:8} {r.precision:5} {r.tokens_per_s:9.1f} "
+            f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
+            f"{at_least + format(r.ratio_median, '.3f'):>6} {r.ratio_min:6.3f} {r.ratio_max:6.3f} "
+            f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
+            f"{r.gemm_share:6.0%} {r.disturbed:4d} of {len(r.rounds):2d}  {r.peer}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""One rank of one side: sets its model up, then trains steps on command.
+
+    python -m benchmarks.speed.worker ours|torch SOCKET
+
+Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read
+of it; a barrier of MPI or gloo would keep a core busy that the other side is measured on.
+"""
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TextIO
+
+from benchmarks.speed.case import Row, Variant
+from ptdmpi.comm import launch
+
+
+class Trainer(Protocol):
+    """One rank of a side. A side that fails raises, and its ranks end together."""
+
+    rank: int
+
+    def batch(self, step: int) -> Any:
+        """This rank's data of a step, made before the clock starts."""
+
+    def step(self, step: int, batch: Any) -> float | None:
+        """Train one step; its mean loss in nats, None on a rank that does not know it."""
+
+
+def serve(stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None) -> None:
+    """Do what the commands say until there are no more. `gemm_time_s` measures the bare linear
+    GEMMs of this rank in one step; one side's are enough."""
+    _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
+    for command in _commands(stream):
+        match command:
+            case {"steps": count, "first": first}:
+                _say(stream, _train(trainer, range(first, first + count)))
+            case {"profile": step}:
+                _say(stream, {"table": _profile(trainer, step)})
+            case {"gemms": _} if gemm_time_s is not None:
+                cpu_s = time.process_time()
+                seconds = gemm_time_s()
+                _say(stream, {"gemm_time_s": seconds, "cpu_s": time.process_time() - cpu_s})
+
+
+def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
+    cpu_s = time.process_time()
+    batches = [trainer.batch(step) for step in steps]
+    begin_s = time.perf_counter()  # CLOCK_MONOTONIC: the same for all processes of a machine
+    losses = [trainer.step(step, batch) for step, batch in zip(steps, batches, strict=True)]
+    end_s = time.perf_counter()
+    return {
+        "begin_s": begin_s,
+        "end_s": end_s,
+        "cpu_s": time.process_time() - cpu_s,
+        "losses": losses,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _profile(trainer: Trainer, step: int) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    batch = trainer.batch(step)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        trainer.step(step, batch)
+    averages = recorded.key_averages(group_by_input_shape=True)
+    by_name = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
+    by_shape = averages.table(
+        sort_by="self_cpu_time_total", row_limit=40, max_shapes_column_width=90
+    )
+    return f"by operator\n{by_name}\nby operator and shapes\n{by_shape}\n"
+
+
+def _say(stream: TextIO, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
+    while line := stream.readline():
+        yield json.loads(line)
+
+
+def main() -> None:
+    side, address = sys.argv[1:]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        stream = connection.makefile("rw")
+        job = json.loads(stream.readline())
+        row, variant = Row.from_json(job["row"]), Variant(**job["variant"])
+        launch.prepare()
+        if side == "ours":
+            from benchmarks.speed import ours
+
+            ours.run(row, lambda trainer: serve(stream, trainer, trainer.gemm_time_s))
+        else:
+            from benchmarks.speed import plain_torch
+
+            plain_torch.run(row, variant, job["store"], lambda trainer: serve(stream, trainer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A record of `metrics.jsonl` as named numbers, the same for every tool; and the kept records."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# key -> the group that a tool shows it in; what is not named here is of its training step
+GROUPS = {
+    "step_time_s": "speed",
+    "tokens_per_s": "speed",
+    "model_tflops_per_rank": "speed",
+    "hardware_tflops_per_rank": "speed",
+    "mfu": "speed",
+    "peak_memory_bytes": "speed",
+    "tokens": "data",
+    "samples_drawn": "data",
+    "epochs": "data",
+    "rank_count": "layout",
+    "vocab_size": "layout",
+}
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Every number of a record by a name such as "train/loss", without its step.
+
+    Lists and tables become one number for each item ("data/epochs/0"); texts have no curve.
+    """
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if key == "step":
+            continue
+        name = f"{_group(key)}/{key}"
+        items = {name: value}
+        if isinstance(value, dict):
+            items = {f"{name}/{part}": one for part, one in value.items()}
+        elif isinstance(value, list):
+            items = {f"{name}/{number}": one for number, one in enumerate(value)}
+        found |= {k: float(one) for k, one in items.items() if isinstance(one, int | float)}
+    return found
+
+
+def _group(key: str) -> str:
+    first = key.partition("_")[0]
+    if first == "checkpoint":
+        return first
+    return "validation" if "validation" in key.split("_") else GROUPS.get(key, "train")
+
+
+def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a run so far; a line that is none is stepped over."""
+    if not metrics.is_file():
+        return
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

@@ -1,0 +1,21 @@
+"""What is said beside the results, on stderr: by rank 0 alone, and not under --quiet."""
+
+import sys
+
+import click
+
+from ptdmpi.terminal.launched import launched_rank
+
+QUIET = "ptdmpi.quiet"  # in the `meta` of the command's context
+
+
+def quiet() -> bool:
+    """Whether the command that runs was called with --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(QUIET))
+
+
+def note(line: str) -> None:
+    """Say a line that is no result."""
+    if not (quiet() or launched_rank()):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,290 @@
+"""The benchmark's harness: which rows, what disturbs a round, what is written. It times nothing."""
+
+import json
+import os
+import socket
+from dataclasses import fields, replace
+from typing import ClassVar
+
+import pytest
+
+from benchmarks.data.tokenize import rates_between
+from benchmarks.speed.bench import RESULTS, Trials, check_losses
+from benchmarks.speed.case import LAYOUTS, Case, Row, Variant, choices, select
+from benchmarks.speed.rounds import (
+    Result,
+    Round,
+    Sample,
+    Trial,
+    busy_cpu_s,
+    counted,
+    enough,
+    foreign_share,
+    machine,
+    summarise,
+    table,
+    write,
+)
+from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, Steps
+from ptdmpi.config import InputError
+
+TINY = Case(layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1)
+QUIET, LOUD = 0.01, 0.5
+
+
+def test_only_the_asked_side_is_reproducible():
+    plain = Row("d=2", "fp32", TINY)
+    assert not plain.config.run.reproducible
+    assert Row.from_json(replace(plain, reproducible=True).to_json()).config.run.reproducible
+
+
+def test_all_ten_rows():
+    rows = select(None)
+    assert [row.layout for row in rows[::2]] == ["single", "d=2", "t=2", "p=2", "p=2,v=2"]
+    assert {row.precision for row in rows} == {"fp32", "bf16"}
+    assert len({row.id for row in rows}) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("p2v2-bf16", ["p2v2-bf16"]),
+        ("t2", ["t2-fp32", "t2-bf16"]),
+        ("p=2,v=2", ["p2v2-fp32", "p2v2-bf16"]),
+        ("d2-bf16 single-fp32 d2-bf16", ["single-fp32", "d2-bf16"]),
+        ("fp32", ["single-fp32", "d2-fp32", "t2-fp32", "p2-fp32", "p2v2-fp32"]),
+    ],
+)
+def test_rows_are_selected_by_name(text, ids):
+    assert [row.id for row in select(text)] == ids
+
+
+def test_an_unknown_row_is_refused_with_what_is_legal():
+    with pytest.raises(InputError, match=r"--rows t3: no such row; legal are single-fp32, .*"):
+        select("t2 t3")
+
+
+@pytest.mark.parametrize("row", select(None), ids=lambda row: row.id)
+def test_the_configuration_of_a_row_is_the_case(row):
+    config = row.config
+    sizes = LAYOUTS[row.layout]
+    model = config.model
+    assert (model.layers, model.hidden, model.heads, model.seq_length) == (8, 512, 8, 512)
+    assert not model.tie_embeddings
+    assert model.bias
+    assert config.precision.compute == row.precision
+    assert config.data_size == sizes.data
+    assert config.microbatches == 8 // sizes.data
+    assert config.run.threads == 1
+    assert config.optimizer.clip_norm == 0.0
+
+
+def test_a_row_survives_its_journey_to_a_worker():
+    row = Row("p=2,v=2", "bf16", TINY)
+    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_fp32_has_one_way_and_no_trial_but_for_dtensor():
+    assert choices(Row("d=2", "fp32")) == []
+    assert Trials().fastest(Row("d=2", "fp32")) == (Variant(), {})
+    assert len(choices(Row("t=2", "bf16"))) == 3
+
+
+class FakeSide:
+    """A side of known speeds; autocast for each microbatch never ends."""
+
+    speeds: ClassVar = {"fp32": 1.0, "step": 2.0, "masters": 3.0}
+    started: ClassVar[list[Variant]] = []
+
+    def __init__(self, row, variant):
+        assert row.config.microbatches == 2
+        self.variant, self.limit_s = variant, None
+        self.started.append(variant)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def train(self, count, limit_s=600.0):
+        if self.variant.cast == "microbatch":
+            raise SideTooSlow(f"more than {limit_s} s")
+        speed = self.speeds[self.variant.cast] + self.variant.sequence_parallel
+        speed -= 0.5 * self.variant.loss_parallel
+        return Steps(1.0 / speed, [9.0], 1, 0.0)
+
+
+def test_the_fastest_way_is_found_decision_by_decision(monkeypatch):
+    monkeypatch.setattr("benchmarks.speed.bench.Side", FakeSide)
+    monkeypatch.setattr(FakeSide, "started", [])
+    trials = Trials()
+    best, tried = trials.fastest(Row("t=2", "bf16"), 1.0)
+    assert best == Variant("masters", loss_parallel=False, sequence_parallel=True)
+    # three casts, then one more for each of the other two decisions
+    assert len(tried) == 5
+    given_up = [name for name, trial in tried.items() if not trial.finished]
+    assert given_up == ["bf16 autocast, loss parallel"]
+    assert tried[best.name].tokens_per_s == max(trial.tokens_per_s for trial in tried.values())
+    assert trials.fastest(Row("single", "bf16"), 1.0)[0] == Variant("masters")
+    # what was hopeless once is not tried in another row
+    assert [way.cast for way in FakeSide.started].count("microbatch") == 1
+
+
+def test_where_no_way_is_left_there_is_still_a_bound(monkeypatch):
+    class Hopeless(FakeSide):
+        def train(self, count, limit_s=600.0):
+            raise SideTooSlow(f"more than {limit_s} s")
+
+    monkeypatch.setattr("benchmarks.speed.bench.Side", Hopeless)
+    trials = Trials()
+    for _ in range(2):  # also in a row after it
+        best, tried = trials.fastest(Row("single", "bf16"), 1000.0)
+        assert best is None
+        assert tried and not any(trial.finished for trial in tried.values())
+
+
+def test_a_slow_way_of_dividing_does_not_condemn_its_cast(monkeypatch):
+    class SlowWithoutLossParallel(FakeSide):
+        def train(self, count, limit_s=600.0):
+            if not self.variant.loss_parallel:
+                raise SideTooSlow(f"more than {limit_s} s")
+            return super().train(count, limit_s)
+
+    monkeypatch.setattr("benchmarks.speed.bench.Side", SlowWithoutLossParallel)
+    trials = Trials()
+    assert trials.fastest(Row("t=2", "fp32"))[0].loss_parallel
+    assert trials.hopeless == set()
+
+
+def test_busy_time_is_that_of_processes_and_of_other_guests():
+    stat = "cpu  100 20 30 5000 400 7 8 50 3 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+    assert busy_cpu_s(stat) == 200 / os.sysconf("SC_CLK_TCK")
+    assert busy_cpu_s() > 0.0
+
+
+def test_foreign_share_is_what_others_used_of_a_core():
+    assert foreign_share(busy_s=7.0, own_s=4.0, wall_s=2.0) == 1.5
+    assert foreign_share(busy_s=3.99, own_s=4.0, wall_s=2.0) == 0.0
+
+
+def test_a_disturbed_round_is_repeated_up_to_a_limit():
+    quiet, loud = Round(2.0, 1.0, QUIET), Round(9.0, 1.0, LOUD)
+    assert not quiet.disturbed
+    assert loud.disturbed
+    assert not enough([quiet, loud], 2)
+    assert enough([quiet, loud, quiet], 2)
+    assert not enough([loud] * 3, 2)
+    assert enough([loud] * 4, 2)
+
+
+def test_quiet_rounds_count_and_all_are_kept():
+    done = [Round(9.0, 1.0, LOUD), Round(2.0, 1.0, QUIET), Round(3.0, 1.0, QUIET)]
+    assert counted(done, 2) == done[1:]
+    result = _result(done)
+    assert (result.ratio_min, result.ratio_median, result.ratio_max) == (2.0, 2.5, 3.0)
+    assert result.tokens_per_s == 2.5
+    assert result.disturbed == 1
+    assert [r["ratio"] for r in result.rounds] == [9.0, 2.0, 3.0]
+    # GEMMs of 8 s in a step of 20 tokens at 2.5 tokens/s
+    assert result.gemm_share == 1.0
+
+
+def test_results_are_written_row_by_row(tmp_path):
+    file = tmp_path / "results" / "latest.json"
+    order = [("single", "fp32"), ("t=2", "bf16")]
+    second = _result([Round(2.0, 1.0, QUIET)] * 2)
+    first = replace(second, layout="single", precision="fp32")
+    write(file, [second], order)
+    write(file, [first], order)
+    content = json.loads(file.read_text())
+    assert content["machine"] == machine()
+    assert [(row["layout"], row["precision"]) for row in content["rows"]] == order
+    assert set(content["rows"][0]) == {field.name for field in fields(Result)}
+    assert list(file.parent.iterdir()) == [file]
+
+    # rows of another machine do not stand beside rows of this one
+    content["machine"]["cpu"] = "another"
+    file.write_text(json.dumps(content))
+    write(file, [second], order)
+    assert [row["layout"] for row in json.loads(file.read_text())["rows"]] == ["t=2"]
+
+
+def test_the_table_has_a_line_for_each_row():
+    result = _result([Round(2000.0, 1000.0, QUIET)] * 2)
+    lines = table([result, result]).splitlines()
+    assert len(lines) == 3
+    assert " 2.000 " in lines[1]
+
+
+def test_no_ratio_without_the_same_losses():
+    row = Row("t=2", "fp32")
+    check_losses(row, [9.0, 8.0], [9.00001, 8.00001])
+    with pytest.raises(SideFailed, match=r"t2-fp32: at step 1 .* not the same computation"):
+        check_losses(row, [9.0, 8.0], [9.0, 8.01])
+    with pytest.raises(SideFailed, match="nan"):
+        check_losses(row, [9.0, float("nan")], [9.0, 8.0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", [Row("t=2", "fp32", TINY)], ids=lambda row: row.id)
+def test_both_sides_compute_the_same(row):
+    variant = Variant(loss_parallel=True)
+    with Side(row, None) as ours, Side(row, variant) as peer:
+        steps, peer_steps = ours.train(3), peer.train(3)
+        assert steps.losses[2] < steps.losses[0]  # it does train
+        check_losses(row, steps.losses, peer_steps.losses)
+        assert ours.gemm_time_s() > 0.0
+        assert ours.steps_done == 3
+        assert steps.peak_memory_bytes > 0
+
+
+def test_a_side_that_does_not_start_says_why(monkeypatch):
+    # five heads of a width of 32: the worker refuses the row
+    row = Row("single", "fp32", replace(TINY, heads=5))
+    with pytest.raises(SideFailed, match=r"(?s)single-fp32: a rank .*model.heads = 5"):
+        Side(row, Variant()).__enter__()
+
+
+def test_a_tool_that_is_too_quick_for_the_corpora_gets_no_rate():
+    tokens = [100, 500, 5000]
+    assert rates_between([[1.0, 3.0], [1.0, 2.5]], tokens) == [200, 400 / 1.5]
+    assert rates_between([[1.0, 1.1, 3.0], [1.0, 0.9, 3.5]], tokens) == [2450, 1960]
+    for scattered in ([[1.0, 1.2], [1.0, 1.5]], [[1.0, 1.2], [1.2, 1.0]], [[1.0, 1.0]]):
+        assert rates_between(scattered, tokens) is None
+
+
+def test_a_worker_ends_with_its_commands():
+    """The end of the stream is the end of the work, so that no rank outlives the benchmark."""
+    from benchmarks.speed.worker import serve
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        trainer = type("Trainer", (), {"rank": 3})()
+        stream, other = ours.makefile("rw"), theirs.makefile("rw")
+        other.write(json.dumps({"gemms": True}) + "\n")
+        other.flush()
+        theirs.shutdown(socket.SHUT_WR)
+        serve(stream, trainer, lambda: 0.5)
+        assert json.loads(other.readline())["rank"] == 3
+        assert json.loads(other.readline())["gemm_time_s"] == 0.5
+
+
+def _result(done: list[Round]) -> Result:
+    sample = Sample(
+        peak_memory_bytes=1,
+        peer_peak_memory_bytes=2,
+        gemm_time_s=8.0,
+        losses=[9.0],
+        peer_losses=[9.0],
+        peer_trials={"masters": Trial(2.0, finished=True)},
+    )
+    return summarise(("t=2", "bf16", "torch DTensor"), done, 2, sample, tokens=20)
+
+
+def test_the_results_in_the_project_follow_the_schema():
+    file = RESULTS / "latest.json"
+    for row in json.loads(file.read_text())["rows"]:
+        result = Result(**row)
+        assert result.ratio_min <= result.ratio_median <= result.ratio_max
+        assert len(result.rounds) >= 1

@@ -1,0 +1,21 @@
+"""What launchers say of a process."""
+
+import pytest
+
+from ptdmpi.terminal.launched import launched_rank, launched_size
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "rank"),
+    [
+        ({}, 1, 0),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, 4, 3),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, 2, 1),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1"}, 1, 0),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, 8, 5),
+        ({"PALS_NRANKS": "3", "PALS_RANKID": "0"}, 3, 0),
+        ({"PMI_SIZE": ""}, 1, 0),
+    ],
+)
+def test_ranks_of_a_launcher(environ, size, rank):
+    assert (launched_size(environ), launched_rank(environ)) == (size, rank)

@@ -1,0 +1,157 @@
+"""What all commands of both programs have: options, exit codes, one line for a mistake."""
+
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+import data_prep.cli
+import ptdmpi.cli
+from ptdmpi.config import InputError
+from ptdmpi.terminal.program import Command, Group, explained, mendable_paths, missing, run
+from tests.parallel import ROOT, mpirun
+
+PROGRAMS = {"ptdmpi": ptdmpi.cli, "ptdmpi-data": data_prep.cli}
+
+
+def called(monkeypatch, capsys, *words, rank=0, size=1):
+    """(exit code, stdout, stderr) of a command line, on one rank of a launch."""
+    monkeypatch.setattr(sys, "argv", list(words))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    try:
+        PROGRAMS[words[0]].main()
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    return code, *capsys.readouterr()
+
+
+def every_command():
+    """The words of each command and each group of both programs."""
+
+    def below(words, command):
+        yield words
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                yield from below([*words, name], command.get_command(context, name))
+
+    yield from below(["ptdmpi"], ptdmpi.cli.group)
+    yield from below(["ptdmpi-data"], data_prep.cli.commands)
+
+
+@pytest.mark.parametrize("words", list(every_command()), ids=" ".join)
+def test_options_that_every_command_has(monkeypatch, capsys, words):
+    code, short, _ = called(monkeypatch, capsys, *words, "-h")
+    assert code == 0 and "Exit codes: 0 done," in short
+    assert called(monkeypatch, capsys, *words, "--help") == (0, short, "")
+    assert all(option in short for option in ("--quiet", "--version"))
+    version = called(monkeypatch, capsys, *words, "--version")
+    assert version[0] == 0 and version[1].startswith(f"{words[0]}, version ")
+    code, out, error = called(monkeypatch, capsys, *words, "--no-such-option")
+    assert (code, out) == (2, "") and error.count("\n") == 1
+    assert error.startswith(f"{words[0]}: error: No such option") and "-h says" in error
+    for question in ("-h", "--version", "--no-such-option"):  # rank 0 says it for all
+        assert called(monkeypatch, capsys, *words, question, rank=1, size=2) == (0, "", "")
+
+
+def test_a_command_without_mpi_is_done_by_rank_0(monkeypatch, capsys):
+    words = ("ptdmpi", "schedule", "-p", "2", "-m", "2", "--json")
+    assert called(monkeypatch, capsys, *words, rank=1, size=2) == (0, "", "")
+    code, out, error = called(monkeypatch, capsys, *words, size=2)
+    assert code == 0 and out.startswith("{") and out.count("\n") == 1
+    assert (
+        error == "ptdmpi schedule works without MPI: rank 0 of 2 does it, the others have ended\n"
+    )
+
+
+def test_mistakes_are_said_once_under_mpirun(tmp_path):
+    command = ["-m", "ptdmpi", "train", "c.toml", "--no-such"]
+    done = mpirun(2, command, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("No such option") == 1
+
+
+def test_convert_under_mpirun_is_done_once(tmp_path):
+    command = ["-m", "ptdmpi", "convert", "from-hf", "nowhere", "there"]
+    done = mpirun(2, command, check=False, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("ptdmpi: error: ") == 1
+
+
+def _raising(monkeypatch, capsys, error):
+    @click.group(cls=Group)
+    def program():
+        pass
+
+    @program.command("fail")
+    def fail():
+        raise error
+
+    assert isinstance(program.commands["fail"], Command)
+    monkeypatch.setattr(sys, "argv", ["prog", "fail"])
+    with pytest.raises(SystemExit) as ended:
+        run(program, "prog")
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (InputError("a = 1: must be 2"), 2, "error: a = 1: must be 2"),
+        (PermissionError(13, "Permission denied", "x\ny"), 2, "error: x\\ny: Permission denied"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file"),
+        (OSError(28, "No space left on device", "x"), 1, "error: x: No space left on device"),
+        (ChildProcessError("a worker died"), 1, "error: a worker died"),
+        (
+            ModuleNotFoundError("no", name="tokenizers.models"),
+            2,
+            "tokenizers is not installed: pip",
+        ),
+        (KeyboardInterrupt(), 130, "prog: interrupted"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(monkeypatch, capsys, error, code, text):
+    found, line = _raising(monkeypatch, capsys, error)
+    assert found == code and text in line and line.strip().count("\n") == 0
+
+
+def test_mistakes_of_our_own_keep_their_traceback():
+    for error in (ValueError("x"), OSError("x"), ModuleNotFoundError("no", name="ptdmpi.nothing")):
+        assert explained(error) is None
+
+
+def test_what_to_install():
+    assert missing("tokenizers").endswith("pip install 'ptdmpi[data]'")
+    assert missing("lm_eval").endswith("pip install 'ptdmpi[eval]'")
+    assert missing("torch").endswith("pip install torch")
+
+
+def test_paths_that_can_be_mended(tmp_path):
+    with pytest.raises(InputError, match=r"nothing: No such file"), mendable_paths():
+        (tmp_path / "nothing").read_text()
+    with pytest.raises(OSError, match="full"), mendable_paths():
+        raise OSError(28, "full", "x")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "found"),
+    [
+        ("ptdmpi", "ptdmpi con", "convert"),
+        ("ptdmpi", "ptdmpi plan --clu", "--cluster"),
+        ("ptdmpi-data", "ptdmpi-data tok", "tokenize"),
+    ],
+)
+def test_completion(program, words, found):
+    """What the shell asks for when the Tab key is hit, after `_PTDMPI_COMPLETE=bash_source`."""
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    asked = {variable: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    module = PROGRAMS[program].__name__
+    code = f"import {module}; {module}.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, cwd=ROOT, capture_output=True,
+        text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert f"plain,{found}" in done.stdout.splitlines()

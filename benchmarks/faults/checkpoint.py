@@ -41,21 +41,20 @@ class Rank:
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.checkpoint.share import KINDS, tensor_of
         from ptdmpi.config import CheckpointConfig, Layout, synthetic_config
+        from ptdmpi.lineage.course import Course
+        from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)
         shape = {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64}
-        engine = Engine(
-            synthetic_config(Layout(1, 1, world.size), shape),
-            world.split(training_grid(data=world.size)),
-            4096,
-        )
+        config = synthetic_config(Layout(1, 1, world.size), shape)
+        engine = Engine(config, world.split(training_grid(data=world.size)), 4096)
         self.folder, self.world, self.control = folder, world, world.control
-        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
-        self.background = Checkpoints(
-            folder / "background", engine, CheckpointConfig(keep=1, asynchronous=True)
-        )
+        course = Course(engine.config, synthetic(engine.config))
+        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1), course)
+        behind = CheckpointConfig(keep=1, asynchronous=True)
+        self.background = Checkpoints(folder / "background", engine, behind, course)
         self.state = {
             f"{kind}/{name}": tensor_of(engine, kind, entry).detach()
             for name, entry in engine.buffer.entries.items()

@@ -43,7 +43,7 @@ import json, os, signal, sys
 from ptdmpi.cli import main
 from ptdmpi.comm import launch
 launch.prepare()
-from ptdmpi.train import engine, live, loop, optimizer, recover, runner
+from ptdmpi.train import engine, live, loop, optimizer, recover, runner, validation
 from ptdmpi.checkpoint import save as checkpoint
 me, now = int(os.environ["OMPI_COMM_WORLD_RANK"]), [0]
 kills = [(place, step) for rank, place, step in json.loads(os.environ["KILLS"]) if rank == me]
@@ -61,7 +61,7 @@ def die_in(owner, name, place, after=False):
 die_in(runner.Runner, "_compute", "op", after=True)
 die_in(optimizer.Optimizer, "step", "before the update")
 die_in(loop.Loop, "_record", "record")
-die_in(loop.Loop, "_validate", "validation")
+die_in(validation.Validation, "after_step", "validation")
 die_in(checkpoint.Checkpoints, "_written", "save")
 die_in(live, "take", "recovery")
 step = engine.Engine.step

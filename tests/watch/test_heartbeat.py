@@ -116,7 +116,8 @@ def test_a_second_signal_stops_at_once(tmp_path):
 def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
     def patch(made):
         step = made.engine.step
-        made.shares_cores = False
+        if made.lookout.slow is not None:
+            made.lookout.slow.shares_cores = False
 
         def slower(*arguments):
             result = step(*arguments)
@@ -148,12 +149,12 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
     changes = {"parallel.tensor": 2, "run.steps": 1, "batch.global_size": 2}
     with loop(comm, tmp_path, changes, patch) as made:
         made.run()
-        (mine,) = made.heartbeat.compute_s
+        (mine,) = made.lookout.heartbeat.compute_s
         waited_s = made.axes["tensor"].waited_s
     if comm.rank == 1:
         assert mine > 0.5
     else:
-        assert waited_s > 0.4 and mine < made.durations[0] - 0.4
+        assert waited_s > 0.4 and mine < made.lookout.durations[0] - 0.4
 
 
 def judge(stall_s: float) -> tuple[Judge, list[str]]:

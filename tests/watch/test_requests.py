@@ -69,7 +69,8 @@ def test_a_signal_during_the_start_stops_before_a_step(comm, tmp_path):
 @parallel(ranks=[2])
 def test_a_signal_during_a_save_is_obeyed_after_it(comm, tmp_path):
     def patch(made):
-        made.checkpoints.save = after(made.checkpoints.save, 1, usr1 if comm.rank else nothing)
+        saves = made.saving.checkpoints
+        saves.save = after(saves.save, 1, usr1 if comm.rank else nothing)
 
     with loop(comm, tmp_path, {**PIPELINE, "checkpoint.every_steps": 3}, patch) as made:
         stops(made)
@@ -99,7 +100,7 @@ def test_files_are_obeyed_and_removed(comm, tmp_path):
     run = tmp_path / "run"
 
     def patch(made):
-        made.requests._looked_s = -1e9
+        made.lookout.requests._looked_s = -1e9
         steps = made.engine.step
         if comm.rank == 0:
             steps = after(steps, 2, lambda: ((run / "SAVE").touch(), look_again()))
@@ -107,7 +108,7 @@ def test_files_are_obeyed_and_removed(comm, tmp_path):
         made.engine.step = steps
 
         def look_again():
-            made.requests._looked_s = -1e9
+            made.lookout.requests._looked_s = -1e9
 
     with loop(comm, tmp_path, PIPELINE, patch) as made:
         stops(made)

@@ -3,6 +3,7 @@
 import pytest
 
 from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.watch.slow import slow_ranks
 from ptdmpi.watch.whereabouts import (
     Ranks,
     Report,
@@ -11,7 +12,6 @@ from ptdmpi.watch.whereabouts import (
     describe,
     idle_s,
     rows,
-    slow_ranks,
     waits_for,
 )
 

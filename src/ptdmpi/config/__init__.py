@@ -7,6 +7,7 @@ mistake is found before any rank allocates memory, and all of a file are reporte
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import (
     BatchConfig,
@@ -15,7 +16,6 @@ from ptdmpi.config.sections import (
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

@@ -12,7 +12,8 @@ from ptdmpi.config.errors import InputError
 from ptdmpi.config.near import divisors, nearest
 
 if TYPE_CHECKING:
-    from ptdmpi.config.sections import BatchConfig, ModelConfig, ParallelConfig, RecomputeConfig
+    from ptdmpi.config.model import ModelConfig
+    from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -148,8 +149,7 @@ class Layout:
 
     def _model_rules(self, model: "ModelConfig") -> Iterator[Rule]:
         yield self._divides("heads", model.heads)
-        if model.kv_heads != model.heads:
-            yield self._divides("kv_heads", model.kv_heads)
+        yield self._key_heads(model)
         yield self._divides("ffn_hidden", model.ffn_hidden)
         yield Rule(
             "sequence",
@@ -174,6 +174,20 @@ class Layout:
             self.recompute == "full" and layers is not None and layers > model.layers,
             lambda: f"recompute.layers = {layers}: the model has {model.layers} layers",
         )
+
+    def _key_heads(self, model: "ModelConfig") -> Rule:
+        """Ranks beyond the key heads share one: whole ranks for each, or whole heads for each."""
+        tensor, heads = self.tensor, model.kv_heads
+
+        def text() -> str:
+            legal = [k for k in divisors(model.heads) if not (heads % k and k % heads)]
+            return (
+                f"parallel.tensor = {tensor} neither divides model.kv_heads = {heads} nor is "
+                f"a multiple of it; legal nearby: tensor {nearest(tensor, legal)}"
+            )
+
+        uneven = heads % tensor > 0 and tensor % heads > 0
+        return Rule("kv_heads", uneven and not model.heads % tensor, text)
 
     def _divides(self, key: str, size: int) -> Rule:
         return Rule(

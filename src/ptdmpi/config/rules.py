@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors, nearest
+from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
-    Section,
 )
 
 MIN_MASKED_LENGTH = 8
@@ -62,17 +62,30 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:
-    if model.hidden % model.heads:
+    if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
-            f"legal nearby: heads {nearest(model.heads, divisors(model.hidden))}"
+            f"legal nearby: heads {nearest(model.heads, divisors(model.hidden))}, or a "
+            "model.head_size of its own"
         )
     elif model.positions == "rope" and model.head_size % 2:
-        yield f"model.hidden / heads = {model.head_size} must be even for rope positions"
+        yield f"model.head_size = {model.head_size} must be even for rope positions"
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"legal nearby: {nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    if isinstance(model.sliding_layers, tuple):
+        beyond = [layer for layer in model.sliding_layers if layer >= model.layers]
+        if beyond:
+            yield (
+                f"model.sliding_layers names layer {beyond[0]}: legal: 0 to {model.layers - 1}, "
+                '"all" or "even"'
+            )
+    if model.rope_scaling == "llama3" and model.rope_low_factor >= model.rope_high_factor:
+        yield (
+            f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
+            f"{model.rope_high_factor}"
         )
     yield from _objective_rules(model)
 
@@ -88,6 +101,11 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
             if value:
                 yield f'model.{key} belongs to model.attention = "bidirectional"'
         return
+    if model.sliding_window:
+        yield (
+            f"model.sliding_window = {model.sliding_window} belongs to "
+            'model.attention = "causal"; legal: 0'
+        )
     if model.seq_length < MIN_MASKED_LENGTH:
         yield (
             f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "

@@ -71,7 +71,8 @@ class InferenceModel:
 
     def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
         model = self.config.model
-        shape = (rows, capacity, model.kv_heads // self.axis.size, model.head_size)
+        kv_heads = max(1, model.kv_heads // self.axis.size)
+        shape = (rows, capacity, kv_heads, model.head_size)
         layers = map(int, self.stage.layers)
         return KeyValueCache(layers, shape, self.dtype, self.device)
 

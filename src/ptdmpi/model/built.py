@@ -16,7 +16,9 @@ from ptdmpi.plan.shape.parameters import Part, as_linear, as_table
 def column_linear(part: Part, axis: TensorAxis) -> ColumnParallelLinear:
     """A linear whose outputs are divided; raises TypeError for another part, as all do here."""
     linear = as_linear(part, "columns")
-    return ColumnParallelLinear(axis, linear.inputs, linear.outputs, linear.bias, linear.init_std)
+    return ColumnParallelLinear(
+        axis, linear.inputs, linear.outputs, linear.bias, linear.init_std, linear.most
+    )
 
 
 def row_linear(part: Part, axis: TensorAxis) -> RowParallelLinear:
@@ -44,8 +46,9 @@ def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
     return VocabularyEmbedding(axis, found.rows, found.hidden, found.init_std)
 
 
-def output_head(part: Part, axis: TensorAxis) -> VocabularyHead:
-    """The linear to the vocabulary's logits."""
+def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
+    """The linear to the vocabulary's logits, capped where `softcap` is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
-    return VocabularyHead(axis, vocab_size, linear.inputs, linear.init_std, linear.bias)
+    sizes = (vocab_size, linear.inputs, linear.init_std)
+    return VocabularyHead(axis, *sizes, linear.bias, softcap)

@@ -126,7 +126,7 @@ class Stage(nn.Module):
             self.final_norm = Norm(model)
         if "mlm.dense" in parts:
             self.mlm = MaskedTransform(model, parts)
-        self.head = built.output_head(parts["head"], axis)
+        self.head = built.output_head(parts["head"], axis, model.logit_softcap)
         if "sentence.order" in parts:
             self.sentence = SentenceOrder(parts)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.model.parameters import ParameterBuffer
+from ptdmpi.model.parameters import Box, Entry, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
 from ptdmpi.plan.schedule.ops import Op
@@ -119,11 +119,17 @@ class GradientReduction:
         self.buffer = buffer
         self.data_sum = data_sum
         sequence_parallel = any(stage.axis.divides_sequence for stage in stages.values())
+        entries = buffer.entries.values() if axes["tensor"].size > 1 else ()
         self.shared = [
             entry
-            for entry in buffer.entries.values()
-            if entry.declaration.shared_gradient and sequence_parallel
+            for entry in entries
+            if entry.declaration.partial_gradient
+            or (entry.declaration.shared_gradient and sequence_parallel)
         ]
+        boxes = {entry.name: self._boxes(entry) for entry in entries}
+        self.copied = {
+            name: held for name, held in boxes.items() if any(box.copies > 1 for box in held)
+        }
         tied = any(stage.tied for stage in stages.values())
         self.tied_ends = axes.groups.get(ENDS) if tied else None
         # a tied table on two ranks is one parameter: the first stage's counts
@@ -131,11 +137,15 @@ class GradientReduction:
         self.counted = sorted(name for name in buffer.entries if not (copy and name == TIED_NAME))
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
+    def _boxes(self, entry: Entry) -> list[Box]:
+        return list(entry.declaration.boxes(self.axes["tensor"].rank, self.axes["tensor"].size))
+
     def reduce(self) -> None:
-        """Sum over data ranks, over tensor ranks (where each saw its positions only), and over the
-        two uses of a tied table."""
+        """Sum over data ranks, over tensor ranks (where each saw its positions or its heads only),
+        and over the two uses of a tied table."""
         self.data_sum.reduce()
         self._reduce_shared()
+        self._reduce_copied()
         self._add_tied()
 
     def _reduce_shared(self) -> None:
@@ -145,6 +155,27 @@ class GradientReduction:
             self.axes["tensor"].all_reduce(packed)
             for view, part in zip(views, packed.split([v.numel() for v in views]), strict=True):
                 view.copy_(part.view(view.shape))
+
+    def _reduce_copied(self) -> None:
+        """What neighbours hold copies of (a key head that serves several ranks' queries): each saw
+        its own queries' part of the gradient.
+
+        One all-reduce over the tensor axis of all t / c shares, each rank with zeros where others
+        stand. That moves t / c times what a group for each share would, once in a step, and needs
+        no further communicators.
+        """
+        tensor = self.axes["tensor"]
+        for name, boxes in self.copied.items():
+            gradient = self.buffer.gradient(name)
+            for box in boxes:
+                if box.copies > 1:
+                    local = gradient[box.local]
+                    shares = tensor.size // box.copies
+                    every = local.new_zeros((shares, *local.shape))
+                    mine = every[tensor.rank // box.copies]
+                    mine.copy_(local)
+                    tensor.all_reduce(every)
+                    local.copy_(mine)
 
     def _add_tied(self) -> None:
         """Embedding + head, in this order in every layout; the two were accumulated apart."""
@@ -173,9 +204,7 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
-        norms = torch.stack(
-            [torch.linalg.vector_norm(self.buffer.gradient(name)) for name in self.counted]
-        )
+        norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms
         split = torch.tensor(
@@ -184,3 +213,11 @@ class GradientReduction:
         )
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(split, squares.sqrt(), norms)
+
+    def _norm_of(self, name: str) -> Tensor:
+        """Of this rank's part of a gradient; copies count on the first rank that holds them."""
+        gradient = self.buffer.gradient(name)
+        if name not in self.copied:
+            return torch.linalg.vector_norm(gradient)
+        squares = [gradient[box.local].square().sum() for box in self.copied[name] if box.counts]
+        return sum(squares, gradient.new_zeros(())).sqrt()

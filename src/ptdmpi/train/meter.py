@@ -6,16 +6,21 @@ import json
 import math
 import os
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.train.engine import Sums
@@ -28,6 +33,7 @@ PEAK_FLOPS = {
     "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 34e12},
 }
 GEMM_SIZE = 1024
+RECENT_STEPS = 20  # of one of so many last steps the timeline is kept
 
 
 @functools.cache
@@ -49,6 +55,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
         (a @ a)[0, 0].item()
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
+
+
+def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float:
+    """The dense peak in FLOP/s of the rank in the middle: one denominator of MFU for all ranks."""
+    precision = config.precision.compute
+    mine = peak_flops(device, PRECISIONS[precision].compute, precision)
+    return statistics.median(axes.world.all_gather_object(mine))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -78,6 +91,39 @@ class Rates:
             "hardware_tflops_per_rank": self.hardware_flops / per_rank / 1e12,
             "mfu": self.model_flops / per_rank / self.peak,
         }
+
+
+class RecentSteps:
+    """The spans of this rank's last steps."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self._steps: deque[tuple[float, list[Span], float]] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, elapsed_s: float, spans: list[Span], tensor_s: float) -> None:
+        """`tensor_s`: of that time, in collectives of the tensor axis."""
+        self._steps.append((elapsed_s, spans, tensor_s))
+
+    def keep(self, directory: Path, last_step: int, say: Callable[[str], None]) -> None:
+        """Write the step of median time, of all ranks of one pipeline; every rank calls it."""
+        if not self._steps:
+            return
+        times = [elapsed_s for elapsed_s, *_ in self._steps]
+        place = times.index(statistics.median_low(times))
+        place = self.axes.world.broadcast_object(place)
+        parts = self.axes["pipeline"].all_gather_object(self._steps[place][1:])
+        if self.axes.world.rank:
+            return
+        step = last_step - len(self._steps) + place + 1
+        spans = tuple(span for part, _ in parts for span in part)
+        tensor_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
+        measured = Timeline(spans, f"measured, step {step}", tensor_s=tensor_s)
+        path = directory / f"step-{step:08d}.json"
+        try:
+            directory.mkdir(exist_ok=True)
+            write_whole(path, measured.to_json())
+        except OSError as error:  # a picture less
+            say(f"the timeline of step {step} is not kept: {error}")
 
 
 class RunDirectory:
@@ -126,20 +172,6 @@ class RunDirectory:
         if self._sinks is not None:
             self._sinks.close()
 
-    def finish(self, steps: int) -> None:
-        """Say in the file `done` that the whole run is complete: the last thing that is written.
-
-        A launcher can end with code 0 although it lost a node; this file is what counts. Raises
-        InputError if it cannot be written.
-        """
-        try:
-            write_whole(self.path / "done", json.dumps({"steps": steps}) + "\n")
-        except OSError as error:
-            raise InputError(
-                f"{self.path / 'done'} cannot be written: {error.strerror}; all steps are trained "
-                "and saved: the same command ends the run when there is space"
-            ) from None
-
     def say(self, line: str) -> None:
         print(line, flush=True)
         self._append(self.log, line)
@@ -153,6 +185,23 @@ class RunDirectory:
                 text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
                 print(text, file=sys.stderr, flush=True)
             self._waiting[path] = waiting + line + "\n"
+
+
+def mark_done(path: Path, steps: int) -> None:
+    """Say in the file `done` that the whole run is complete: the last thing that is written.
+
+    A launcher can end with code 0 although it lost a node; this file is what counts. Where it says
+    so already, nothing is written. Raises InputError if it cannot be written.
+    """
+    done, text = path / "done", json.dumps({"steps": steps}) + "\n"
+    try:
+        if not done.is_file() or done.read_text(encoding="utf-8") != text:
+            write_whole(done, text)
+    except OSError as error:
+        raise InputError(
+            f"{done} cannot be written: {error.strerror}; all steps are trained and saved: the "
+            "same command ends the run when there is space"
+        ) from None
 
 
 def append_lines(path: Path, lines: str) -> None:

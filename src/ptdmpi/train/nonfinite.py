@@ -68,7 +68,9 @@ class Skips:
         finding = examine(self.engine, step, batches)
         size = self.engine.config.batch.global_size
         where = "not finite once, finite when computed again: a fault of the hardware is likely"
-        samples = f"{step * size} to {(step + 1) * size - 1}"
+        # rank 0, which speaks, has the first samples of the step
+        first = int(batches[0].samples[0])
+        samples = f"{first} to {first + size - 1}"
         if finding is not None:
             where = f"{finding.what} on {self.names(finding.rank)} is not finite"
             if finding.samples:

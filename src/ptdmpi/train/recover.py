@@ -140,7 +140,7 @@ class Survivors:
             self.news, self.failed_at = [], None
             return None
         if self.news:
-            loop.say(self._notice(loop, reports, step))
+            loop.journal.say(self._notice(loop, reports, step))
         self.loop, self.news, self.failed_at = loop, [], None
         return loop
 
@@ -171,7 +171,7 @@ class Survivors:
         done = next((r.completed for r in same if r.completed and r.completed.step == step), None)
         if max(report.concluded for report in reports) >= step:
             done = None  # every rank has done its part, or nobody would have been let through
-        return Handover(resume, load, done)
+        return Handover(resume, load, done, reports[source].answer)
 
     def _put_away(self) -> None:
         """Keep of the loop what the next attempt may need, and drop it."""
@@ -188,6 +188,7 @@ class Survivors:
             concluded=loop.concluded,
             asked=self.signals.received,
             saved=loop.saving.newest,
+            answer=loop.course.answer,
         )
         self.holding = live.hold(loop.engine, report)
 

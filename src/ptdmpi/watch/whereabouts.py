@@ -3,8 +3,6 @@
 Pure functions of what rank 0 has heard; the thread that hears it is in `heartbeat.py`.
 """
 
-import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -142,25 +140,3 @@ def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[
         ).rstrip()
         for row in cells
     ]
-
-
-def slow_ranks(
-    compute_s: Mapping[int, float], grid: Grid, threshold: float
-) -> list[tuple[int, float]]:
-    """(rank, factor) of the ranks whose own work takes more than `threshold` times the median of
-    those that do the same work (one place on the pipeline axis), slowest first.
-
-    The lower median: of two ranks the slower one is compared with the other.
-    """
-    peers: dict[int, list[int]] = defaultdict(list)
-    for rank in compute_s:
-        peers[grid.coordinates(rank)["pipeline"]].append(rank)
-    found = []
-    for group in peers.values():
-        usual_s = statistics.median_low(compute_s[rank] for rank in group)
-        found += [
-            (rank, compute_s[rank] / usual_s)
-            for rank in group
-            if compute_s[rank] > threshold * usual_s
-        ]
-    return sorted(found, key=lambda pair: -pair[1])

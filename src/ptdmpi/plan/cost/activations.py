@@ -149,20 +149,21 @@ def our_layer(sizes: Sizes, mode: str) -> list[Item]:
     model, c = sizes.model, sizes.compute_bytes
     local = sizes.local_tokens * model.hidden
     ffn = sizes.tokens * sizes.share(model.ffn_hidden)
-    gates = 2 if model.activation == "swiglu" else 1
     mask = [local] if sizes.drops else []
     # the input of the layer is all that full recomputation keeps
-    first = {"pre": ("full", "selective"), "post": ("selective", "full")}[model.block_norm]
+    first = ("selective", "full") if model.block_norm == "post" else ("full", "selective")
     return [
         *_norm(sizes, "attention_norm", first[0]),
         Item("attention.qkv.input", local, c, first[1]),
         *_attention_core(sizes, mode),
-        Item("attention.out.input", sizes.tokens * sizes.share(model.hidden), c),
+        Item("attention.out.input", sizes.tokens * sizes.share(model.attention_width), c),
+        *(_norm(sizes, "attention_post_norm") if model.block_norm == "sandwich" else ()),
         *(Item("attention.mask", size, 1) for size in mask),
         *_norm(sizes, "mlp_norm"),
         Item("mlp.up.input", local, c),
-        Item("mlp.activation.input", gates * ffn, c),
+        Item("mlp.activation.input", model.gates * ffn, c),
         Item("mlp.down.input", ffn, c),
+        *(_norm(sizes, "mlp_post_norm") if model.block_norm == "sandwich" else ()),
         *(Item("mlp.mask", size, 1) for size in mask),
     ]
 
@@ -225,7 +226,7 @@ def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
     local = sizes.local_tokens * model.hidden
     logits = sizes.predicted * sizes.share(vocab_size)
     return [
-        *(_norm(sizes, "final_norm") if model.block_norm == "pre" else ()),
+        *(_norm(sizes, "final_norm") if model.block_norm != "post" else ()),
         *(_masked_head(sizes) if model.masked else [Item("head.input", local, c)]),
         Item("loss.probabilities", logits, sizes.wide_bytes),
         Item("loss.labels", sizes.predicted, 8),
@@ -287,10 +288,10 @@ def _mlp_backward(sizes: Sizes) -> int:
     if sizes.local_tokens < sizes.tokens:
         held += sizes.tokens * model.hidden * c  # gathered
     ffn = sizes.share(model.ffn_hidden)
-    up = (2 if model.activation == "swiglu" else 1) * ffn
+    up = model.gates * ffn
     down_linear = _linear_backward(sizes, ffn, model.hidden, column=False)
     # what is behind them is gone: first the second linear's input, then the activation's too
-    activation = sizes.tokens * c * (up + ffn * (model.activation == "swiglu"))
+    activation = sizes.tokens * c * (up + ffn * (model.gates == 2))
     up_linear = _linear_backward(sizes, model.hidden, up, column=True) - sizes.tokens * ffn * c
     return held + max(down_linear, activation, up_linear)
 

@@ -67,7 +67,7 @@ class LayerTimes:
         self.head_size = config.head_size
         self.kv_heads = max(1, config.kv_heads // t)
         self.ffn = config.ffn_hidden // t
-        self.gates = 2 if config.activation == "swiglu" else 1
+        self.gates = config.gates
         self.parts = parameters.layer(config)
         self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
         self.up, self.down = self._local("mlp.up"), self._local("mlp.down")

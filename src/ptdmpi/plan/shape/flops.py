@@ -5,14 +5,21 @@ from ptdmpi.plan.shape.parameters import Linear, layer
 
 
 def layer_forward_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions.
+    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions (or
+    its window).
 
     24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
     their own GEMMs.
     """
     linears = [part for part in layer(model).values() if isinstance(part, Linear)]
     weights = sum(linear.inputs * sum(linear.outputs) for linear in linears)
-    return 2 * weights + 4 * model.seq_length * model.hidden
+    return 2 * weights + core_forward_flops(model)
+
+
+def core_forward_flops(model: ModelConfig) -> float:
+    """FLOPs of the two products of attention of one layer per token, the mean over the layers: all
+    s positions, or the window where a layer has one."""
+    return 4 * model.attention_width * model.mean_keys
 
 
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
@@ -41,6 +48,6 @@ def hardware_flops(
 
     With every layer in full, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
     """
-    core = 4 * model.seq_length * model.hidden
+    core = core_forward_flops(model)
     again = {"none": 0.0, "selective": core, "full": layer_forward_flops(model)}[recompute]
     return model_flops(model, vocab_size, tokens) + layers * again * tokens

@@ -18,7 +18,9 @@ class Linear:
     """y = x W^T + b; W is [sum(outputs), inputs].
 
     `split`: how the tensor axis divides it: "columns" the outputs (each of them on its own, such as
-    q, k, v), "rows" the inputs; None: every rank holds all. `init_std`: of the initial weights.
+    q, k, v), "rows" the inputs; None: every rank holds all. `most`: into how many shares each of
+    the outputs can be divided (a head is never cut); None: into t. `init_std`: of the initial
+    weights.
     """
 
     inputs: int
@@ -26,13 +28,16 @@ class Linear:
     bias: bool
     init_std: float
     split: Literal["columns", "rows"] | None = None
+    most: tuple[int, ...] | None = None
 
     def local(self, tensor: int) -> tuple[int, int]:
         """(inputs, outputs) of one tensor rank, padded where t does not divide them."""
         if self.split == "rows":
             return -(-self.inputs // tensor), sum(self.outputs)
         parts = tensor if self.split == "columns" else 1
-        return self.inputs, sum(-(-part // parts) for part in self.outputs)
+        most = self.most or (parts,) * len(self.outputs)
+        shares = zip(self.outputs, most, strict=True)
+        return self.inputs, sum(-(-part // min(parts, one)) for part, one in shares)
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of each of its weights on one tensor rank; the bias of a linear that is split by
@@ -45,14 +50,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A scale of [h], and of a LayerNorm also a shift."""
+    """A scale of [h] (or of a head's size), and of a LayerNorm also a shift."""
 
-    hidden: int
+    size: int
     shift: bool
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of each of its weights, on every tensor rank alike."""
-        yield from [self.hidden] * (2 if self.shift else 1)
+        yield from [self.size] * (2 if self.shift else 1)
 
 
 @dataclass(frozen=True)
@@ -90,27 +95,33 @@ def as_table(part: Part, split: bool) -> Table:
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
 
 
-def norm(model: ModelConfig) -> Norm:
-    """Any norm of the model."""
-    return Norm(model.hidden, model.norm == "layernorm")
+def norm(model: ModelConfig, size: int | None = None) -> Norm:
+    """Any norm of the model; of [h], or of `size`."""
+    return Norm(model.hidden if size is None else size, model.norm == "layernorm")
 
 
 def layer(model: ModelConfig) -> dict[str, Part]:
-    """One layer: attention and MLP, each with its norm."""
+    """One layer: attention and MLP, each with its norms."""
     h, ffn, std = model.hidden, model.ffn_hidden, model.init_std
-    key_value = model.kv_heads * model.head_size
+    query, key_value = model.attention_width, model.kv_heads * model.head_size
+    most = (model.heads, model.kv_heads, model.kv_heads)
     # smaller by sqrt(2 l) where outputs add up in the residual stream (GPT-2, section 2.3)
     residual_std = std / math.sqrt(2 * model.layers)
-    up = (ffn,) * (2 if model.activation == "swiglu" else 1)
-    in_attention, in_mlp = model.attention_bias, model.mlp_bias
-    return {
+    qkv, up = (query, key_value, key_value), (ffn,) * model.gates
+    parts: dict[str, Part] = {
         "attention_norm": norm(model),
-        "attention.qkv": Linear(h, (h, key_value, key_value), in_attention, std, "columns"),
-        "attention.out": Linear(h, (h,), in_attention, residual_std, "rows"),
+        "attention.qkv": Linear(h, qkv, model.qkv_bias, std, "columns", most),
+        "attention.out": Linear(query, (h,), model.attention_bias, residual_std, "rows"),
         "mlp_norm": norm(model),
-        "mlp.up": Linear(h, up, in_mlp, std, "columns"),
-        "mlp.down": Linear(ffn, (h,), in_mlp, residual_std, "rows"),
+        "mlp.up": Linear(h, up, model.mlp_bias, std, "columns"),
+        "mlp.down": Linear(ffn, (h,), model.mlp_bias, residual_std, "rows"),
     }
+    if model.qk_norm:
+        for name in ("attention.query_norm", "attention.key_norm"):
+            parts[name] = norm(model, model.head_size)
+    if model.block_norm == "sandwich":
+        parts |= {"attention_post_norm": norm(model), "mlp_post_norm": norm(model)}
+    return parts
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
@@ -131,7 +142,7 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     h, std, biased = model.hidden, model.init_std, model.head_bias
     masked = model.output_head == "mlm"
     parts: dict[str, Part] = {}
-    if model.block_norm == "pre":
+    if model.block_norm != "post":
         parts["final_norm"] = norm(model)
     if masked:
         parts["mlm.dense"] = Linear(h, (h,), biased, std)

@@ -65,7 +65,8 @@ class TensorAxis:
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
-    if bias is not None:
+    """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
+    if bias is not None and bias.requires_grad:
         bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
 
 
@@ -83,7 +84,8 @@ class _ColumnLinear(Function):
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
         dx = axis.reduce(kernels.input_gradient(dy, weight))
-        kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
         accumulate_bias_gradient(bias, dy)
         return dx, None, None, None
 
@@ -106,7 +108,8 @@ class _RowLinear(Function):
         (x,) = ctx.saved_tensors
         accumulate_bias_gradient(bias, dy)
         dy = axis.gather(dy)
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         return kernels.input_gradient(dy, weight), None, None, None
 
 
@@ -164,7 +167,8 @@ class _Linear(Function):
     def backward(ctx, dy: Tensor):
         weight, bias = ctx.layer
         (x,) = ctx.saved_tensors
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         accumulate_bias_gradient(bias, dy)
         return kernels.input_gradient(dy, weight), None, None
 

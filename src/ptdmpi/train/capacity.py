@@ -4,16 +4,18 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
+
+if TYPE_CHECKING:  # it starts MPI
+    from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
@@ -27,10 +29,11 @@ class Memory:
     Raises InputError on every rank if a node cannot hold what its ranks need.
     """
 
-    def __init__(self, config: Config, vocab_size: int, world: World, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, vocab_size: int, world: "World", device: torch.device
+    ) -> None:
         wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
-        memory = MemoryModel.of(config, vocab_size, wide)
-        self.step = relief.Step(memory, config.layout, config.batch.global_size)
+        self.step = relief.Step.of(config, vocab_size, wide)
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = self.step.peak(pipeline_rank).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)

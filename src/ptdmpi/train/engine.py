@@ -14,9 +14,10 @@ from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.program import post_early, programs
+from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
-from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
+from ptdmpi.train.data_parallel import Replica, data_parallel
+from ptdmpi.train.gradients import GradientReduction
 from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
@@ -91,20 +92,16 @@ class Engine:
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device, self.place)
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
+        replica = Replica(axes, self.buffer, self.stages, self.schedule)
+        self.policy = data_parallel(config, replica)
+        self.runner.hooks.append(self.policy)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy)
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
 
-    def _data_sum(self) -> DataSum | TreeSum:
-        if not self.config.run.reproducible:
-            return DataSum(self.axes["data"], self.buffer)
-        tree = TreeSum(self.axes["data"], self.stages, self.schedule)
-        self.runner.hooks.append(tree)
-        return tree
-
-    def _program(self, schedule: schedules.Schedule):
+    def _program(self, schedule: schedules.Schedule) -> Program:
         return post_early(programs(schedule)[self.axes["pipeline"].rank])
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
@@ -122,18 +119,21 @@ class Engine:
             if scale != 1.0:
                 self.buffer.gradients.mul_(1.0 / scale)
             norm = self.reduction.global_norm()
+            told = self.policy.agreed(float(norm))
             # every rank sees the same loss and norm, so every rank skips the same steps
-            skipped = not (math.isfinite(loss) and bool(torch.isfinite(norm)))
+            skipped = not (math.isfinite(loss) and math.isfinite(told))
             overflow = skipped and self.loss_scale.can_fall
-            # nothing is communicated from here on: a rank updates as a whole or not at all
+            # from here on equal replicas send nothing: a rank updates as a whole or not at all,
+            # and what survives the loss of another one is never half a step
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
+            self.policy.after_update(step)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
         return StepResult(
             loss,
-            float(norm),
+            told,
             rate,
             scale,
             skipped,
@@ -151,7 +151,7 @@ class Engine:
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
-        self.reduction.data_sum.begin_step()
+        self.policy.begin_step()
         for stage in self.stages.values():
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0

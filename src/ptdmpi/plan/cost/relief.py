@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ptdmpi.config import Layout
+from ptdmpi.config import Config, Layout
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -23,6 +23,12 @@ class Step:
     memory: MemoryModel
     layout: Layout
     batch: int
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "Step":
+        """That of a resolved configuration; `wide_products` as of `Software`."""
+        memory = MemoryModel.of(config, vocab_size, wide_products)
+        return cls(memory, config.layout, config.batch.global_size)
 
     @property
     def microbatches(self) -> int:

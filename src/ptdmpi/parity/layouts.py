@@ -42,6 +42,19 @@ MODEL_FACTORS: dict[str, tuple] = {
     "documents": (False, True),
 }
 
+# Beside the defaults of a kind: at this size, all that models after LLaMA brought.
+MORE = {
+    "gemma2": {
+        "kv_heads": 1,
+        "head_size": 6,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "query_scalar": 4.0,
+        "attention_softcap": 0.5,
+        "logit_softcap": 0.5,
+    }
+}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -60,6 +73,7 @@ class Model:
         """Its keys of [model]."""
         return {
             "kind": self.kind,
+            **MORE.get(self.kind, {}),
             "layers": self.layers,
             "hidden": HIDDEN,
             "heads": HEADS,
@@ -252,4 +266,18 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
         ComparedLayout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
     ]
     cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]
+    return [case for case in cases if refusal(case, ranks) is None]
+
+
+def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """A model with windows, caps, norms of queries and keys, and one key head for all tensor ranks,
+    where these meet what divides, recomputes or cuts into documents."""
+    model = Model(kind="gemma2", documents=True)
+    layouts = [
+        Layout(tensor=4, sequence_parallel=True, recompute="full", micro_size=2),
+        Layout(tensor=2, pipeline=2, data=2, schedule="1f1b", scatter_gather=True, micro_size=2),
+        Layout(pipeline=2, virtual=3, schedule="interleaved", recompute="selective", micro_size=4),
+    ]
+    models = [replace(model, dropout=True), model, replace(model, documents=False)]
+    cases = [Case(*both) for both in zip(layouts, models, strict=True)]
     return [case for case in cases if refusal(case, ranks) is None]

@@ -24,6 +24,7 @@ INIT_STD = 0.1
 # that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
 EPSILON = 1e-6
 
+
 # name -> (this rank's pieces: where each stands in the logical tensor, and its values)
 Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 

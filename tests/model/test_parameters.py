@@ -57,12 +57,13 @@ def test_shares_that_several_ranks_hold_count_once(size):
     for rank in range(size):
         rows = declaration.local_shape(size)[0]
         assert rows == 8 // size + 2 * max(1, 2 // size)
-        for part, box in enumerate(declaration.boxes(rank, size)):
-            assert box.copies == (max(1, size // 2) if part else 1)
-            held[box.logical[0]] += 1
-            counted[box.logical[0]] += box.counts
+        for part, one in enumerate(declaration.held(rank, size)):
+            first, last = one.logical.start[0], one.logical.stop[0]
+            assert one.copies == (max(1, size // 2) if part else 1)
+            held[first:last] += 1
+            counted[first:last] += one.counts
             if part:  # the key that the queries of this rank belong to
-                assert box.logical[0].start - 6 - 2 * part == rank * 2 // size
+                assert first - 6 - 2 * part == rank * 2 // size
     assert (counted == 1).all()
     assert held.tolist() == [1] * 8 + [max(1, size // 2)] * 4
 

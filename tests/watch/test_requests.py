@@ -234,7 +234,7 @@ def test_a_run_directory_that_is_deleted_is_not_made_anew(comm, tmp_path):
     def patch(made):
         made._step = after(made._step, 2, lambda: shutil.rmtree(tmp_path / "run"))
 
-    gone = pytest.raises(SharedInputError, match="is gone|was deleted")
+    gone = pytest.raises(SharedInputError, match=r"is gone|was deleted")
     with loop(comm, tmp_path, {"run.steps": 6, "checkpoint.every_steps": 3}, patch) as made, gone:
         made.run()
     assert not (tmp_path / "run").exists()

@@ -68,7 +68,9 @@ def check(comm, changes) -> None:
         stage.backward_microbatch(0, None)
         items = memory.stage_activations(sizes, VOCAB_SIZE, range(SHAPE["model.layers"]))
         assert left == pytest.approx(memory.total_bytes(items), rel=KEPT)
-    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program))
+    _, peak = measured(
+        lambda: engine.runner.run(engine.schedule, engine.program, engine.stopwatch())
+    )
     expected = memory.peak_activation_bytes(sizes, VOCAB_SIZE, rank)
     assert peak == pytest.approx(expected, rel=PEAK)
 

@@ -69,4 +69,4 @@ def test_a_failure_shows_its_place_in_the_schedule(comm):
 def steps_of_without_messages(engine) -> None:
     for stage in engine.stages.values():
         stage.begin_step(0, microbatches(engine.config, 0, 0), 1.0)
-    engine.runner.run(engine.schedule, engine.program)
+    engine.runner.run(engine.schedule, engine.program, engine.stopwatch())

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ptdmpi.config.sections import (
     BatchConfig,
+    CommConfig,
     LogConfig,
     ModelConfig,
     OptimizerConfig,
@@ -13,6 +14,7 @@ from ptdmpi.config.sections import (
     RunConfig,
     Section,
 )
+from ptdmpi.config.wires import wire_mistakes
 
 MOST_TRIED = 10**6
 MIN_MASKED_LENGTH = 8
@@ -61,6 +63,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
             yield from _recompute_rules(recompute, model)
     if isinstance(parallel, ParallelConfig) and isinstance(sections.get("batch"), BatchConfig):
         yield from _batch_rules(sections["batch"], parallel, ranks)
+    if isinstance(comm := sections.get("comm"), CommConfig):
+        yield from wire_mistakes(comm.wire)
     if isinstance(optimizer, OptimizerConfig):
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield "optimizer.min_learning_rate is above learning_rate"

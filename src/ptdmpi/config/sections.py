@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ptdmpi.config.wires import AUTO
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -296,7 +298,9 @@ class LogConfig(Section):
 
 
 class CommConfig(Section):
-    wire: Literal["auto", "mpi"] = "auto"
+    """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
+
+    wire: str = AUTO
 
 
 class Config(Section):

@@ -101,7 +101,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
         # the logits of a padded vocabulary are minus infinity; the loss tells of the others
         if name and module is not stage.head
     ]
-    engine.accumulate(step, batches)
+    engine.accumulate(step, batches, engine.stopwatch())
     for hook in hooks:
         hook.remove()
     engine.runner.on_backward = usual

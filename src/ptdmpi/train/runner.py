@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.orders import Op, Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
-from ptdmpi.plan.schedule.simulate import Span
-from ptdmpi.watch.stopwatch import Place, Stopwatch
+from ptdmpi.watch.stopwatch import Stopwatch
 
 KINDS = {"F": "forward", "B": "backward"}
 
@@ -22,8 +22,7 @@ KINDS = {"F": "forward", "B": "backward"}
 class Runner:
     """The stages of one rank and the pipeline axis that their activations travel on.
 
-    `on_backward(stage, microbatch)` is called after each B. `compute_s` is the time in the F and B
-    of the last program, without the tensor axis' collectives in them: a rank's own work.
+    `on_backward(stage, microbatch)` is called after each B.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class Runner:
         axis: Communicator,
         dtype: torch.dtype,
         device: torch.device,
-        place: Place,
     ) -> None:
         self.stages = stages
         self.axis = axis
@@ -40,21 +38,20 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.on_backward: Callable[[int, int], None] = lambda stage, microbatch: None
         self.most_in_flight = 0
-        self.compute_s = 0.0
-        self.place = place
+        self._tensor_waits = Total()
+        self._watch: Stopwatch | None = None
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
         self._leaving: list[tuple[Handle, Tensor, int]] = []
-        self._watch = Stopwatch(axis.rank, place)
 
-    def run(self, schedule: Schedule, program: Sequence[Action]) -> list[Span]:
-        """Execute `program`, this rank's part of `schedule`; returns what happened when.
+    def run(self, schedule: Schedule, program: Sequence[Action], watch: Stopwatch) -> None:
+        """Execute `program`, this rank's part of `schedule`; `watch` takes what happened when.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
-        self._watch = Stopwatch(self.axis.rank, self.place)
+        self._watch = watch
+        self._tensor_waits = Total()
         self.most_in_flight = 0
-        self.compute_s = 0.0
         for place, action in enumerate(program):
             try:
                 self._act(schedule, action)
@@ -64,7 +61,12 @@ class Runner:
         for handle, _, peer in self._leaving:
             self._timed("send", "", handle.wait, peer)
         self._leaving = []
-        return self._watch.spans
+
+    @property
+    def tensor_s(self) -> float:
+        """Seconds of the last program's F and B that went into collectives of the tensor axis: no
+        work of this rank. To be asked when the device is done with it."""
+        return self._tensor_waits.seconds
 
     def under_way(self) -> list[tuple[Handle, Tensor]]:
         """Messages that were neither sent nor received to their end, with their buffers."""
@@ -99,11 +101,8 @@ class Runner:
     def _compute(self, op: Op, given: Tensor | None) -> None:
         stage = self.stages[op.stage]
         work = stage.forward_microbatch if op.kind == "F" else stage.backward_microbatch
-        tensor = self.boundary.axis.comm
-        waited_s = tensor.waited_s
-        result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
-        span = self._watch.spans[-1]
-        self.compute_s += span.end_s - span.start_s - (tensor.waited_s - waited_s)
+        with self.boundary.axis.comm.counting(self._tensor_waits):
+            result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
         if result is not None:
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())

@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup test test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
+.PHONY: help setup setup-all test test-long test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -43,10 +43,22 @@ $(READY): requirements.lock setup.py
 	    numpy, pydantic, pytest, safetensors.torch, tokenizers, torch, torch._dynamo'
 	@touch $@
 
+setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarrow, wandb, ...)
+
+# requirements-extras.lock is complete beside requirements.lock, and torch is in neither the list nor
+# resolved: it stays as it is.
+.venv/.ready-extras: $(READY) requirements-extras.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-compile --no-deps --requirement requirements-extras.lock
+	@touch $@
+
 test: setup ## lint, import rules, all tests
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+test-long: setup ## what is exhaustive or slow by nature, and not in `make test`
+	$(BIN)/python -m pytest -m long
 
 test-slurm: setup ## the job templates on a real Slurm, installed and started here (root, Debian)
 	bash jobs/install_slurm.sh

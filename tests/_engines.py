@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.stage import Batch
 from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.layout.grid import grid_of
@@ -69,6 +71,11 @@ def logical(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
     ]
     everyone = engine.axes.world.all_gather_object(pieces)
     return assemble([piece for of_rank in everyone for piece in of_rank])
+
+
+def course(config: Config) -> Course:
+    """Of a run on the tokens of this file."""
+    return Course(config, synthetic(config))
 
 
 def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:

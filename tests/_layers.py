@@ -75,12 +75,13 @@ class Placed:
             gradient = self.buffer.gradient(name).clone()
             if name in self.buffer.second:
                 gradient += self.buffer.second_gradient(name)
-            if entry.declaration.shared_gradient and self.axis.divides_sequence:
+            shared = entry.declaration.shared_gradient and self.axis.divides_sequence
+            if shared or entry.declaration.partial_gradient:
                 self.axis.comm.all_reduce(gradient)
             for place, values in cut(entry.declaration, gradient, self.axis.rank, self.axis.size):
                 pieces.append((name, entry.declaration.shape, place, values.clone()))
         everyone = self.axis.comm.all_gather_object(pieces)
-        return assemble([piece for of_rank in everyone for piece in of_rank])
+        return assemble(_copies_added(everyone))
 
     def check_gradients(self, serial: dict[str, Tensor], precision: str) -> None:
         """Every gradient equals that of the serial leaves."""
@@ -88,6 +89,20 @@ class Placed:
         assert found.keys() == serial.keys()
         for name, gradient in found.items():
             assert difference(gradient, serial[name].grad) < TOLERANCES[precision], name
+
+
+def _copies_added(everyone: list[list[Piece]]) -> list[Piece]:
+    """The pieces of all ranks, with those that neighbours hold copies of as one: their sum."""
+    copied: dict[tuple[str, str], Piece] = {}
+    found = []
+    for name, shape, place, values in (piece for of_rank in everyone for piece in of_rank):
+        known = copied.get((name, str(place)))
+        if known is None or values.shape == shape:
+            found.append((name, shape, place, values))
+            copied[name, str(place)] = found[-1]
+        else:
+            known[3].add_(values)
+    return found
 
 
 def tensor_axis(comm, sequence_parallel: bool) -> TensorAxis:

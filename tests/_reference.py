@@ -20,7 +20,7 @@ def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def norm(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
-    gain = weights[f"{name}.weight"]
+    gain = weights[f"{name}.weight"] + model.zero_centered_norm
     if model.norm == "rmsnorm":
         return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * gain
     centred = x - x.mean(-1, keepdim=True)
@@ -35,32 +35,59 @@ def rope(x: Tensor, model: ModelConfig) -> Tensor:
     # tables of angles are float32 in every framework, whatever the type of the activations
     exponents = torch.arange(half, dtype=torch.float32) * 2 / model.head_size
     positions = torch.arange(x.shape[-2], dtype=torch.float32)
-    angles = positions[:, None] * (1.0 / model.rope_theta**exponents)
+    frequencies = 1.0 / model.rope_theta**exponents
+    if model.rope_scaling == "llama3":
+        frequencies = torch.tensor([stretched(float(f), model) for f in frequencies])
+    angles = positions[:, None] * frequencies
     turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+def stretched(frequency: float, model: ModelConfig) -> float:
+    """Meta's `apply_scaling`, by wavelengths."""
+    length, wave = model.rope_original_length, 2 * torch.pi / frequency
+    low, high = model.rope_low_factor, model.rope_high_factor
+    if wave < length / high:
+        return frequency
+    if wave > length / low:
+        return frequency / model.rope_factor
+    smooth = (length / wave - low) / (high - low)
+    return (1 - smooth) * frequency / model.rope_factor + smooth * frequency
+
+
+def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:
     b, s, _ = x.shape
     size, groups = model.head_size, model.kv_heads
-    widths = (model.hidden, groups * size, groups * size)
+    widths = (model.heads * size, groups * size, groups * size)
     q, k, v = (
-        part.view(b, s, -1, size).transpose(1, 2)
+        part.reshape(b, s, -1, size).transpose(1, 2)
         for part in linear(weights, f"{name}.qkv", x).split(widths, -1)
     )
+    if model.qk_norm:
+        q = norm(weights, f"{name}.query_norm", q, model)
+        k = norm(weights, f"{name}.key_norm", k, model)
     if model.positions == "rope":
         q, k = rope(q, model), rope(k, model)
-    causal = model.attention == "causal"
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    k, v = (part.repeat_interleave(model.heads // groups, 1) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) / (model.query_scalar or size) ** 0.5
+    if model.attention_softcap:
+        scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
+    distance = torch.arange(s)[:, None] - torch.arange(s)[None, :]
+    hidden = (distance < 0) & torch.tensor(model.attention == "causal")
+    slides = {"all": True, "even": layer % 2 == 0}
+    if model.sliding_window and slides.get(str(model.sliding_layers)):
+        hidden = hidden | (distance >= model.sliding_window)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
     return linear(weights, f"{name}.out", out.transpose(1, 2).reshape(b, s, -1))
 
 
 def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
     up = linear(weights, f"{name}.up", x)
-    if model.activation == "swiglu":
+    if model.activation in ("swiglu", "geglu"):
         gate, value = up.tensor_split(2, -1)
-        return linear(weights, f"{name}.down", F.silu(gate) * value)
+        gate = F.silu(gate) if model.activation == "swiglu" else gelu(gate, model)
+        return linear(weights, f"{name}.down", gate * value)
     return linear(weights, f"{name}.down", gelu(up, model))
 
 
@@ -70,15 +97,20 @@ def gelu(x: Tensor, model: ModelConfig) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def block(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+def block(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
+        return attention(weights, f"{name}.attention", x, model, layer)
+
+    def normed(kind: str, x: Tensor) -> Tensor:
+        return norm(weights, f"{name}.{kind}", x, model)
+
     if model.block_norm == "post":
-        x = x + attention(weights, f"{name}.attention", x, model)
-        x = norm(weights, f"{name}.attention_norm", x, model)
-        return norm(weights, f"{name}.mlp_norm", x + mlp(weights, f"{name}.mlp", x, model), model)
-    x = x + attention(
-        weights, f"{name}.attention", norm(weights, f"{name}.attention_norm", x, model), model
-    )
-    return x + mlp(weights, f"{name}.mlp", norm(weights, f"{name}.mlp_norm", x, model), model)
+        x = normed("attention_norm", x + attend(x))
+        return normed("mlp_norm", x + mlp(weights, f"{name}.mlp", x, model))
+    y = attend(normed("attention_norm", x))
+    x = x + (normed("attention_post_norm", y) if model.block_norm == "sandwich" else y)
+    y = mlp(weights, f"{name}.mlp", normed("mlp_norm", x), model)
+    return x + (normed("mlp_post_norm", y) if model.block_norm == "sandwich" else y)
 
 
 def hidden(
@@ -86,6 +118,7 @@ def hidden(
 ) -> Tensor:
     """ids and types [b, s] -> [b, s, h]."""
     x = F.embedding(ids, weights["embedding.word.weight"])
+    x = x * model.hidden**0.5 if model.scale_embedding else x
     if model.positions == "learned":
         x = x + weights["embedding.position.weight"][: ids.shape[1]]
     if model.token_types:
@@ -93,7 +126,7 @@ def hidden(
     if model.embedding_norm:
         x = norm(weights, "embedding.norm", x, model)
     for layer in range(model.layers):
-        x = block(weights, f"layers.{layer}", x, model)
+        x = block(weights, f"layers.{layer}", x, model, layer)
     return x if model.block_norm == "post" else norm(weights, "final_norm", x, model)
 
 
@@ -105,7 +138,8 @@ def logits(
     if model.output_head == "mlm":
         x = norm(weights, "mlm.norm", gelu(linear(weights, "mlm.dense", x), model), model)
     table = "embedding.word.weight" if model.tie_embeddings else "head.weight"
-    return F.linear(x, weights[table], weights.get("head.bias"))
+    y = F.linear(x, weights[table], weights.get("head.bias"))
+    return model.logit_softcap * torch.tanh(y / model.logit_softcap) if model.logit_softcap else y
 
 
 def order_logits(weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ that every rank calls with the world communicator:
 Besides `comm`, the function takes parametrised arguments (any picklable values) and `tmp_path`, one
 folder for all ranks. Other fixtures live in the pytest process and do not reach the ranks.
 
-Starting N interpreters that import torch takes seconds, so the selected tests of one folder at one
-number of ranks share one mpirun, and each is still reported as its own pytest item. A failure ends
-all ranks; the tests behind it get a new mpirun.
+Starting N interpreters that import torch takes seconds, so all selected tests at one number of
+ranks share one mpirun, and each is still reported as its own pytest item. A failure ends all ranks;
+the tests behind it get a new mpirun.
 """
 
 import contextlib
@@ -164,7 +164,6 @@ def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
     body = getattr(getattr(other, "obj", None), "parallel_body", None)
     return (
         body is not None
-        and other.path.parent == item.path.parent
         and other.callspec.params["ranks"] == ranks
         and not _foreign_arguments(other)
     )

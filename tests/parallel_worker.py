@@ -32,11 +32,10 @@ def main() -> None:
         # A program of ours wrote this file a moment ago; pickle lets parameters be any value.
         job = pickle.loads((place / "job.pickle").read_bytes())
         sys.path[:] = job["path"]
-        for module, file, *_ in job["tests"]:
-            _load(module, Path(file))
         with open(place / f"rank{world.rank}.jsonl", "w", buffering=1) as events:
             world.Barrier()
-            for test, (module, _, name, arguments) in enumerate(job["tests"]):
+            for test, (module, file, name, arguments) in enumerate(job["tests"]):
+                _load(module, Path(file))
                 offset = _flush_and_tell()
                 _report(events, test=test, kind="start", offset=offset)
                 since = time.monotonic()

@@ -60,7 +60,7 @@ RULES = [
     (
         {"model.kind": "llama", "model.heads": 32},
         1,
-        "model.hidden / heads = 1 must be even for rope",
+        "model.head_size = 1 must be even for rope",
     ),
     ({"parallel.tensor": 2}, 3, "3 ranks cannot be split.*= 2 must divide.*start 2, or use"),
     ({"parallel.tensor": 4}, 1, "1 ranks cannot be split.*start 4, or use tensor .* 1$"),
@@ -80,9 +80,31 @@ RULES = [
         "tensor = 8 does not divide model.heads = 4; legal nearby: tensor 1 or 2 or 4",
     ),
     (
-        {"parallel.tensor": 4, "model.kv_heads": 2},
-        4,
-        "tensor = 4 does not divide model.kv_heads = 2; legal nearby: tensor 1 or 2",
+        {
+            "model.heads": 6,
+            "model.kv_heads": 2,
+            "model.head_size": 8,
+            "model.ffn_hidden": 60,
+            "parallel.tensor": 3,
+            "batch.global_size": 8,
+        },
+        3,
+        "tensor = 3 neither divides model.kv_heads = 2 nor is a mul.*nearby: tensor 1 or 2 or 6",
+    ),
+    (
+        {"model.sliding_window": 4, "model.sliding_layers": [1, 3]},
+        1,
+        "model.sliding_layers names layer 3: legal: 0 to 2",
+    ),
+    (
+        {"model.kind": "bert", "model.sliding_window": 4},
+        1,
+        "model.sliding_window = 4 belongs to model.attention = .causal",
+    ),
+    (
+        {"model.kind": "llama", "model.rope_scaling": "llama3", "model.rope_low_factor": 4.0},
+        1,
+        "model.rope_low_factor = 4.0 must be below rope_high_factor = 4.0",
     ),
     (
         {"parallel.tensor": 2, "model.ffn_hidden": 45},
@@ -132,7 +154,7 @@ WRONG_VALUES = [
     ("run.steps", True, r"run\.steps = True: .*integer"),
     ("run.steps", None, r"run\.steps is missing"),
     ("model.hidden", None, r"model\.hidden is missing"),
-    ("model.kind", "bart", r"model\.kind = 'bart': .*'llama' or 'bert'"),
+    ("model.kind", "bart", r"model\.kind = 'bart': .*'gemma2' or 'bert'"),
     ("model.dropout", 1.0, r"model\.dropout = 1\.0: .*less than 1"),
     ("parallel.data", 0, r"parallel\.data = 0: "),
     ("parallel.data", "all", r"parallel\.data = 'all': .*'auto'"),

@@ -41,6 +41,8 @@ class Rank:
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.checkpoint.share import KINDS, tensor_of
         from ptdmpi.config import CheckpointConfig, resolve
+        from ptdmpi.lineage.course import Course
+        from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
@@ -55,10 +57,10 @@ class Rank:
             resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
         )
         self.folder, self.world, self.control = folder, world, world.control
-        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1))
-        self.background = Checkpoints(
-            folder / "background", engine, CheckpointConfig(keep=1, asynchronous=True)
-        )
+        course = Course(engine.config, synthetic(engine.config))
+        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1), course)
+        behind = CheckpointConfig(keep=1, asynchronous=True)
+        self.background = Checkpoints(folder / "background", engine, behind, course)
         self.state = {
             f"{kind}/{name}": tensor_of(engine, kind, entry).detach()
             for name, entry in engine.buffer.entries.items()

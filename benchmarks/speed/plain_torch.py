@@ -26,6 +26,7 @@ from benchmarks.speed.case import Row, Variant, synthetic_ids
 from benchmarks.speed.gpt_torch import Gpt, mean_loss
 from ptdmpi.config import Config
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule.orders import placement
 
 
 class Optimizer:
@@ -119,8 +120,9 @@ class PipelineTrainer:
         self.row, self.rank, self.variant = row, rank, variant
         count = sizes.pipeline * sizes.virtual
         head = head_in_layers(config.model, row.case.vocab_size)
-        layers = split_layers(config.model.layers, sizes.pipeline, sizes.virtual, head)
-        mine = range(rank, count, sizes.pipeline)
+        placed = placement("interleaved", sizes.pipeline, sizes.virtual)
+        layers = split_layers(config.model.layers, placed, head)
+        mine = placed.stages_of(rank)
         self.first, self.last = 0 in mine, count - 1 in mine
         models = [_stage_model(row, variant, layers[number]) for number in mine]
         stages = [

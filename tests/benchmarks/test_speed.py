@@ -226,6 +226,7 @@ def test_no_ratio_without_the_same_losses():
         check_losses(row, [9.0, float("nan")], [9.0, 8.0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [Row("t=2", "fp32", TINY)], ids=lambda row: row.id)
 def test_both_sides_compute_the_same(row):
     variant = Variant(loss_parallel=True)

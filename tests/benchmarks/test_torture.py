@@ -25,6 +25,7 @@ def torture(tmp_path_factory) -> Torture:
         yield torture
 
 
+@pytest.mark.long
 def test_a_run_killed_again_and_again_ends_as_if_undisturbed(torture, tmp_path):
     """Between the rename and `latest`, in the middle of a file, in the middle of a removal."""
     run, saved = tmp_path / "run", 0

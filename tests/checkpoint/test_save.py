@@ -17,7 +17,7 @@ from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import CheckpointConfig
 from ptdmpi.train.engine import Engine
 from tests._configs import layout
-from tests._engines import build, microbatches
+from tests._engines import build, course, microbatches
 from tests.parallel import parallel
 
 CHANGES = {"model.dropout": 0.1, "model.layers": 4, "run.steps": 6}
@@ -29,7 +29,7 @@ def _step(engine: Engine, numbers: Sequence[int]) -> None:
 
 
 def _checkpoints(engine: Engine, path, **values) -> Checkpoints:
-    return Checkpoints(path, engine, CheckpointConfig(**values))
+    return Checkpoints(path, engine, CheckpointConfig(**values), course(engine.config))
 
 
 def _differing(world, first, second) -> list[str]:
@@ -226,7 +226,12 @@ def test_what_resume_steps_over_and_what_it_refuses(comm, tmp_path):
         other = build(world, {**CHANGES, **layout(t=2), **change})
         with pytest.raises(SharedInputError, match="skipped or seen twice"):
             _checkpoints(other, tmp_path).resume("auto")
-        assert _checkpoints(other, tmp_path).resume(str(tmp_path / "step-00000003"))[0].step == 3
+        with pytest.raises(SharedInputError, match="skipped or seen twice"):
+            _checkpoints(other, tmp_path).resume(str(tmp_path / "step-00000003"))
+        named = build(world, {**CHANGES, **layout(t=2), **change, "data.change": "from here"})
+        found = _checkpoints(named, tmp_path)
+        assert found.resume(str(tmp_path / "step-00000003"))[0].step == 3
+        assert found.course.samples(4) == 24 + named.config.batch.global_size
     for step in (2, 3):
         world.on_root(lambda step=step: _flip(tmp_path / files.name_of(step) / "manifest.json"))
     with pytest.raises(SharedInputError, match=r"is complete.*begins anew"):

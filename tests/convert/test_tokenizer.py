@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from click.testing import CliRunner
 
-from data_prep.vocabulary import load_tokenizer, train_bpe
+from data_prep.vocabulary import BYTES_SHA256, load_tokenizer, train_bpe
 from ptdmpi.commands.convert import command
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
@@ -26,7 +26,7 @@ def trained(folder, content: str | None, lacks: int = 0, **model):
     """A run on shards whose tokenizer.json has this content; none: bytes. Its vocabulary is larger
     than theirs by `lacks` special tokens."""
     (folder / "shards").mkdir(parents=True)
-    name, sha256, vocab_size, eod_id = "bytes", "0" * 64, 257, 256
+    name, sha256, vocab_size, eod_id = "bytes", BYTES_SHA256, 257, 256
     if content is not None:
         file = folder / "shards/tokenizer.json"
         file.write_text(content)

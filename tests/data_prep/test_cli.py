@@ -109,6 +109,7 @@ def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
     assert (described["first_text"] is None) == (name != "bytes")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     letters = np.random.default_rng(0).integers(97, 123, 40_000_000, dtype=np.uint8)

@@ -263,6 +263,7 @@ def test_bad_input_ends_all_ranks_with_one_line(corpus, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_restart_after_a_kill_gives_the_same_bytes(corpus, reference, bpe, tmp_path, workers):
     arguments = [

@@ -9,9 +9,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from data_prep.vocabulary import ByteTokenizer
+from data_prep.vocabulary import BYTES_SHA256, ByteTokenizer
 from ptdmpi.comm.world import World
-from ptdmpi.commands.evaluate import command
+from ptdmpi.commands.evaluate import _table, command
 from ptdmpi.config import InputError
 from ptdmpi.convert.reference import FORWARD, Asked
 from ptdmpi.convert.to_hf import to_hf
@@ -37,7 +37,7 @@ def shards(folder, vocab_size=V, tokenizer="t", lengths=(40, 17, 2)):
     for number, length in enumerate(lengths):
         ids = np.random.default_rng(number).integers(0, vocab_size - 1, length)
         with ShardWriter(
-            folder / f"{number}.h5", tokenizer, "0" * 64, vocab_size, vocab_size - 1
+            folder / f"{number}.h5", tokenizer, BYTES_SHA256, vocab_size, vocab_size - 1
         ) as writer:
             writer.write(ids, np.array([length]))
     return folder
@@ -213,6 +213,17 @@ def test_a_question_that_does_not_fit_is_named(run_of_bytes):
     assert f"{file}:2: 71 tokens to score: the model has seq_length = 64" in result.stderr
 
 
+def test_values_of_the_harness_may_be_words():
+    harness = {"yesno": {"alias": "yesno", "acc,none": 0.5, "acc_stderr,none": "N/A", "n": 1200}}
+    head = {"checkpoint": "c", "step": 1, "layout": "t=1", "precision": "fp32"}
+    lines = _table({**head, "perplexity": [], "tasks": [], "lm_eval": harness}).splitlines()
+    assert [line.split() for line in lines[3:]] == [
+        ["acc,none", "0.5000"],
+        ["acc", "stderr,none", "N/A"],
+        ["n", "1,200"],
+    ]
+
+
 def test_the_harness_itself(run_of_bytes):
     """A task file of one's own, run by lm-evaluation-harness where it is installed."""
     pytest.importorskip("lm_eval")
@@ -235,6 +246,8 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     words = [str(run_of_bytes), "--lm-eval", "yesno", "--lm-eval-path", str(folder / "tasks")]
     words += ["--tasks", str(folder / "choices.jsonl"), "--json"]
     done = mpirun(2, ["-m", "ptdmpi", "evaluate", *words, "--layout", "t=2"], timeout_s=240)
+    as_text = mpirun(1, ["-m", "ptdmpi", "evaluate", *words[:-1]], timeout_s=240)
+    assert "\nyesno\n" in as_text.stdout and "  acc stderr,none " in as_text.stdout
     found = json.loads(done.stdout.strip().splitlines()[-1])
     ours, (theirs_,) = found["tasks"][0], found["lm_eval"].values()
     assert theirs_["acc,none"] == ours["accuracy"]

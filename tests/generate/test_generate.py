@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from data_prep.vocabulary import train_bpe
+from data_prep.vocabulary import BYTES_SHA256, train_bpe
 from ptdmpi.comm.world import World
 from ptdmpi.commands.generate import command
 from ptdmpi.config import InputError
@@ -132,7 +132,7 @@ def run_of_bytes(tmp_path):
     """A model of bytes whose config.toml names its shards."""
     run = _stored.stored(tmp_path / "run", 257, seq_length=64)
     (tmp_path / "shards").mkdir()
-    with ShardWriter(tmp_path / "shards/a.h5", "bytes", "0" * 64, 257, 256) as writer:
+    with ShardWriter(tmp_path / "shards/a.h5", "bytes", BYTES_SHA256, 257, 256) as writer:
         writer.write(np.arange(100), np.array([100]))
     with open(run / "config.toml", "a") as file:
         file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n[parallel]\ntensor = 2\n')

@@ -26,6 +26,20 @@ SHAPES = {
     "llama-gqa": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
     "rope-with-bias": {"model.kind": "gpt", "model.positions": "rope"},
     "bert": {"model.kind": "bert"},
+    # key heads that t > 2 does not divide: two ranks share one
+    "qwen2": {"model.kind": "qwen2", "model.kv_heads": 2, "model.ffn_hidden": 48},
+    "qwen3": {"model.kind": "qwen3", "model.kv_heads": 2, "model.head_size": 6},
+    "multi-query": {"model.kind": "qwen3", "model.kv_heads": 1, "model.ffn_hidden": 48},
+    "mistral": {"model.kind": "mistral", "model.sliding_window": 3},
+    "gemma2": {
+        "model.kind": "gemma2",
+        "model.kv_heads": 2,
+        "model.head_size": 6,
+        "model.ffn_hidden": 48,
+        "model.sliding_window": 3,
+        "model.attention_softcap": 0.3,
+        "model.query_scalar": 7.0,
+    },
 }
 each_type = pytest.mark.parametrize("precision", ["fp32", "fp64"])
 each_form = pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -81,7 +95,7 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 @parallel(ranks=[1, 2, 4])
 @each_type
 @each_form
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "gemma2"])
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
     placed = Placed(Mlp(model, axis), axis, precision)
@@ -91,7 +105,7 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
 @parallel(ranks=[1, 2, 4])
 @each_type
 @each_form
-@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert"])
+@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)

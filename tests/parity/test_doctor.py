@@ -74,6 +74,7 @@ def test_a_red_row_fails_on_every_rank(comm):
             assert not doctor.check_parity(World(comm), short=True, as_json=True)
 
 
+@pytest.mark.long
 def test_parity_on_two_ranks():
     result = mpirun(2, [*CLI, "--parity", "--short"], timeout_s=300)
     lines = result.stdout.splitlines()

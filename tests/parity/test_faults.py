@@ -1,7 +1,7 @@
 """Faults put in on purpose: each turns a row red that is not red without it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
 from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.orders import Op
+from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.train.gradients import DataSum, GradientReduction
 from tests.parallel import parallel
 
@@ -106,11 +106,11 @@ def microbatches_off_by_one() -> Iterator[None]:
     right = dict(schedules.KINDS)
 
     def shifted(kind: str):
-        def generate(pipeline: int, virtual: int, microbatches: int, rank: int):
-            for op in right[kind](pipeline, virtual, microbatches, rank):
+        def generate(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int):
+            for op in right[kind].generate(rank, chunks, pipeline, microbatches):
                 yield Op(op.kind, op.stage, (op.microbatch + 1) % microbatches)
 
-        return generate
+        return schedules.ScheduleKind(generate)
 
     with patch.dict(
         schedules.KINDS, {"1f1b": shifted("1f1b"), "interleaved": shifted("interleaved")}

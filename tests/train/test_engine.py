@@ -95,6 +95,32 @@ def test_kinds_of_models_give_the_same_training(comm, changes):
         check_close(comm, {"precision.compute": "fp64", **changes}, where)
 
 
+MODERN = {
+    "qwen2": {"model.kind": "qwen2", "model.kv_heads": 2},
+    "qwen3": {"model.kind": "qwen3", "model.kv_heads": 1, "model.head_size": 6},
+    "mistral": {"model.kind": "mistral", "model.sliding_window": 5, "model.kv_heads": 2},
+    "gemma2": {
+        "model.kind": "gemma2",
+        "model.kv_heads": 1,
+        "model.head_size": 6,
+        "model.sliding_window": 5,
+        "model.attention_softcap": 0.3,
+        "model.logit_softcap": 0.5,
+    },
+}
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("kind", MODERN)
+def test_modern_models_give_the_same_training(comm, kind):
+    """Key heads that several tensor ranks share, norms of queries and keys, windows and caps: the
+    same losses, norms and weights, with the sequence divided and everything recomputed."""
+    changes = {"precision.compute": "fp64", "model.ffn_hidden": 48, **MODERN[kind]}
+    changes |= {"parallel.sequence_parallel": True, "recompute.mode": "full"}
+    for where in (layout(t=4), layout(t=2, p=2)):
+        check_close(comm, changes, where)
+
+
 @parallel(ranks=[2])
 def test_unmasked_tokens(comm):
     changes = {"precision.compute": "fp64"}
@@ -112,10 +138,11 @@ def test_microbatch_size_does_not_matter(comm, micro_size):
 
 @parallel(ranks=[1])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "qwen3", "gemma2"])
 def test_serial_training_is_that_of_plain_torch(comm, clip_norm, kind):
     """Against the reference model and torch's own AdamW, clipping and cosine, five steps."""
     changes = {"precision.compute": "fp64", "model.kind": kind, "model.ffn_hidden": 48}
+    changes |= MODERN.get(kind, {})
     changes |= {"optimizer.clip_norm": clip_norm}
     engine = build(World(comm), changes)
     config, model = engine.config, engine.config.model

@@ -15,9 +15,15 @@ from ptdmpi.plan.cost.counts import (
     parameter_count,
 )
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule.orders import placement
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, build, logical
 from tests.parallel import parallel
+
+
+def split(layers: int, pipeline: int, virtual: int, head: float) -> list[range]:
+    return split_layers(layers, placement("interleaved", pipeline, virtual), head)
+
 
 SHAPES = [
     {},
@@ -49,7 +55,7 @@ def test_stages_hold_the_layers_of_the_split(comm, layers):
     held = {number: sorted(map(int, s.layers)) for number, s in engine.stages.items()}
     everyone = {k: v for of_rank in comm.allgather(held) for k, v in of_rank.items()}
     head = head_in_layers(engine.config.model, VOCAB_SIZE)
-    assert [everyone[k] for k in range(4)] == [list(r) for r in split_layers(layers, 2, 2, head)]
+    assert [everyone[k] for k in range(4)] == [list(r) for r in split(layers, 2, 2, head)]
 
 
 heads = st.floats(0.0, 6.0)
@@ -60,10 +66,10 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40), head
 def test_every_layer_stands_once_and_no_stage_is_empty(case):
     pipeline, virtual, more, head = case
     layers = pipeline * virtual + more
-    split = split_layers(layers, pipeline, virtual, head)
-    assert len(split) == pipeline * virtual
-    assert list(itertools.chain.from_iterable(split)) == list(range(layers))
-    counts = [len(part) for part in split]
+    parts = split(layers, pipeline, virtual, head)
+    assert len(parts) == pipeline * virtual
+    assert list(itertools.chain.from_iterable(parts)) == list(range(layers))
+    counts = [len(part) for part in parts]
     assert min(counts) >= 1
     if len(counts) > 1:  # only the last stage differs: it alone holds the head
         assert max(counts[:-1]) - min(counts[:-1]) <= 1
@@ -86,7 +92,7 @@ def all_splits(layers: int, stages: int):
 def test_the_slowest_rank_is_as_fast_as_can_be(pipeline, virtual, head, layers):
     """Over all splits whose stages but the last hold within one layer of each other (brute force);
     with one chunk per rank over all splits there are."""
-    counts = [len(part) for part in split_layers(layers, pipeline, virtual, head)]
+    counts = [len(part) for part in split(layers, pipeline, virtual, head)]
     found = max(rank_works(counts, pipeline, head))
     allowed = [
         split
@@ -107,21 +113,21 @@ def test_among_equally_fast_splits_the_stages_are_most_even(pipeline, virtual, h
         rank = max(rank_works(counts, pipeline, head))
         return rank, max(*counts[:-1], counts[-1] + head), abs(counts[-1] - layers / stages)
 
-    found = cost([len(part) for part in split_layers(layers, pipeline, virtual, head)])
+    found = cost([len(part) for part in split(layers, pipeline, virtual, head)])
     allowed = (s for s in all_splits(layers, stages) if max(s[:-1]) - min(s[:-1]) <= 1)
     assert found == pytest.approx(min(tuple(round(x, 9) for x in cost(s)) for s in allowed))
 
 
 def test_rounding_does_not_make_stages_uneven():
     """3 + 1 1/3 is less than 2 + 2 1/3 in floating point."""
-    assert [len(part) for part in split_layers(8, 2, 2, 1 / 3)] == [2, 2, 2, 2]
-    assert [len(part) for part in split_layers(18, 3, 2, 1 / 3)] == [3] * 6
+    assert [len(part) for part in split(8, 2, 2, 1 / 3)] == [2, 2, 2, 2]
+    assert [len(part) for part in split(18, 3, 2, 1 / 3)] == [3] * 6
 
 
 def test_an_even_split_stays_even():
-    assert [len(part) for part in split_layers(24, 4, 2, 0.0)] == [3] * 8
-    assert sorted(len(part) for part in split_layers(30, 4, 1, 0.0)) == [7, 7, 8, 8]
-    assert split_layers(7, 1, 1, 3.0) == [range(7)]
+    assert [len(part) for part in split(24, 4, 2, 0.0)] == [3] * 8
+    assert sorted(len(part) for part in split(30, 4, 1, 0.0)) == [7, 7, 8, 8]
+    assert split(7, 1, 1, 3.0) == [range(7)]
 
 
 @pytest.mark.parametrize(("layers", "h"), [(24, 2304), (96, 12288)])

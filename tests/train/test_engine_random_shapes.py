@@ -1,6 +1,7 @@
 """Random small configurations of `transformers`, converted: logits, loss and every gradient are
 theirs."""
 
+import filecmp
 import math
 import random
 from collections.abc import Mapping
@@ -14,9 +15,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ptdmpi.comm.world import World
+from ptdmpi.convert.decoders import DECODERS
 from ptdmpi.convert.families import FAMILIES
 from ptdmpi.convert.family import places
 from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.counts import parameter_count
@@ -25,7 +28,17 @@ from tests._layers import difference
 from tests.train.test_engine_bert import microbatches, samples
 
 GELUS = ["gelu", "gelu_new", "gelu_pytorch_tanh"]
-HEADS = {"gpt2": ["LMHeadModel"], "llama": ["ForCausalLM"]}
+NAMES = {
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "bert": "Bert",
+    "megatron-bert": "MegatronBert",
+}
+HEADS = {"gpt2": ["LMHeadModel"], **{family: ["ForCausalLM"] for family in DECODERS}}
 EPS = [1e-12, 1e-6, 1e-5, 1e-2]
 
 
@@ -54,14 +67,8 @@ def random_shape(family: str, chosen: random.Random) -> dict[str, Any]:
         "intermediate_size": ffn,
         "max_position_embeddings": length,
     }
-    if family == "llama":
-        return common | {
-            "num_key_value_heads": chosen.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
-            "rms_norm_eps": chosen.choice(EPS),
-            "rope_parameters": {"rope_type": "default", "rope_theta": chosen.choice([7.5, 1e4])},
-            "attention_bias": chosen.choice([True, False]),
-            "mlp_bias": chosen.choice([True, False]),
-        }
+    if family in DECODERS:
+        return common | random_decoder(family, heads, layers, chosen)
     return common | {
         "type_vocab_size": chosen.choice([1, 2, 3]),
         "layer_norm_eps": chosen.choice(EPS),
@@ -71,14 +78,56 @@ def random_shape(family: str, chosen: random.Random) -> dict[str, Any]:
     }
 
 
+def random_decoder(family: str, heads: int, layers: int, chosen: random.Random) -> dict[str, Any]:
+    """What LLaMA and its descendants have besides; windows shorter than a sample, or none."""
+    rope = {"rope_type": "default", "rope_theta": chosen.choice([7.5, 1e4])}
+    if chosen.choice([True, False]):
+        # at these lengths: some angles stay, some are slower, some lie between
+        rope |= {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 0.3,
+            "high_freq_factor": 1.5,
+            "original_max_position_embeddings": 6,
+        }
+    shape = {
+        "num_key_value_heads": chosen.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
+        "head_dim": chosen.choice([2, 4, 10]),
+        "rms_norm_eps": chosen.choice(EPS),
+        "rope_parameters": rope,
+    }
+    window = chosen.choice([None, 2, 3, 5])
+    if family == "llama":
+        shape |= {key: chosen.choice([True, False]) for key in ("attention_bias", "mlp_bias")}
+    elif family == "mistral":
+        shape |= {"sliding_window": window}
+    elif family == "gemma2":
+        shape |= {
+            "sliding_window": window or 100,
+            "attention_bias": chosen.choice([True, False]),
+            "query_pre_attn_scalar": chosen.choice([3, 256]),
+            "attn_logit_softcapping": chosen.choice([None, 0.2, 50.0]),
+            "final_logit_softcapping": chosen.choice([None, 0.5, 30.0]),
+            "pad_token_id": None,  # or the gradient of its embedding would be left out
+        }
+    else:
+        shape |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": chosen.choice(range(layers + 1)),
+        }
+    if family == "qwen3":
+        shape |= {"attention_bias": chosen.choice([True, False])}
+    return shape
+
+
 def theirs(family: str, shape: Mapping[str, Any], kind: str):
     """Their model, with weights large enough that every gradient matters."""
     import transformers
 
-    name = {"gpt2": "GPT2", "llama": "Llama", "bert": "Bert", "megatron-bert": "MegatronBert"}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name[family]}Config")(**shape)
-    model = getattr(transformers, f"{name[family]}{kind}")(config)
+    config = getattr(transformers, f"{NAMES[family]}Config")(**shape)
+    model = getattr(transformers, f"{NAMES[family]}{kind}")(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
@@ -147,6 +196,9 @@ def test_equals_transformers(tmp_path, family, seed):
     model = theirs(family, shape, chosen.choice(heads))
     model.save_pretrained(tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    for name in ("model.safetensors", "config.json"):
+        assert filecmp.cmp(tmp_path / "hf" / name, tmp_path / "back" / name, shallow=False)
     stored = open_model(tmp_path / "ours")
     changes = {f"model.{key}": value for key, value in stored.tree["model"].items()}
     changes |= {"optimizer.clip_norm": 0.0, "batch.global_size": 4}

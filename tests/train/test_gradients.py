@@ -5,6 +5,8 @@ import torch
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import build as build_schedule
 from ptdmpi.train.gradients import TreeSum
 from tests._configs import layout
 from tests._engines import build, logical, steps_of, train
@@ -107,11 +109,13 @@ def test_tree_sum_follows_the_tree(comm, microbatches):
     generator = torch.Generator().manual_seed(total)
     leaves = [torch.randn(5, generator=generator) * 10.0 ** (i % 5) for i in range(total)]
     stage = OneStage()
-    tree = TreeSum(MpiCommunicator(comm), {0: stage}, microbatches)
+    schedule = build_schedule("gpipe", 1, 1, microbatches)
+    tree = TreeSum(MpiCommunicator(comm), {0: stage}, schedule)
     for _ in range(2):  # nothing of the first step is left in the second
         for i in range(microbatches):
             stage.weight.main_grad += leaves[comm.rank * microbatches + i]
-            tree.add_leaf(0, i)
+            tree.end(Op("F", 0, i))
+            tree.end(Op("B", 0, i))
             assert not stage.weight.main_grad.any()
         tree.reduce()
         assert torch.equal(stage.weight.main_grad, tree_of(list(leaves)))

@@ -2,6 +2,8 @@
 
 import tomllib
 
+import pytest
+
 from ptdmpi.config import resolve, to_toml
 from tests._configs import tree
 from tests._runs import SIZES, corpus
@@ -21,6 +23,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_run_is_laid_out_once(tmp_path):
     corpus(tmp_path)
     # three does not divide anything here: it is left aside

@@ -157,7 +157,10 @@ def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
     ("name", "ranks", "layout", "bits"),
     [
         ("same", 4, INTERLEAVED, True),
-        ("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
+        pytest.param(
+            *("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
+            marks=pytest.mark.long,
+        ),
         ("serial", 1, (), False),
         ("data", 2, ("parallel.data=2",), False),
     ],
@@ -244,22 +247,52 @@ MISTAKES = {
     "tokenizer": (['data.tokenizer_sha256="1111"'], "tokenizer"),
     "short": (["model.seq_length=4096"], "one sequence"),
     "epochs": (['data.train=[{path="train", epochs=0.01}]'], "epochs"),
-    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
     "checkpoint": (["checkpoint.resume=nowhere"], "nowhere"),
+    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
 }
 
 
+# Commands one after the other in the same ranks; what rank R writes goes to NAME.R.
+ONE_BY_ONE = """
+import json, os, sys
+from ptdmpi.cli import main
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+for name, words in json.loads(sys.argv[1]).items():
+    os.dup2(os.open(f"{name}.{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        print(f"exit code {end.code}", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def mistaken(corpus) -> dict[str, list[str]]:
+    """The lines that `ptdmpi train` wrote to standard error on two ranks, by mistake."""
+    path = _shard(corpus / "truncated", 4000, 1)
+    path.write_bytes(path.read_bytes()[:3000])
+    with h5py.File(_shard(corpus / "ids", 4000, 1), "r+") as file:
+        file["tokens"][:] = 60
+    commands = {}
+    for name, (settings, _) in MISTAKES.items():
+        options = [w for s in (*settings, f"run.name=bad-{name}") for w in ("--set", s)]
+        commands[name] = ["train", "config.toml", *options]
+    result = mpirun(2, ["-c", ONE_BY_ONE, json.dumps(commands)], cwd=corpus, check=False)
+    found = {}
+    for name in MISTAKES:
+        texts = [(corpus / f"{name}.{rank}").read_text() for rank in range(2)]
+        found[name] = [line for text in texts for line in text.splitlines()]
+    # One rank meets the last mistake, and aborts all.
+    found[name] += [f"exit code {result.returncode}"] * 2
+    return found
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(corpus, mistake):
-    settings, words = MISTAKES[mistake]
-    if mistake == "truncated":
-        path = _shard(corpus / "truncated", 4000, 1)
-        path.write_bytes(path.read_bytes()[:3000])
-    if mistake == "ids":
-        with h5py.File(_shard(corpus / "ids", 4000, 1), "r+") as file:
-            file["tokens"][:] = 60
-    result = _train(corpus, 2, *settings, f"run.name=bad-{mistake}", check=False)
-    assert result.returncode == 2
-    lines = [line for line in result.stderr.splitlines() if line.startswith("ptdmpi: error: ")]
-    assert len(lines) == 1 and words in lines[0], result.stderr
+def test_mistakes_are_one_line_and_exit_code_2(corpus, mistaken, mistake):
+    _, words = MISTAKES[mistake]
+    lines = mistaken[mistake]
+    assert lines.count("exit code 2") == 2, lines
+    errors = [line for line in lines if line.startswith("ptdmpi: error: ")]
+    assert len(errors) == 1 and words in errors[0], lines
     assert not (corpus / f"runs/bad-{mistake}/checkpoints").exists()

@@ -35,6 +35,10 @@ MODES = {
     "full": {"recompute.mode": "full"},
     "two layers": {"recompute.mode": "full", "recompute.layers": 2},
 }
+# the extremes always; the ones between in `make test-long`
+SOME_OR_ALL = [
+    pytest.param(mode, marks=[] if mode in ("none", "full") else pytest.mark.long) for mode in MODES
+]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 KEPT, PEAK = 0.01, 0.1  # bars, relative
 
@@ -88,7 +92,7 @@ def check(comm, changes) -> None:
     [*itertools.product(KINDS, ("fp32", "bf16", "fp64")), ("bert", "bf16")],
 )
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_one_rank(comm, kind, compute, dropout, mode):
     changes = DROPOUT if dropout else {}
     check(comm, ALL_KINDS[kind] | MODES[mode] | changes | {"precision.compute": compute})
@@ -97,7 +101,7 @@ def test_one_rank(comm, kind, compute, dropout, mode):
 @parallel(ranks=[1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
     changes = DROPOUT if dropout else {}
     with mock.patch.object(kernels, "widens", lambda device_type, dtype: False):
@@ -107,7 +111,7 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
 @parallel(ranks=[2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_tensor_axis(comm, sequence_parallel, kind, mode):
     where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
     check(comm, ALL_KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": "bf16"})
@@ -116,7 +120,7 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
 @parallel(ranks=[2])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_pipeline_axis(comm, kind, virtual, mode):
     where = {"parallel.pipeline": 2, "parallel.virtual": virtual}
     check(comm, ALL_KINDS[kind] | MODES[mode] | where)

@@ -163,6 +163,7 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     assert [r["rank_count"] for r in records if "loss" in r] == [3, 2, 2, 2, 1, 1]
 
 
+@pytest.mark.long
 def test_a_spare_rank_takes_over_from_the_checkpoint(corpus, undisturbed):
     """The only holder of the second stage dies while step 4 is saved: step 2 is what there is."""
     _disturbed(
@@ -185,6 +186,7 @@ def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, und
     _check_same(corpus / "runs/meanwhile", undisturbed)
 
 
+@pytest.mark.long
 def test_too_few_ranks_end_and_the_same_command_resumes(corpus, undisturbed):
     settings = ("run.name=few", "parallel.pipeline=2")
     ended = _disturbed(corpus, 2, [(0, "before the update", 3)], *settings, check=False)

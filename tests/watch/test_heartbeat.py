@@ -72,6 +72,7 @@ def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
     assert "held up by rank 1" in (stacks / "table.txt").read_text()
 
 
+@pytest.mark.long
 def test_rank_0_is_missed_too(tmp_path):
     act = "os.kill(os.getpid(), signal.SIGSTOP)"
     done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
@@ -94,6 +95,7 @@ def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
     assert len(list((tmp_path / "run/stacks").glob("rank-*.txt"))) == 4
 
 
+@pytest.mark.long
 def test_a_second_signal_stops_at_once(tmp_path):
     """Rank 1 hangs, so no vote comes; its signals are heard all the same. Duplicates count once."""
     act = (

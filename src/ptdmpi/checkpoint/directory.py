@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,14 @@ def named(path: Path) -> Path:
 
 
 def write_manifest(
-    directory: Path, progress: dict[str, Any], model: dict[str, Any], written: list[dict]
+    directory: Path,
+    progress: dict[str, Any],
+    model: dict[str, Any],
+    written: list[dict],
+    lineage: Mapping[str, Any] | None = None,
 ) -> None:
     """Write and sync the manifest over the files of all ranks, as `write` gave them; `model` is the
-    section [model] that they are weights of.
+    section [model] that they are weights of, `lineage` what else is said of how they came to be.
 
     Raises InputError where a file is not seen from here.
     """
@@ -108,6 +112,7 @@ def write_manifest(
         "format_version": FORMAT_VERSION,
         "progress": progress,
         "model": model,
+        **(lineage or {}),
         "files": files,
         "tensors": dict(sorted(tensors.items())),
     }
@@ -217,14 +222,14 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     return final
 
 
-def branch(directory: Path, source: Path | None) -> None:
-    """The run has not come from all that is here: set the others aside, and remember the source.
+def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
+    """The run has not come from all that is here: set the others aside, and remember the source,
+    and as what it was `named` (a run directory has another newest checkpoint later).
 
     They would be the newest ones by their steps, and the next start would go on from them. Kept are
     those before a source that is here itself; `None`: the run was begun anew.
     """
-    own = source is not None and source.parent.resolve() == directory.resolve()
-    last = step_of(source) if own else -1
+    last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
         if step_of(path) > last:
             path.rename(_free_name(path, "abandoned"))
@@ -232,18 +237,26 @@ def branch(directory: Path, source: Path | None) -> None:
     if source is None:
         marker.unlink(missing_ok=True)
     else:
-        write_whole(marker, f"{source.resolve()}\n")
+        names = dict.fromkeys(str(one.resolve()) for one in (source, named or source))
+        write_whole(marker, "".join(f"{name}\n" for name in names))
     sync(directory)
 
 
-def went_on_from(directory: Path, source: Path) -> bool:
-    """Whether the run has branched from this checkpoint before, and saved since."""
+def went_on_from(directory: Path, named: Path) -> bool:
+    """Whether the run has branched from what was so named before, and saved since."""
     marker = directory / BRANCHED_FROM
-    if not marker.is_file() or marker.read_text(encoding="utf-8").strip() != str(source.resolve()):
+    if not marker.is_file():
         return False
-    own = source.parent.resolve() == directory.resolve()
+    source, *others = marker.read_text(encoding="utf-8").splitlines()
+    if str(named.resolve()) not in (source, *others):
+        return False
     newest = max(map(step_of, checkpoints_in(directory)), default=-1)
-    return newest > (step_of(source) if own else -1)
+    return newest > _last_kept(directory, Path(source))
+
+
+def _last_kept(directory: Path, source: Path | None) -> int:
+    own = source is not None and source.parent.resolve() == directory.resolve()
+    return step_of(source) if own else -1
 
 
 def put_back(directory: Path) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ptdmpi.train.engine import Engine
 
 T = TypeVar("T")
-# of a model, between one start of a run and the next
-FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
+# of what a manifest says: raises InputError if this run may not take up its tensors
+Judge = Callable[[Path, dict[str, Any]], None]
 
 
 class HoldsWeights(Protocol):
@@ -44,16 +44,15 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
     return value
 
 
-def load(engine: "Engine", directory: Path) -> Progress | str:
+def load(engine: "Engine", directory: Path, judge: Judge) -> Progress | str:
     """Load a checkpoint, or say why it cannot be read; the same on every rank.
 
     After damage the state is undefined: another must be loaded. Raises SharedInputError if the
-    checkpoint is sound but not of this model.
+    checkpoint is sound but not of this model, or `judge` refuses it.
     """
-    manifest = load_tensors(engine, directory, KINDS)
+    manifest = load_tensors(engine, directory, KINDS, judge)
     if isinstance(manifest, str):
         return manifest
-    _require_same_model(engine, directory, manifest)
     progress = Progress(**manifest["progress"])
     engine.optimizer.updates = progress.updates
     if engine.loss_scale.dynamic:
@@ -62,23 +61,14 @@ def load(engine: "Engine", directory: Path) -> Progress | str:
     return progress
 
 
-def _require_same_model(engine: "Engine", directory: Path, manifest: dict[str, Any]) -> None:
-    """The shapes fit; but other heads or another activation make another function of them."""
-    here = engine.config.model.model_dump(exclude=FREE_TO_CHANGE)
-    for key, value in here.items():
-        stored = manifest["model"].get(key, value)
-        if stored != value:
-            raise SharedInputError(
-                f"checkpoint {directory}: it was trained with model.{key} = {stored}, this run has "
-                f"{value}; legal: the value of before, or checkpoint.initial to begin from its "
-                "weights"
-            )
-
-
 def load_tensors(
-    engine: HoldsWeights, directory: Path, kinds: Sequence[str] = ("weights",)
+    engine: HoldsWeights,
+    directory: Path,
+    kinds: Sequence[str] = ("weights",),
+    judge: Judge = lambda path, manifest: None,
 ) -> dict[str, Any] | str:
-    """Load the tensors of these kinds; returns the manifest, or why it cannot be read.
+    """Load the tensors of these kinds; returns the manifest, or why it cannot be read. `judge` may
+    refuse it, by an InputError on every rank, before a tensor is read.
 
     Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
     that nobody has read whole, because they were written in another layout, are read once more and
@@ -91,6 +81,7 @@ def load_tensors(
         return str(error)
     with Reader(directory, manifest) as reader:
         unfit = _first(engine, InputError, lambda: _require_fit(engine, reader, kinds))
+        unfit = unfit or _first(engine, InputError, lambda: judge(directory, manifest))
         if unfit:
             raise SharedInputError(unfit)
         damage = _first(engine, Damaged, lambda: _read_state(engine, reader, kinds))

@@ -27,11 +27,12 @@ from torch import Tensor
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Block, write
 from ptdmpi.checkpoint.directory import Progress
-from ptdmpi.checkpoint.examine import newest
+from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import load, load_tensors, on_root
 from ptdmpi.checkpoint.share import share, tensor_of
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import CheckpointConfig, InputError
+from ptdmpi.lineage.course import Course
 
 if TYPE_CHECKING:
     from ptdmpi.train.engine import Engine
@@ -71,8 +72,11 @@ class _Flight:
 class Checkpoints:
     """The checkpoints of one run directory; every rank calls every method but `close`."""
 
-    def __init__(self, directory: Path, engine: "Engine", config: CheckpointConfig) -> None:
+    def __init__(
+        self, directory: Path, engine: "Engine", config: CheckpointConfig, course: Course
+    ) -> None:
         self.directory, self.engine, self.config = directory, engine, config
+        self.course = course
         self.world = engine.axes.world
         self.damaged: list[str] = []  # names of checkpoints that were stepped over
         # what the first save has to do with checkpoints that the run does not come from
@@ -142,7 +146,7 @@ class Checkpoints:
         engine = self.engine
         return Progress(
             step=step,
-            samples=step * engine.config.batch.global_size,
+            samples=self.course.samples(step),
             updates=engine.optimizer.updates,
             loss_scale=engine.loss_scale.value,
             good_steps=engine.loss_scale.good_steps,
@@ -203,7 +207,8 @@ class Checkpoints:
     def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
         """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
         model = self.engine.config.model.model_dump()
-        files.write_manifest(flight.temporary, asdict(flight.progress), model, written)
+        progress, lineage = asdict(flight.progress), self.course.in_manifest()
+        files.write_manifest(flight.temporary, progress, model, written, lineage)
         files.publish(flight.temporary, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every
@@ -239,31 +244,33 @@ class Checkpoints:
 
     def resume(self, wanted: str) -> tuple[Progress | None, list[str]]:
         """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
-        "never" nothing, else the checkpoint of that path, or, where an earlier start has gone on
-        from that one, the newest. Returns also what was stepped over.
+        "never" nothing, else the checkpoint of that path, of a run directory the newest one there,
+        or, where an earlier start has gone on from that path, the run's own newest. Returns also
+        what was stepped over.
 
-        Raises InputError if a named checkpoint cannot be used, if one does not fit the model or
-        the run's sample order, or if all are damaged: to begin anew would bury what can perhaps be
-        mended.
+        Raises InputError if a named checkpoint cannot be used, if one is of another model or was
+        trained on something else (`Course.judge`), or if all are damaged: to begin
+        anew would bury what can perhaps be mended.
         """
         if wanted == "never":
             self._branch = partial(files.branch, self.directory, None)
             return None, []
-        if wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
+        if on_root(self.world, lambda: self._is_own(wanted)):
+            wanted = "auto"
+        elif wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
             self.followed, wanted = Path(wanted), "auto"
         skipped: list[str] = []
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
-            loaded = load(self.engine, candidate)
+            loaded = load(self.engine, candidate, partial(self.course.judge, "resume"))
             if isinstance(loaded, Progress):
-                if wanted == "auto":
-                    self._require_same_samples(candidate, loaded)
-                else:
-                    self._branch = partial(files.branch, self.directory, candidate)
+                if wanted != "auto":
+                    named = Path(wanted)
+                    self._branch = partial(files.branch, self.directory, candidate, named)
                 return loaded, skipped
             skipped.append(f"{candidate}: {loaded}")
             self.damaged += [candidate.name] if wanted == "auto" else []
         if wanted != "auto":
-            raise SharedInputError(f"checkpoint.resume = {skipped[0]}")
+            raise SharedInputError(f"checkpoint.resume = {'; '.join(skipped)}")
         if skipped:
             raise SharedInputError(
                 f"no checkpoint in {self.directory} is complete ({'; '.join(skipped)}); "
@@ -271,38 +278,46 @@ class Checkpoints:
             )
         return None, []
 
+    @property
+    def branches(self) -> bool:
+        """Whether the run has not gone on from its own newest checkpoint."""
+        return self._branch is not None
+
+    def _is_own(self, wanted: str) -> bool:
+        """Of a run directory, or its `checkpoints/`: the run's own, of which "auto" means the
+        newest."""
+        here = self.directory.resolve()
+        return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
+
     def _went_on_from(self, wanted: str) -> bool:
         """The command of a batch job stays the same when it is started again: then it goes on."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
-    def begin_from(self, path: Path) -> str:
+    def begin_from(self, path: Path, tokenizer_sha256: str | None) -> str:
         """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
-        it; returns which that is. Raises InputError on every rank."""
+        it; returns which that is. Raises InputError on every rank. `tokenizer_sha256`: of the
+        tokenizer that they know, where its checkpoint does not say so."""
         directory = on_root(self.world, lambda: newest(path))
-        loaded = load_tensors(self.engine, directory)
+
+        def judge(where: Path, manifest: dict[str, Any]) -> None:
+            self.course.judge("initial", where, manifest)
+            if self.course.answer.note:
+                self.course.require_tokenizer(path, tokenizer_sha256)
+
+        loaded = load_tensors(self.engine, directory, judge=judge)
         if isinstance(loaded, str):
             raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
         return str(directory)
 
     def _candidates(self, wanted: str) -> list[Path]:
         if wanted != "auto":
-            return [files.named(Path(wanted))]
+            try:
+                return checkpoints(Path(wanted))[::-1]
+            except InputError as error:
+                raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
         if self.directory.is_dir():
             files.put_back(self.directory)
         return files.checkpoints_in(self.directory)[::-1]
-
-    def _require_same_samples(self, path: Path, progress: Progress) -> None:
-        """A run goes on with the sample behind the last one that it has seen."""
-        config = self.engine.config
-        seen = (progress.samples, progress.seed)
-        if seen != (progress.step * config.batch.global_size, config.run.seed):
-            raise SharedInputError(
-                f"{path}: {progress.step} steps have taken {progress.samples} samples in the order "
-                f"of run.seed = {progress.seed}; with batch.global_size = "
-                f"{config.batch.global_size} and run.seed = {config.run.seed} samples would be "
-                "skipped or seen twice; legal: the values of before, or another run.name with "
-                f'checkpoint.resume = "{path}"'
-            )
 
 
 def _result(future: Future) -> tuple[Any, str | None]:

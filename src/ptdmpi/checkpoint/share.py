@@ -53,6 +53,7 @@ def share(engine: "Engine") -> Iterator[Part]:
             if (entry.declaration.split is None) == replicated
             for kind in KINDS
             for box in entry.declaration.boxes(tensor.rank, tensor.size)
+            if box.counts
         ]
         # the ranks that hold the same of these are those that differ on no other axis
         cuts = {"pipeline"} if replicated else set(CUTTING)

@@ -65,6 +65,12 @@ def _table(found: dict[str, Any]) -> str:
         lines += ["", title]
         for key, value in values.items():
             if key not in ("dataset", "file", "alias", "kind"):
-                shown = f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
-                lines.append(f"  {key.replace('_', ' '):<28} {shown:>16}")
+                lines.append(f"  {key.replace('_', ' '):<28} {_shown(value):>16}")
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    """Of the harness, values may be words: N/A of a spread that it did not ask for."""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

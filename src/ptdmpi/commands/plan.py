@@ -221,9 +221,9 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
         draw_memory.draw(pricer, layout, options["memory_png"])
     if options["png"] is None and options["trace"] is None:
         return
-    sizes = (layout.schedule, layout.pipeline, layout.virtual, microbatches)
     title = f"{pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
-    timeline = pipeline.timeline(*sizes, pricer.stage_times(layout), title)
+    times = pricer.stage_times(layout)
+    timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:

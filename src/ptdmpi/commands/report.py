@@ -26,7 +26,9 @@ def command(run: Path, cluster: str | None, as_json: bool) -> None:
     """
     loaded = report.read(run)
     numbers = report.summary(loaded)
-    foreseen = compare.foreseen(run, loaded.config, loaded.steps[-1].get("vocab_size"), cluster)
+    foreseen = compare.foreseen(
+        run, loaded.measured_config, loaded.steps[-1].get("vocab_size"), cluster
+    )
     paths = report.write(loaded, foreseen)
     compared = None
     if foreseen and loaded.measured:

@@ -6,6 +6,7 @@ before any rank allocates memory, and all mistakes of a file are reported togeth
 
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.files import load, resolve, to_toml
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import (
     BatchConfig,
@@ -14,7 +15,6 @@ from ptdmpi.config.sections import (
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

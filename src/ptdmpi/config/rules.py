@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
     CommConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
-    Section,
 )
 from ptdmpi.config.wires import wire_mistakes
 
@@ -76,17 +76,30 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:
-    if model.hidden % model.heads:
+    if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
-            f"legal nearby: heads {_nearest(model.heads, divisors(model.hidden))}"
+            f"legal nearby: heads {_nearest(model.heads, divisors(model.hidden))}, or a "
+            "model.head_size of its own"
         )
     elif model.positions == "rope" and model.head_size % 2:
-        yield f"model.hidden / heads = {model.head_size} must be even for rope positions"
+        yield f"model.head_size = {model.head_size} must be even for rope positions"
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    if isinstance(model.sliding_layers, tuple):
+        beyond = [layer for layer in model.sliding_layers if layer >= model.layers]
+        if beyond:
+            yield (
+                f"model.sliding_layers names layer {beyond[0]}: legal: 0 to {model.layers - 1}, "
+                '"all" or "even"'
+            )
+    if model.rope_scaling == "llama3" and model.rope_low_factor >= model.rope_high_factor:
+        yield (
+            f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
+            f"{model.rope_high_factor}"
         )
     yield from _objective_rules(model)
 
@@ -102,6 +115,11 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
             if value:
                 yield f'model.{key} belongs to model.attention = "bidirectional"'
         return
+    if model.sliding_window:
+        yield (
+            f"model.sliding_window = {model.sliding_window} belongs to "
+            'model.attention = "causal"; legal: 0'
+        )
     if model.seq_length < MIN_MASKED_LENGTH:
         yield (
             f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "
@@ -136,13 +154,22 @@ def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterato
 
 def _split_rules(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual
-    for key in ("heads", "kv_heads", "ffn_hidden"):
+    for key in ("heads", "ffn_hidden"):
         value = getattr(model, key)
-        if value % tensor and (key != "kv_heads" or model.kv_heads != model.heads):
+        if value % tensor:
             yield (
                 f"parallel.tensor = {tensor} does not divide model.{key} = {value}; "
                 f"legal nearby: tensor {_nearest(tensor, divisors(value))}"
             )
+    # ranks beyond the key heads share one: whole ranks for each, or whole heads for each rank
+    if not model.heads % tensor and model.kv_heads % tensor and tensor % model.kv_heads:
+        legal = [
+            k for k in divisors(model.heads) if not (model.kv_heads % k and k % model.kv_heads)
+        ]
+        yield (
+            f"parallel.tensor = {tensor} neither divides model.kv_heads = {model.kv_heads} nor is "
+            f"a multiple of it; legal nearby: tensor {_nearest(tensor, legal)}"
+        )
     if parallel.sequence_parallel and model.seq_length % tensor:
         yield (
             f"sequence_parallel: parallel.tensor = {tensor} does not divide model.seq_length = "

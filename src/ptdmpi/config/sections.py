@@ -4,18 +4,11 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from ptdmpi.config.model import MASK_FRACTION, ModelConfig
+from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, Section
 from ptdmpi.config.wires import AUTO
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -40,142 +33,6 @@ class RunConfig(Section):
         if isinstance(values, Mapping) and not values.get("dir"):
             return {**values, "dir": f"runs/{values.get('name', 'run')}"}
         return values
-
-
-# What each kind of model means; a key given explicitly wins over its kind.
-_DECODER = {
-    "attention": "causal",
-    "block_norm": "pre",
-    "embedding_norm": False,
-    "output_head": "linear",
-    "token_types": 0,
-    "sentence_order": False,
-    "norm_eps": 1e-5,
-}
-MODEL_KINDS: dict[str, dict[str, Any]] = {
-    "gpt": {
-        **_DECODER,
-        "norm": "layernorm",
-        "activation": "gelu",
-        "positions": "learned",
-        "bias": True,
-        "tie_embeddings": True,
-    },
-    "llama": {
-        **_DECODER,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "positions": "rope",
-        "bias": False,
-        "tie_embeddings": False,
-    },
-    # Devlin et al. 2019 (arXiv 1810.04805), with the sentence order of Lan et al. 2020
-    "bert": {
-        "norm": "layernorm",
-        "activation": "gelu_exact",
-        "positions": "learned",
-        "bias": True,
-        "tie_embeddings": True,
-        "attention": "bidirectional",
-        "block_norm": "post",
-        "embedding_norm": True,
-        "output_head": "mlm",
-        "token_types": 2,
-        "sentence_order": True,
-        "norm_eps": 1e-12,
-    },
-}
-
-
-MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
-
-
-class ModelConfig(Section):
-    """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
-
-    kind: Literal["gpt", "llama", "bert"] = "gpt"
-    layers: Positive
-    hidden: Positive
-    heads: Positive
-    kv_heads: Positive
-    ffn_hidden: Positive
-    seq_length: Positive
-    norm: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu", "gelu_exact", "swiglu"]
-    positions: Literal["learned", "rope"]
-    bias: bool | Literal["attention", "mlp"]
-    tie_embeddings: bool
-    attention: Literal["causal", "bidirectional"]
-    block_norm: Literal["pre", "post"]
-    embedding_norm: bool
-    output_head: Literal["linear", "mlm"]
-    token_types: NonNegative
-    sentence_order: bool
-    norm_eps: Annotated[float, Field(gt=0)]
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    dropout: Fraction = 0.0
-    attention_dropout: Fraction = 0.0
-    init_std: Annotated[float, Field(gt=0)] = 0.02
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        kind = values.get("kind", "gpt")
-        known = isinstance(kind, str) and kind in MODEL_KINDS
-        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
-        filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
-        heads, hidden = filled.get("heads"), filled.get("hidden")
-        filled.setdefault("kv_heads", heads if type(heads) is int and heads > 0 else 1)
-        if "ffn_hidden" not in filled:
-            sound = type(hidden) is int and hidden > 0
-            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
-        return filled
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def attention_bias(self) -> bool:
-        return self.bias in (True, "attention")
-
-    @property
-    def mlp_bias(self) -> bool:
-        return self.bias in (True, "mlp")
-
-    @property
-    def head_bias(self) -> bool:
-        """Of a masked model's heads."""
-        return self.bias is True
-
-    @property
-    def masked(self) -> bool:
-        """Trained on masked tokens: what sees both sides of a token cannot be asked for the
-        next."""
-        return self.attention == "bidirectional"
-
-    @property
-    def text_length(self) -> int:
-        """Tokens of text in a sample: of a masked model's without the special ones in front,
-        between and behind."""
-        special = 3 if self.sentence_order else 2
-        return self.seq_length - special if self.masked else self.seq_length
-
-    def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Positions of a sample whose tokens are asked for, at most."""
-        if not self.masked:
-            return self.seq_length
-        return max(1, round(mask_fraction * self.text_length))
-
-
-def default_ffn_hidden(model: Mapping[str, Any]) -> int:
-    """4 h; gated: 8/3 h, rounded up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2)."""
-    hidden = model["hidden"]
-    if model.get("activation") == "swiglu":
-        return -(-8 * hidden // 3 // 256) * 256
-    return 4 * hidden
 
 
 class ParallelConfig(Section):
@@ -263,6 +120,7 @@ class DataConfig(Section):
     mask_ngram: Positive = 3
     whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
+    change: Literal["refuse", "from here"] = "refuse"
 
     @property
     def valid_paths(self) -> tuple[str, ...]:

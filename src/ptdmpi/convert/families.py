@@ -1,27 +1,17 @@
-"""GPT-2, LLaMA and BERT of Hugging Face as data: their names of our parameters, and what their
-config.json says.
+"""GPT-2 and BERT of Hugging Face as data: their names of our parameters, and what their config.json
+says; with the families of `decoders.py`, all that are known.
 
 Another family is another `Family` in FAMILIES and a forward pass in `reference.py`.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.convert.family import ConfigJson, Family
-
-# What GPT-2 and LLaMA both are.
-DECODER = {
-    "attention": "causal",
-    "block_norm": "pre",
-    "embedding_norm": False,
-    "output_head": "linear",
-    "token_types": 0,
-}
-
+from ptdmpi.convert.decoders import DECODERS, decoder_for
+from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
 
@@ -48,10 +38,12 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    _require(
+    require(
         model,
         "gpt2",
         **DECODER,
+        **PLAIN,
+        head_size=model.hidden // model.heads,
         norm="layernorm",
         activation="gelu_exact" if model.activation == "gelu_exact" else "gelu",
         positions="learned",
@@ -72,82 +64,6 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "resid_pdrop": model.dropout,
         "embd_pdrop": model.dropout,
         "attn_pdrop": model.attention_dropout,
-        "initializer_range": model.init_std,
-    }
-
-
-# -- LLaMA (Touvron et al. 2023; grouped queries: LLaMA 2) -----------------------------------------
-
-
-def _llama_keys(config: ConfigJson) -> dict[str, Any]:
-    config.only("hidden_act", "silu", "swish")
-    hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    head_size = config.get("head_dim")
-    whole = isinstance(head_size, int) and isinstance(heads, int)
-    if head_size is not None and not (whole and head_size * heads == hidden):
-        raise InputError(
-            f"{config.name}: head_dim = {head_size} is not supported with hidden_size = {hidden} "
-            f"and {heads} heads; legal: hidden_size / num_attention_heads"
-        )
-    attention, mlp = (config.only(key, False, True) for key in ("attention_bias", "mlp_bias"))
-    biases = {(True, False): "attention", (False, True): "mlp"}
-    return {
-        "kind": "llama",
-        "layers": config.need("num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", heads),
-        "ffn_hidden": config.need("intermediate_size"),
-        "seq_length": config.need("max_position_embeddings"),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_theta": _rope_theta(config),
-        "bias": biases.get((attention, mlp), bool(mlp)),
-        "tie_embeddings": config.get("tie_word_embeddings", False),
-    }
-
-
-def _rope_theta(config: ConfigJson) -> float:
-    """`rope_parameters` holds it in newer files, the top level in older ones, where `rope_scaling`
-    names what our angles do not know."""
-    theta = config.get("rope_theta", 10000.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key, {})
-        if not isinstance(rope, Mapping):
-            raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        partial = rope.get("partial_rotary_factor", 1.0)
-        by_layer = any(isinstance(one, Mapping) for one in rope.values())
-        if kind != "default" or partial != 1.0 or by_layer:
-            raise InputError(
-                f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
-                'rope_type "default" on whole heads'
-            )
-        theta = rope.get("rope_theta", theta)
-    config.only("partial_rotary_factor", 1.0)
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise InputError(f"{config.name}: rope_theta = {theta!r} is no number")
-    return float(theta)
-
-
-def _llama_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    _require(model, "llama", **DECODER, norm="rmsnorm", activation="swiglu", positions="rope")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "vocab_size": vocab_size,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "intermediate_size": model.ffn_hidden,
-        "max_position_embeddings": model.seq_length,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-        "attention_bias": model.attention_bias,
-        "mlp_bias": model.mlp_bias,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_std,
     }
 
@@ -179,9 +95,11 @@ def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
 
 def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") -> dict[str, Any]:
     name = "Bert" if block_norm == "post" else "MegatronBert"
-    _require(
+    require(
         model,
         name,
+        **PLAIN,
+        head_size=model.hidden // model.heads,
         attention="bidirectional",
         block_norm=block_norm,
         embedding_norm=block_norm == "post",
@@ -212,14 +130,6 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
     }
 
 
-def _require(model: ModelConfig, family: str, **needed: Any) -> None:
-    for key, value in needed.items():
-        if getattr(model, key) != value:
-            raise InputError(
-                f"model.{key} = {getattr(model, key)!r}: a {family} of Hugging Face has {value!r}"
-            )
-
-
 # The first BERT files have the names of TensorFlow's.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
@@ -244,25 +154,7 @@ FAMILIES = {
         keys=_gpt2_keys,
         config=_gpt2_config,
     ),
-    "llama": Family(
-        model_type="llama",
-        prefix="model.",
-        modules={
-            "embedding.word": ("embed_tokens",),
-            "layers.{i}.attention_norm": ("layers.{i}.input_layernorm",),
-            "layers.{i}.attention.qkv": tuple(f"layers.{{i}}.self_attn.{x}_proj" for x in "qkv"),
-            "layers.{i}.attention.out": ("layers.{i}.self_attn.o_proj",),
-            "layers.{i}.mlp_norm": ("layers.{i}.post_attention_layernorm",),
-            "layers.{i}.mlp.up": ("layers.{i}.mlp.gate_proj", "layers.{i}.mlp.up_proj"),
-            "layers.{i}.mlp.down": ("layers.{i}.mlp.down_proj",),
-            "final_norm": ("norm",),
-            "head": ("lm_head",),
-        },
-        transposed=False,
-        buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-        keys=_llama_keys,
-        config=_llama_config,
-    ),
+    **DECODERS,
     "bert": Family(
         model_type="bert",
         prefix="bert.",
@@ -326,4 +218,4 @@ def family_for(model: ModelConfig) -> Family:
     """The family of a model that was trained here; its `config` refuses what does not fit."""
     if model.masked:
         return FAMILIES["bert" if model.block_norm == "post" else "megatron-bert"]
-    return FAMILIES["llama" if model.norm == "rmsnorm" else "gpt2"]
+    return decoder_for(model) if model.norm == "rmsnorm" else FAMILIES["gpt2"]

@@ -11,6 +11,24 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
 
 Json = Mapping[str, Any]
+# What GPT-2, LLaMA and all that came of it are.
+DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+}
+# What none had before the descendants of LLaMA.
+PLAIN = {
+    "qk_norm": False,
+    "zero_centered_norm": False,
+    "scale_embedding": False,
+    "sliding_window": 0,
+    "query_scalar": 0.0,
+    "attention_softcap": 0.0,
+    "logit_softcap": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -130,3 +148,12 @@ def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
         (word,), (head,) = (family.modules[n] for n in (TIED_NAME.removesuffix(".weight"), "head"))
         found[f"{head}.weight"] = f"{word}.weight"
     return found
+
+
+def require(model: ModelConfig, family: str, **needed: Any) -> None:
+    """Raises InputError for the first key of [model] that is not as the family needs it."""
+    for key, value in needed.items():
+        if getattr(model, key) != value:
+            raise InputError(
+                f"model.{key} = {getattr(model, key)!r}: a {family} of Hugging Face has {value!r}"
+            )

@@ -50,32 +50,85 @@ def gpt2(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
     return (norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t(),)
 
 
-def llama(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
-    """Logits [b, s, V]. Touvron et al. 2023."""
-    eps, heads = config.get("rms_norm_eps", 1e-6), config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+def decoder(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
+    """Logits [b, s, V] of LLaMA (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen 2 and 3
+    (Yang et al. 2024, 2025) and Gemma 2 (Gemma Team 2024)."""
+    kind, eps = config["model_type"], config.get("rms_norm_eps", 1e-6)
+    gemma = kind == "gemma2"
+    table = get("embed_tokens.weight")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * get(f"{name}.weight")
+        gain = get(f"{name}.weight") + (1.0 if gemma else 0.0)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
 
-    def linear(name: str, x: Tensor, bias: str) -> Tensor:
-        y = x @ get(f"{name}.weight").t()
-        return y + get(f"{name}.bias") if config.get(bias) else y
-
-    x = get("embed_tokens.weight")[asked.ids]
+    x = table[asked.ids] * (table.shape[1] ** 0.5 if gemma else 1.0)
     for i in range(config["num_hidden_layers"]):
-        name = f"layers.{i}.self_attn"
-        y = norm(f"layers.{i}.input_layernorm", x)
-        q, k, v = (linear(f"{name}.{part}_proj", y, "attention_bias") for part in "qkv")
-        q, k = _rotated(config, q, heads), _rotated(config, k, kv_heads)
-        x = x + linear(f"{name}.o_proj", _attention(q, k, v, heads, kv_heads), "attention_bias")
-        y = norm(f"layers.{i}.post_attention_layernorm", x)
-        name = f"layers.{i}.mlp"
-        gate = linear(f"{name}.gate_proj", y, "mlp_bias")
-        y = gate * torch.sigmoid(gate) * linear(f"{name}.up_proj", y, "mlp_bias")
-        x = x + linear(f"{name}.down_proj", y, "mlp_bias")
-    tied = config.get("tie_word_embeddings", False)
-    return (norm("norm", x) @ get("embed_tokens.weight" if tied else "lm_head.weight").t(),)
+        layer = f"layers.{i}"
+        y = _self_attention(config, get, norm, i, norm(f"{layer}.input_layernorm", x))
+        x = x + (norm(f"{layer}.post_attention_layernorm", y) if gemma else y)
+        before = "pre_feedforward" if gemma else "post_attention"
+        y = _gated_mlp(config, get, f"{layer}.mlp", norm(f"{layer}.{before}_layernorm", x))
+        x = x + (norm(f"{layer}.post_feedforward_layernorm", y) if gemma else y)
+    tied = config.get("tie_word_embeddings", gemma)
+    logits = norm("norm", x) @ (table if tied else get("lm_head.weight")).t()
+    cap = config.get("final_logit_softcapping", 30.0) if gemma else None
+    return (logits if cap is None else cap * torch.tanh(logits / cap),)
+
+
+def _self_attention(
+    config: Json, get: Get, norm: Callable[[str, Tensor], Tensor], layer: int, x: Tensor
+) -> Tensor:
+    """Attention of layer `layer` of a `decoder` on its normed input [b, s, h]."""
+    kind, name = config["model_type"], f"layers.{layer}.self_attn"
+    heads = config["num_attention_heads"]
+    grouped = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4}  # where config.json lacks it
+    kv_heads = config.get("num_key_value_heads", grouped.get(kind)) or heads
+    biased = kind == "qwen2" or config.get("attention_bias", False)
+
+    def linear(part: str, x: Tensor, bias: bool) -> Tensor:
+        y = x @ get(f"{name}.{part}_proj.weight").t()
+        return y + get(f"{name}.{part}_proj.bias") if bias else y
+
+    q, k, v = (linear(part, x, biased) for part in "qkv")
+    if kind == "qwen3":
+        size = q.shape[-1] // heads
+        q = norm(f"{name}.q_norm", q.unflatten(-1, (-1, size))).flatten(2)
+        k = norm(f"{name}.k_norm", k.unflatten(-1, (-1, size))).flatten(2)
+    q, k = _rotated(config, q, heads), _rotated(config, k, kv_heads)
+    scalar = cap = None
+    if kind == "gemma2":
+        scalar = config.get("query_pre_attn_scalar", 256)
+        cap = config.get("attn_logit_softcapping", 50.0)
+    form = Form(True, _window(config, layer), scalar, cap)
+    out = _attention(q, k, v, heads, kv_heads, form)
+    return linear("o", out, biased and kind != "qwen2")
+
+
+def _window(config: Json, layer: int) -> int | None:
+    """How many keys a query of this layer sees at most; None: all before it."""
+    kind = config["model_type"]
+    if kind == "llama":
+        return None
+    window = config.get("sliding_window", 4096)
+    if kind == "mistral":
+        return window
+    types = config.get("layer_types")
+    if types:
+        return window if types[layer] == "sliding_attention" else None
+    if kind == "gemma2":
+        return window if layer % 2 == 0 else None
+    slides = config.get("use_sliding_window") and layer >= config.get("max_window_layers", 28)
+    return window if slides else None
+
+
+def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
+    def linear(part: str, x: Tensor) -> Tensor:
+        y = x @ get(f"{name}.{part}_proj.weight").t()
+        return y + get(f"{name}.{part}_proj.bias") if config.get("mlp_bias") else y
+
+    gate = linear("gate", x)
+    opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
+    return linear("down", opened * linear("up", x))
 
 
 def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
@@ -99,7 +152,9 @@ def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
         name = f"encoder.layer.{i}"
         y = norm(f"{name}.attention.ln", x) if front else x
         q, k, v = (linear(f"{name}.attention.self.{n}", y) for n in ("query", "key", "value"))
-        x = x + linear(f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, False))
+        x = x + linear(
+            f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, Form(causal=False))
+        )
         x = x if front else norm(f"{name}.attention.output.LayerNorm", x)
         y = norm(f"{name}.ln", x) if front else x
         y = _gelu(linear(f"{name}.intermediate.dense", y), activation)
@@ -136,24 +191,62 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
     # float32 as in `transformers` and here: neither table is better
-    turns = torch.arange(x.shape[1])[:, None] * (1.0 / theta ** (torch.arange(half) / half))
+    frequencies = 1.0 / theta ** (torch.arange(half) / half)
+    scaling = config.get("rope_scaling") or rope
+    if scaling.get("rope_type", scaling.get("type")) == "llama3":
+        frequencies = torch.stack([_slower(one, scaling, config) for one in frequencies])
+    turns = torch.arange(x.shape[1])[:, None] * frequencies
     turned = torch.complex(real, imaginary) * torch.exp(1j * turns.to(x.dtype))[:, None, :]
     return torch.cat((turned.real, turned.imag), dim=-1).flatten(2)
 
 
+def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
+    """As Llama 3.1 has it: long waves are longer by `factor`, short ones stay."""
+    whole = config.get("max_position_embeddings")
+    length = scaling.get("original_max_position_embeddings", whole)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wave = 2 * math.pi / frequency
+    if wave < length / high:
+        return frequency
+    if wave > length / low:
+        return frequency / scaling["factor"]
+    share = (length / wave - low) / (high - low)
+    return (1 - share) * frequency / scaling["factor"] + share * frequency
+
+
+@dataclass(frozen=True)
+class Form:
+    """What attention looks at; scores are divided by the root of `scalar` (None: the size of a
+    head) and capped at `cap`."""
+
+    causal: bool = True
+    window: int | None = None
+    scalar: float | None = None
+    cap: float | None = None
+
+
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, form: Form = Form()
 ) -> Tensor:
     """[b, s, heads * head size]; each key head serves heads / kv_heads query heads."""
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     k, v = (x.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for x in (k, v))
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    weights = torch.softmax(scores, dim=-1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(form.scalar or q.shape[-1])
+    if form.cap is not None:
+        scores = form.cap * torch.tanh(scores / form.cap)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    if form.causal:
+        seen = seen.tril()
+    if form.window is not None:
+        seen = seen & seen.triu(1 - form.window)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
     return (weights @ v).transpose(1, 2).flatten(2)
 
 
-FORWARD = {"gpt2": gpt2, "llama": llama, "bert": bert, "megatron-bert": bert}
+FORWARD = {
+    "gpt2": gpt2,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
+    "bert": bert,
+    "megatron-bert": bert,
+}

@@ -53,10 +53,10 @@ class _Block(NamedTuple):
 class TrainBatches:
     """The training microbatches of one data rank.
 
-    Step k (from 0) trains on global samples k*B to (k+1)*B - 1. Microbatch j of a step holds
-    samples j*b to (j+1)*b - 1 of it, and data rank r has the contiguous block j = r*m to (r+1)*m -
-    1. So neither the samples of a step nor their order depends on d, t or p. Raises ValueError if d
-    b does not divide B.
+    Step k (from 0) trains on global samples k*B to (k+1)*B - 1; of an order with a later start, k
+    and the samples are counted from there. Microbatch j of a step holds samples j*b to (j+1)*b - 1
+    of it, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the samples
+    of a step nor their order depends on d, t or p. Raises ValueError if d b does not divide B.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class TrainBatches:
         """Where the samples of some consecutive steps are: a cache of a pure function."""
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
-            firsts = steps[:, None] * self._global_size + self._rank_start
+            firsts = self._order.start.sample + steps[:, None] * self._global_size
+            firsts += self._rank_start
             ids = (firsts + np.arange(self._rank_size)).reshape(-1)
             numbers, samples = self._order.locate(ids)
             places = np.empty((2, ids.size), np.int64)
@@ -101,7 +102,7 @@ class TrainBatches:
 
     def _read(self, first: int, steps: int) -> _Block:
         """Some consecutive steps of one window."""
-        number, place = divmod(first, self._window_steps)
+        number, place = divmod(first - self._order.start.step, self._window_steps)
         window = self._locate(number)
         steps = min(steps, self._window_steps - place)
         part = slice(place * self._rank_size, (place + steps) * self._rank_size)

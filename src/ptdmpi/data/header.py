@@ -6,6 +6,7 @@ little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: 
 number of tokens) and attributes.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -176,6 +177,16 @@ def format_checksum(crc32: int) -> str:
     """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in
     "crc32:1c291ca3"."""
     return f"crc32:{crc32:08x}"
+
+
+def headers_sha256(headers: Iterable[ShardHeader]) -> str:
+    """What tells the tokens of one dataset from another's, without reading them: a SHA-256 over its
+    shards in their order, each with its tokenizer, sizes and checksum; neither paths nor names."""
+    names = ("tokenizer_sha256", "vocab_size", "eod_id", "tokens", "documents", "checksum")
+    digest = hashlib.sha256()
+    for header in headers:
+        digest.update(json.dumps([getattr(header, name) for name in names]).encode())
+    return digest.hexdigest()
 
 
 _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}

@@ -95,11 +95,25 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Part:
     """One dataset of a mixture: its training samples, its weight, and how many epochs it may be
-    read."""
+    read.
+
+    `key` names its permutations (None: its place in the mixture), `drawn` is how many samples of it
+    were drawn before the order begins: both are other than usual where a mixture was changed.
+    """
 
     samples: int
     weight: Decimal | str
     epochs: Decimal | None = None  # an upper limit, fractions allowed; None: no limit
+    key: int | None = None
+    drawn: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an order begins to hold: step `step` (from 0) begins with global sample `sample`."""
+
+    step: int = 0
+    sample: int = 0
 
 
 def _weights(parts: Sequence[Part]) -> list[int]:
@@ -165,13 +179,14 @@ class SampleOrder:
     Global sample n goes to a dataset by the mixture's table; as the k-th draw from that dataset (k
     counts from 0) it is sample permute(k mod samples) of epoch k // samples, under a key made of
     seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly once, in a
-    new order.
+    new order. An order that holds from a later `start` on begins its table there, and goes on with
+    the draws behind those that each part has `drawn`.
 
     Raises InputError for weights that are no decimals above 0 or that are finer than MAX_PERIOD
     allows, and for epochs that are not above 0.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int):
+    def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         if not parts:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):
@@ -185,6 +200,7 @@ class SampleOrder:
                 )
         self.parts = tuple(parts)
         self.seed = seed
+        self.start = start
         self._weights = _weights(self.parts)
         self._period = sum(self._weights)
         self._table = _apportion(self._weights)
@@ -200,8 +216,9 @@ class SampleOrder:
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Dataset (int64 [n]) and sample within it (int64 [n]) of global samples (int [n], from
-        0)."""
-        periods, slots = np.divmod(np.asarray(global_indices, dtype=np.int64), self._period)
+        the start on)."""
+        indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
+        periods, slots = np.divmod(indices, self._period)
         datasets = self._table[slots].astype(np.int64)
         samples = np.empty_like(datasets)
         for number, part in enumerate(self.parts):
@@ -209,15 +226,20 @@ class SampleOrder:
             if not chosen.size:
                 continue
             draws = periods[chosen] * self._weights[number] + self._rank[slots[chosen]]
-            epochs, positions = np.divmod(draws, part.samples)
-            samples[chosen] = permute(positions, part.samples, self._keys(number, epochs))
+            epochs, positions = np.divmod(draws + part.drawn, part.samples)
+            key = number if part.key is None else part.key
+            samples[chosen] = permute(positions, part.samples, self._keys(key, epochs))
         return datasets, samples
 
     def counts(self, total_samples: int) -> list[int]:
-        """How many of the first `total_samples` samples come from each dataset."""
-        periods, rest = divmod(total_samples, self._period)
+        """How many of the first `total_samples` samples come from each dataset, with what was drawn
+        before the start."""
+        periods, rest = divmod(total_samples - self.start.sample, self._period)
         begun = np.bincount(self._table[:rest], minlength=len(self.parts))
-        return [periods * weight + int(n) for weight, n in zip(self._weights, begun, strict=True)]
+        return [
+            part.drawn + periods * weight + int(n)
+            for part, weight, n in zip(self.parts, self._weights, begun, strict=True)
+        ]
 
     def check(self, total_samples: int) -> None:
         """Raise InputError if a run of `total_samples` samples needs more epochs of a dataset than

@@ -10,9 +10,14 @@ import numpy as np
 
 from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.data.header import ShardHeader
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, kept_files, shard_header
+from ptdmpi.inference.tokenizer import (
+    TOKENIZER,
+    find_tokenizer,
+    kept_files,
+    shard_header,
+    tokenizer_sha256,
+)
 
 
 @dataclass(frozen=True)
@@ -53,27 +58,20 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
 
     Raises InputError where none is known, or where it is not of this model.
     """
-    kept = kept_files(stored)
-    header = shard_header(stored)
-    if given is not None:
-        name = given
-    elif header is not None and tokenizer_file(header.tokenizer) is None:
-        name = header.tokenizer
-    elif header is not None:
-        name = _file_of(header, stored)
-    elif kept is not None and (kept / TOKENIZER).is_file():
-        name = str(kept / TOKENIZER)
-    else:
-        raise InputError(
-            f"{stored.path} does not say which tokenizer it has; give --tokenizer bytes or "
-            "--tokenizer FILE, a tokenizer.json"
-        )
+    kept, trained_here = kept_files(stored), bool(stored.datasets)
+    name = given or _name_of(stored, kept)
     try:
         tokenizer = load_tokenizer(name)
     except ImportError as error:
         raise InputError(f"tokenizer {name}: {error}; pip install 'ptdmpi[data]'") from None
+    known = tokenizer_sha256(stored)
+    if known not in (None, tokenizer.sha256):
+        raise InputError(
+            f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model knows {known[:12]}: "
+            "its ids mean another text; legal: the tokenizer that it was trained with"
+        )
     special, ends = (), {tokenizer.eod_id}
-    if kept is not None and header is None:
+    if kept is not None and not trained_here:
         ends, special = _ends(kept) or ends, _prefix(name)
     beyond = sorted(one for one in {*special, *ends} if one >= stored.vocab_size)
     if beyond and min(ends) >= stored.vocab_size:
@@ -84,11 +82,22 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
-def _file_of(header: ShardHeader, stored: StoredModel) -> str:
+def _name_of(stored: StoredModel, kept: Path | None) -> str:
+    """What `load_tokenizer` takes for the model's own tokenizer. Raises InputError."""
     try:
-        return str(find_tokenizer(header, stored))
+        header = shard_header(stored)
+        if header is not None and tokenizer_file(header.tokenizer) is None:
+            return header.tokenizer
+        if header is not None:
+            return str(find_tokenizer(header, stored))
     except InputError as error:
         raise InputError(f"{error}; give --tokenizer FILE") from None
+    if kept is not None and (kept / TOKENIZER).is_file():
+        return str(kept / TOKENIZER)
+    raise InputError(
+        f"{stored.path} does not say which tokenizer it has; give --tokenizer bytes or "
+        "--tokenizer FILE, a tokenizer.json"
+    )
 
 
 def _ends(kept: Path) -> set[int]:

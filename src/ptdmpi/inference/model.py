@@ -24,6 +24,7 @@ from ptdmpi.model.transformer import Context
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 from ptdmpi.plan.layout import layout as layouts
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.schedule import orders as schedules
 
 
 class InferenceModel:
@@ -36,11 +37,11 @@ class InferenceModel:
         self.device = torch.device(device)
         self.dtype = PRECISIONS[config.precision.compute].compute
         self.axis = TensorAxis(axes["tensor"])
-        model, here = config.model, axes["pipeline"].rank
-        layers = split_layers(
-            model.layers, axes["pipeline"].size, 1, head_in_layers(model, vocab_size)
-        )
-        self.stage = Stage(config, vocab_size, layers[here], self.axis)
+        model, pipeline = config.model, axes["pipeline"]
+        self.placed = schedules.placement("forward", pipeline.size, 1)
+        layers = split_layers(model.layers, self.placed, head_in_layers(model, vocab_size))
+        (self.number,) = self.placed.stages_of(pipeline.rank)
+        self.stage = Stage(config, vocab_size, layers[self.number], self.axis)
         self.buffer = ParameterBuffer(
             self.stage.named_logical_parameters(),
             Precision(self.dtype, self.dtype),  # nothing is updated: no masters beside the weights
@@ -65,11 +66,13 @@ class InferenceModel:
         """The deciding rank's `value` on all ranks of this data rank."""
         if self.stage.last:
             value = self.axes["tensor"].broadcast_object(value)
-        return self.axes["pipeline"].broadcast_object(value, self.axes["pipeline"].size - 1)
+        last = self.placed.rank_of(self.placed.stages - 1)
+        return self.axes["pipeline"].broadcast_object(value, last)
 
     def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
         model = self.config.model
-        shape = (rows, capacity, model.kv_heads // self.axis.size, model.head_size)
+        kv_heads = max(1, model.kv_heads // self.axis.size)
+        shape = (rows, capacity, kv_heads, model.head_size)
         layers = map(int, self.stage.layers)
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
@@ -91,7 +94,7 @@ class InferenceModel:
             if not stage.first:
                 shape = (*ids.shape, self.config.model.hidden)
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
-                pipeline.recv(x, pipeline.rank - 1)
+                pipeline.recv(x, self.placed.rank_of(self.number - 1))
             x = stage.advance(ids, x, Context(rotary=rotary, cache=cache))
         if stage.last:
             return x
@@ -102,7 +105,8 @@ class InferenceModel:
         """Without waiting: the next stage may still be busy with what was sent before."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
-        self._leaving.append((self.axes["pipeline"].isend(x, self.axes["pipeline"].rank + 1), x))
+        following = self.placed.rank_of(self.number + 1)
+        self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived. To be called before the model is let go."""

@@ -12,6 +12,8 @@ from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.lineage.judge import Before
+from ptdmpi.lineage.trained_on import TrainedOn
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -23,7 +25,8 @@ KEPT = "hugging_face"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """`path`: the directory that holds config.toml; `tree`: what stands in it."""
+    """`path`: the directory that holds config.toml; `tree`: what stands in it, but the model that
+    the checkpoint itself says."""
 
     path: Path
     checkpoint: Path
@@ -33,6 +36,19 @@ class StoredModel:
     @property
     def vocab_size(self) -> int:
         return self.manifest["tensors"][f"weights/{TIED_NAME}"]["shape"][0]
+
+    @property
+    def trained_on(self) -> TrainedOn | None:
+        """What its weights were trained on; None where an older version wrote them, or another
+        program. Raises InputError for a damaged manifest."""
+        return Before.of(self.checkpoint, self.manifest).trained_on
+
+    @property
+    def datasets(self) -> list[str]:
+        """Of the shards that the model was trained on last; none where it was not trained here."""
+        if self.trained_on is not None:
+            return [one.path for one in self.trained_on.last.sources]
+        return [one["path"] for one in self.tree.get("data", {}).get("train", [])]
 
     @property
     def step(self) -> int:
@@ -65,7 +81,9 @@ def open_model(path: Path) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    return StoredModel(folder, checkpoint, tree, manifest)
+    # the file has what a command asked for last, the checkpoint what was trained
+    model = manifest["model"] or tree["model"]
+    return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
 
 def config_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, read_header
 from ptdmpi.data.shards import find_shards
-from ptdmpi.inference.stored import KEPT, StoredModel
+from ptdmpi.inference.stored import KEPT, StoredModel, open_model
 
 TOKENIZER = "tokenizer.json"
 
@@ -22,10 +22,19 @@ def kept_files(stored: StoredModel) -> Path | None:
 def shard_header(stored: StoredModel) -> ShardHeader | None:
     """Of the first shard that the model was trained on; None where it was not trained here.
 
-    Raises InputError where it was, and the shards are gone.
+    Raises InputError where it was, and the shards are gone, or were made anew with another
+    tokenizer.
     """
-    datasets = stored.tree.get("data", {}).get("train", [])
-    return read_header(find_shards(datasets[0]["path"])[0]) if datasets else None
+    if not stored.datasets:
+        return None
+    header, known = read_header(find_shards(stored.datasets[0])[0]), stored.trained_on
+    if known is not None and known.tokenizer_sha256 != header.tokenizer_sha256:
+        raise InputError(
+            f"{header.path} was made anew with tokenizer {header.tokenizer} (sha256 "
+            f"{header.tokenizer_sha256[:12]}); the model was trained with {known.tokenizer} "
+            f"(sha256 {known.tokenizer_sha256[:12]})"
+        )
+    return header
 
 
 def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
@@ -48,8 +57,19 @@ def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
         yield from (folder / header.tokenizer, folder / copy)
 
 
+def known_tokenizer(path: Path) -> str | None:
+    """SHA-256 of the tokenizer that the model at `path` knows, where that can be told."""
+    try:
+        return tokenizer_sha256(open_model(path))
+    except InputError:  # without a config.toml, say
+        return None
+
+
 def tokenizer_sha256(stored: StoredModel) -> str | None:
     """Of the tokenizer that the model knows, where that can be told."""
+    trained_on = stored.trained_on
+    if trained_on is not None:
+        return trained_on.tokenizer_sha256
     try:
         header = shard_header(stored)
     except InputError:  # its shards have gone elsewhere

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ptdmpi.model import kernels
+from ptdmpi.model.attention_core import Scores, masked_attention
 
 
 class KeyValueCache:
@@ -28,19 +28,24 @@ class KeyValueCache:
         }
         self._rows = torch.arange(shape[0], device=device)[:, None]
         self.positions = torch.empty(0)
-        self._seen = torch.empty(0)
+        self._places = torch.empty(0)
 
     def at(self, positions: Tensor) -> None:
         """The tokens that come next stand at `positions` [s, b] of their sequences."""
         self.positions = positions
-        places = torch.arange(int(positions.max()) + 1, device=positions.device)
-        self._seen = places <= positions.t()[:, None, :, None]  # [b, 1, s, places]
+        self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _seen(self, window: int) -> Tensor:
+        """[b, 1, s, places] bool: what each of the next tokens sees of all places."""
+        here = self.positions.t()[:, None, :, None]
+        seen = self._places <= here
+        return seen & (self._places > here - window) if window else seen
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         """Attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and all that is
-        before them in their sequence; keeps their keys and values."""
+        before them in their sequence, or in its window; keeps their keys and values."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)
-        keys, values = (part[:, : self._seen.shape[-1]].transpose(1, 2) for part in kept)
-        return kernels.masked_attention(q, keys, values, self._seen)
+        keys, values = (part[:, : len(self._places)].transpose(1, 2) for part in kept)
+        return masked_attention(q, keys, values, self._seen(scores.window), scores)

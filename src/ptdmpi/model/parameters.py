@@ -25,18 +25,37 @@ class Split:
     """How the tensor axis divides `dim`: each of `parts` (such as q, k, v) on its own.
 
     A part that t does not divide is padded at its end; the padding belongs to no logical element.
+    `most`: into how many shares each part can be divided (a key head is never cut); where t is a
+    multiple of that, neighbouring ranks hold copies of one share. None: into t.
     """
 
     dim: int
     parts: tuple[int, ...]
+    most: tuple[int, ...] | None = None
+
+    def shares(self, tensor_size: int) -> tuple[int, ...]:
+        """Into how many shares each part is divided."""
+        if self.most is None:
+            return (tensor_size,) * len(self.parts)
+        return tuple(min(tensor_size, one) for one in self.most)
+
+    def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
+        """What a rank holds of each part, padding included."""
+        shares = self.shares(tensor_size)
+        return tuple(-(-part // n) for part, n in zip(self.parts, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece: where it stands in the logical tensor and in the local one."""
+    """A rectangular piece: where it stands in the logical tensor and in the local one.
+
+    `copies` neighbouring ranks of the tensor axis hold it; on the first of them it `counts`.
+    """
 
     logical: tuple[slice, ...]
     local: tuple[slice, ...]
+    copies: int = 1
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ class Declaration:
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
+    `partial_gradient`: it is one always, since each tensor rank sees only its heads.
     """
 
     shape: tuple[int, ...]
@@ -53,12 +73,13 @@ class Declaration:
     init: float | str
     decay: bool
     shared_gradient: bool = False
+    partial_gradient: bool = False
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         if self.split is None:
             return self.shape
         shape = list(self.shape)
-        shape[self.split.dim] = sum(-(-part // tensor_size) for part in self.split.parts)
+        shape[self.split.dim] = sum(self.split.local_sizes(tensor_size))
         return tuple(shape)
 
     def boxes(self, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
@@ -67,16 +88,20 @@ class Declaration:
         if self.split is None:
             yield Box(whole, whole)
             return
-        begin, local_begin = 0, 0
-        for part in self.split.parts:
-            share = -(-part // tensor_size)
-            start, stop = (min(part, share * (tensor_rank + k)) for k in (0, 1))
+        dim, begin, local_begin = self.split.dim, 0, 0
+        shares, sizes = self.split.shares(tensor_size), self.split.local_sizes(tensor_size)
+        for part, count, size in zip(self.split.parts, shares, sizes, strict=True):
+            copies = tensor_size // count
+            number, copy = divmod(tensor_rank, copies)
+            start, stop = (min(part, size * (number + k)) for k in (0, 1))
             if stop > start:
                 yield Box(
-                    _replaced(whole, self.split.dim, begin + start, begin + stop),
-                    _replaced(whole, self.split.dim, local_begin, local_begin + stop - start),
+                    _replaced(whole, dim, begin + start, begin + stop),
+                    _replaced(whole, dim, local_begin, local_begin + stop - start),
+                    copies,
+                    copy == 0,
                 )
-            begin, local_begin = begin + part, local_begin + share
+            begin, local_begin = begin + part, local_begin + size
 
 
 def _replaced(slices: tuple[slice, ...], dim: int, start: int, stop: int) -> tuple[slice, ...]:
@@ -91,7 +116,7 @@ class Parameter(nn.Parameter):
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options) -> Parameter:
-    """A parameter without storage yet. `options` are `split`, `decay`, `shared_gradient`.
+    """A parameter without storage yet. `options` are those of `Declaration`.
 
     Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
     """

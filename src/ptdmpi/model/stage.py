@@ -121,12 +121,17 @@ class Stage(nn.Module):
         # masked positions are few: each rank of the tensor axis takes all of them
         axis = TensorAxis(self.axis.comm) if model.masked else self.axis
         mlm = model.output_head == "mlm"
-        if model.block_norm == "pre":
+        if model.block_norm != "post":
             self.final_norm = Norm(model)
         if mlm:
             self.mlm = MaskedTransform(model)
         self.head = VocabularyHead(
-            axis, vocab_size, model.hidden, model.init_std, bias=mlm and model.head_bias
+            axis,
+            vocab_size,
+            model.hidden,
+            model.init_std,
+            bias=mlm and model.head_bias,
+            softcap=model.logit_softcap,
         )
         if model.sentence_order:
             self.sentence = SentenceOrder(model)

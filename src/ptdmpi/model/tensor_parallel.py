@@ -122,15 +122,22 @@ class _RowLinear(Function):
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
-    `parts` are the output sizes that are divided each on its own (q, k and v, say).
+    `parts` are the output sizes that are divided each on its own (q, k and v, say), into at most
+    `most` shares (see `Split`).
     """
 
     def __init__(
-        self, axis: TensorAxis, inputs: int, parts: tuple[int, ...], bias: bool, init_std: float
+        self,
+        axis: TensorAxis,
+        inputs: int,
+        parts: tuple[int, ...],
+        bias: bool,
+        init_std: float,
+        most: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
-        split = Split(0, parts)
+        split = Split(0, parts, most)
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
         self.bias = declare(axis.size, (sum(parts),), "zeros", split=split) if bias else None
 
@@ -287,13 +294,20 @@ class _AddBias(Function):
 
 
 class VocabularyHead(nn.Module):
-    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)]; padded columns give -inf."""
+    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)], capped where `softcap` is not 0; padded
+    columns give -inf."""
 
     def __init__(
-        self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float, bias: bool = False
+        self,
+        axis: TensorAxis,
+        vocab_size: int,
+        hidden: int,
+        init_std: float,
+        bias: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.softcap = axis, softcap
         split = Split(0, (vocab_size,))
         self.weight = declare(axis.size, (vocab_size, hidden), init_std, split=split)
         self.bias = declare(axis.size, (vocab_size,), "zeros", split=split) if bias else None
@@ -304,6 +318,8 @@ class VocabularyHead(nn.Module):
         logits = _ColumnLinear.apply(x, self.weight, None, self.axis)
         if self.bias is not None:
             logits = _AddBias.apply(logits, self.bias)
+        if self.softcap:
+            logits = kernels.soft_cap(logits, self.softcap)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
             logits[..., self.valid_columns :] = -torch.inf

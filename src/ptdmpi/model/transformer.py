@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import kernels
+from ptdmpi.model.attention_core import Scores, attention, hidden_keys
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import declare
@@ -44,20 +45,31 @@ class Context:
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
 
-    def __init__(self, model: ModelConfig, shared_gradient: bool = True) -> None:
-        """`shared_gradient`: the input is divided where the sequence is (see `Declaration`)."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        shared_gradient: bool = True,
+        size: int | None = None,
+        partial_gradient: bool = False,
+    ) -> None:
+        """`shared_gradient`: the input is divided where the sequence is, `partial_gradient`: where
+        the heads are (see `Declaration`). `size` is that of the last dim; None: hidden."""
         super().__init__()
         self.eps = model.norm_eps
-        self.shape = (model.hidden,)
-        shared = {"shared_gradient": shared_gradient}
-        self.weight = declare(1, self.shape, "ones", **shared)
+        self.shape = (model.hidden if size is None else size,)
+        self.zero_centered = model.zero_centered_norm
+        sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
+        self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
         layernorm = model.norm == "layernorm"
-        self.bias = declare(1, self.shape, "zeros", **shared) if layernorm else None
+        self.bias = declare(1, self.shape, "zeros", **sums) if layernorm else None
 
     def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
-            return kernels.rms_norm(x, self.weight, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+            return kernels.rms_norm(x, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -68,9 +80,25 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     size = model.head_size
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, 1.0 / model.rope_theta**exponents)
+    frequencies = 1.0 / model.rope_theta**exponents
+    if model.rope_scaling == "llama3":
+        frequencies = _stretched(frequencies, model)
+    angles = torch.outer(positions, frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return angles.cos(), angles.sin()
+
+
+def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
+    """RoPE's frequencies for longer contexts, as Llama 3.1 has them: what turns less than
+    `rope_low_factor` times within the original length turns `rope_factor` times slower, what turns
+    more than `rope_high_factor` times stays, and between the two it goes over linearly.
+
+    Dubey et al. 2024 do not print it; it is `apply_scaling` of Meta's llama-models.
+    """
+    turns = model.rope_original_length * frequencies / (2 * math.pi)
+    low, high = model.rope_low_factor, model.rope_high_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / model.rope_factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,16 +114,32 @@ class Attention(nn.Module):
         super().__init__()
         self.axis, self.layer = axis, layer
         self.head_size = model.head_size
-        self.heads, self.kv_heads = model.heads // axis.size, model.kv_heads // axis.size
+        # ranks beyond the key heads share one, each for its own queries
+        self.heads, self.kv_heads = model.heads // axis.size, max(1, model.kv_heads // axis.size)
         self.rate = model.attention_dropout
-        self.causal = model.attention == "causal"
-        self.selective = selective
-        query, key_value = model.hidden, model.kv_heads * model.head_size
-        self.qkv = ColumnParallelLinear(
-            axis, model.hidden, (query, key_value, key_value), model.attention_bias, model.init_std
+        self.scores = Scores(
+            model.attention_scale,
+            model.attention == "causal",
+            model.window_of(layer),
+            model.attention_softcap,
         )
+        self.selective = selective
+        query, key_value = model.attention_width, model.kv_heads * model.head_size
+        self.qkv = ColumnParallelLinear(
+            axis,
+            model.hidden,
+            (query, key_value, key_value),
+            model.qkv_bias,
+            model.init_std,
+            most=(model.heads, model.kv_heads, model.kv_heads),
+        )
+        self.query_norm = self.key_norm = None
+        if model.qk_norm:
+            self.query_norm, self.key_norm = (
+                Norm(model, False, model.head_size, partial_gradient=True) for _ in range(2)
+            )
         self.out = RowParallelLinear(
-            axis, model.hidden, model.hidden, model.attention_bias, _residual_std(model)
+            axis, query, model.hidden, model.attention_bias, _residual_std(model)
         )
         self.rotary: tuple[Tensor, Tensor] | None = None
 
@@ -106,13 +150,15 @@ class Attention(nn.Module):
             part.unflatten(-1, (-1, self.head_size))
             for part in qkv.split([size * self.head_size for size in sizes], dim=-1)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         rotary = context.rotary or self.rotary
         if rotary is not None:
             # v is a view of all of qkv, which would stay only for its sake
             q, k, v = rotate(q, *rotary), rotate(k, *rotary), v.clone()
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
         if context.cache is not None:
-            core = context.cache.attend(self.layer, q, k, v)
+            core = context.cache.attend(self.layer, q, k, v, self.scores)
         elif self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
             core = checkpoint(
@@ -124,12 +170,14 @@ class Attention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.stream is None or self.rate == 0.0:
-            return kernels.attention(q, k, v, self.causal, context.documents)
+            return attention(q, k, v, self.scores, context.documents)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = kernels.product(q, k.transpose(-1, -2)) * (1.0 / math.sqrt(self.head_size))
-        hidden = self._hidden_keys(scores, context)
+        scores = kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
+        if self.scores.softcap:
+            scores = kernels.soft_cap(scores, self.scores.softcap)
+        hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
@@ -138,24 +186,15 @@ class Attention(nn.Module):
         keep = stream.attention_mask(tuple(weights.shape), self.rate)
         return kernels.product(dropout(weights, keep, self.rate), v)
 
-    def _hidden_keys(self, scores: Tensor, context: Context) -> Tensor | None:
-        """[s, s] or [b, 1, s, s] bool: the keys that a query does not see; None: it sees all."""
-        future = None
-        if self.causal:
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        if context.documents is None:
-            return future
-        others = context.documents.others()
-        return others if future is None else others.logical_or_(future)
-
 
 class Mlp(nn.Module):
-    """Two linears around GELU, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """Two linears around GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
         super().__init__()
         self.activation = model.activation
-        parts = (model.ffn_hidden,) * (2 if self.activation == "swiglu" else 1)
+        self.gated = model.gates == 2
+        parts = (model.ffn_hidden,) * model.gates
         self.up = ColumnParallelLinear(axis, model.hidden, parts, model.mlp_bias, model.init_std)
         self.down = RowParallelLinear(
             axis, model.ffn_hidden, model.hidden, model.mlp_bias, _residual_std(model)
@@ -163,8 +202,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
-        if self.activation == "swiglu":
-            return self.down(kernels.swiglu(x))
+        if self.gated:
+            return self.down(kernels.gated(x, self.activation))
         return self.down(gelu(x, self.activation))
 
 
@@ -181,7 +220,9 @@ def _residual_std(model: ModelConfig) -> float:
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added; "post":
-    norm(x + attention(x)), then norm(x + mlp(x)), the order of Vaswani et al. 2017 and BERT."""
+    norm(x + attention(x)), then norm(x + mlp(x)), the order of Vaswani et al. 2017 and BERT;
+    "sandwich": as "pre", with another norm of what is added (Ding et al. 2021, arXiv 2105.13290).
+    """
 
     def __init__(
         self, model: ModelConfig, axis: TensorAxis, layer: int, recompute: RecomputeConfig
@@ -196,6 +237,9 @@ class Block(nn.Module):
         self.attention = Attention(model, axis, layer, recompute.mode == "selective")
         self.mlp_norm = Norm(model)
         self.mlp = Mlp(model, axis)
+        self.attention_post_norm = self.mlp_post_norm = None
+        if model.block_norm == "sandwich":
+            self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -208,8 +252,12 @@ class Block(nn.Module):
         if self.post:
             x = self.attention_norm(x + self._drop(self.attention(x, context), context, 0))
             return self.mlp_norm(x + self._drop(self.mlp(x), context, 1))
-        x = x + self._drop(self.attention(self.attention_norm(x), context), context, 0)
-        return x + self._drop(self.mlp(self.mlp_norm(x)), context, 1)
+        y = self.attention(self.attention_norm(x), context)
+        y = y if self.attention_post_norm is None else self.attention_post_norm(y)
+        x = x + self._drop(y, context, 0)
+        y = self.mlp(self.mlp_norm(x))
+        y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
+        return x + self._drop(y, context, 1)
 
     def _drop(self, x: Tensor, context: Context, place: int) -> Tensor:
         return drop_hidden(x, context, self.rate, (self.layer, place), self.axis)
@@ -236,12 +284,15 @@ class Embedding(nn.Module):
         self.rate = model.dropout
         h, std, learned = model.hidden, model.init_std, model.positions == "learned"
         self.word = VocabularyEmbedding(axis, vocab_size, h, std)
+        self.scale = math.sqrt(h) if model.scale_embedding else None
         self.position = Table(model.seq_length, h, std) if learned else None
         self.token_type = Table(model.token_types, h, std) if model.token_types else None
         self.norm = Norm(model) if model.embedding_norm else None
 
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
         x = self.word(ids)
+        if self.scale is not None:  # rounded to the type of x, as Gemma was trained
+            x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         here = self.axis.local_positions(ids.shape[0])
         if self.position is not None and context.cache is not None:
             x = x + self.position(context.cache.positions)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptdmpi.model import kernels
+from ptdmpi.model import attention_core, kernels
 from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
 from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.plan.show.table import count
@@ -120,11 +121,12 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
             torch.randn(1, heads, s, size, device=bench.device).to(dtype).requires_grad_()
             for _ in range(3)
         )
-        out = kernels.attention(q, k, v)
+        core = partial(attention_core.attention, scores=attention_core.Scores(size**-0.5))
+        out = core(q, k, v)
         near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
         off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()
         bench.check(bool(off < 0.05), f"attention of heads of {size}")
-        ahead_s = bench.work_s(lambda q=q, k=k, v=v: kernels.attention(q, k, v))
+        ahead_s = bench.work_s(lambda q=q, k=k, v=v, core=core: core(q, k, v))
         gradient = torch.ones_like(out)
         back_s = bench.work_s(
             lambda out=out, given=(q, k, v), gradient=gradient: torch.autograd.grad(
@@ -169,7 +171,7 @@ def elementwise(
 
     kinds = {
         "gelu": (gelu, 1),
-        "swiglu": (kernels.swiglu, 2),
+        "swiglu": (partial(kernels.gated, activation="swiglu"), 2),
         "layernorm": (layernorm, 1),
         "rmsnorm": (rmsnorm, 1),
         "loss": (loss, 1),

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import Op, build
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Timeline, simulate
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
+from ptdmpi.report import trained
 
 # What a rank's step time is made of besides computing, in the words of the table.
 PARTS = {
@@ -27,13 +29,16 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory holds: its configuration, its records, and its measured timeline."""
+    """What a run directory holds: the configuration that trained the last step, its records, its
+    measured timeline with the configuration of that step, and the attempts that trained it."""
 
     path: Path
     config: dict[str, Any]
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
     measured: Timeline | None
+    measured_config: dict[str, Any]
+    attempts: list[trained.Owed]
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class MeasuredCosts:
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
-            if span.kind in COMPUTE_KINDS:
+            if span.computes:
                 op = Op.parse(span.op)
                 durations.setdefault((op.kind, op.stage), []).append(span.end_s - span.start_s)
         return cls({key: statistics.mean(values) for key, values in durations.items()})
@@ -70,13 +75,18 @@ def read(path: Path) -> Run:
     except ValueError as error:
         raise InputError(f"{path}: config.toml or metrics.jsonl is damaged: {error}") from None
     records = list(_records(lines))
+    steps = [record for record in records if "loss" in record]
+    owed = trained.owed(path, steps)
     timelines = sorted((path / "timeline").glob("step-*.json"))
+    at = int(timelines[-1].stem.removeprefix("step-")) if timelines else None
     return Run(
         path,
-        config,
-        [record for record in records if "loss" in record],
+        trained.config_at(owed, None, config),
+        steps,
         [record for record in records if "validation_loss" in record],
         Timeline.from_json(timelines[-1].read_text(encoding="utf-8")) if timelines else None,
+        trained.config_at(owed, at, config),
+        owed,
     )
 
 
@@ -90,7 +100,7 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 def planned(run: Run) -> Timeline:
     """The run's schedule as it would go with its own mean op times and without any waiting for
     messages: what is left of the bubble is the schedule's."""
-    parallel, batch = run.config["parallel"], run.config["batch"]
+    parallel, batch = run.measured_config["parallel"], run.measured_config["batch"]
     microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
     schedule = build(parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches)
     timeline = simulate(schedule, MeasuredCosts.of(run.measured))
@@ -113,7 +123,7 @@ def summary(run: Run) -> dict[str, Any]:
     if "sentence_order_loss" in last:
         numbers["last_sentence_order_loss"] = last["sentence_order_loss"]
     if "samples_drawn" in last:
-        numbers["drawn"] = drawn(run.config["data"]["train"], last)
+        numbers["drawn"] = drawn(trained.paths(run.attempts, run.config), last)
     if run.validations:
         numbers["validation_loss"] = run.validations[-1]["validation_loss"]
         numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
@@ -123,41 +133,51 @@ def summary(run: Run) -> dict[str, Any]:
     for record in run.validations:
         if "bigram_validation_loss" in record:
             numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
+    where = ("layout", "rank_count")  # another layout's steps take other times
+    alike = [one for one in run.steps if all(one[key] == last[key] for key in where)]
     for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
-        numbers[f"median_{key}"] = statistics.median(record[key] for record in run.steps)
+        numbers[f"median_{key}"] = statistics.median(record[key] for record in alike)
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
     if run.measured:
         numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
         numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
+    if run.attempts:
+        numbers["attempts"] = trained.as_json(run.attempts)
     return numbers
 
 
-def drawn(parts: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+def drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
     """What the run took of each dataset of its mixture, up to a step's record."""
     counts, epochs = record["samples_drawn"], record["epochs"]
     total = sum(counts)
     return [
-        {"path": part["path"], "samples": count, "share": count / total, "epochs": read}
-        for part, count, read in zip(parts, counts, epochs, strict=True)
+        {"path": path, "samples": count, "share": count / total, "epochs": read}
+        for path, count, read in zip(paths, counts, epochs, strict=True)
     ]
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
     """Mean share of the ranks' time in the step, by kind of span; they add up to 1 with "other"."""
     whole = timeline.makespan_s * len(timeline.ranks)
-    parts = {"forward": 0.0, "backward": 0.0, **dict.fromkeys(PARTS, 0.0)}
+    parts = dict.fromkeys([*_ops_of(timeline), *PARTS], 0.0)
     for span in timeline.spans:
         parts[span.kind] = parts.get(span.kind, 0.0) + (span.end_s - span.start_s) / whole
     parts["other"] = 1.0 - sum(parts.values())
     return parts
 
 
+def _ops_of(timeline: Timeline) -> list[str]:
+    """The kinds of spans that are ops, as far as they occur, in the order of their table."""
+    found = {span.kind for span in timeline.spans}
+    return [kind.span for kind in OP_KINDS.values() if kind.span in found]
+
+
 def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
-        if key in ("step_shares", "comparison"):
+        if key in ("step_shares", "comparison", "attempts"):
             continue
         if key == "drawn":
             rows += [
@@ -186,9 +206,9 @@ def table(numbers: dict[str, Any]) -> str:
             text = f"{value:,}" if isinstance(value, int) else str(value)
         rows.append((name, text))
     if "step_shares" in numbers:
-        words = {"forward": "forward", "backward": "backward", **PARTS, "other": "other"}
         for key, share in numbers["step_shares"].items():
-            rows.append((f"step: {words.get(key, key)}", f"{share:.1%}"))
+            rows.append((f"step: {PARTS.get(key, key)}", f"{share:.1%}"))
+    rows += trained.rows(numbers["attempts"]) if "attempts" in numbers else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -208,7 +228,7 @@ def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
 
 def compute_window(timeline: Timeline) -> Timeline:
     """The part of a step that a schedule describes: without data, reduction and optimizer."""
-    kinds = ("forward", "backward", "receive", "send", "gather")
+    kinds = (*_ops_of(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)
 

@@ -9,14 +9,15 @@ from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 
-# part -> kinds of spans; what is left of forwards and backwards without the tensor axis computes
+# part -> kinds of spans; what is left of all kinds of ops without the tensor axis computes
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
-PARTS = {
-    "computing": ("forward", "backward"),
+COMPUTING = "computing"
+PARTS: dict[str, tuple[str, ...]] = {
+    COMPUTING: (),
     "tensor axis": ("gather",),
     WAITING: ("receive", "send"),
     "data axis": ("reduce",),
@@ -34,16 +35,17 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """
     ranks, spent = timeline.ranks, dict.fromkeys(PARTS, 0.0)
     part_of = {kind: name for name, kinds in PARTS.items() for kind in kinds}
-    computing = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    computing = [span for span in timeline.spans if span.computes]
     end_s = max((span.end_s for span in computing), default=timeline.start_s)
     ends_s = dict.fromkeys(ranks, end_s)
     ends_s |= {span.rank: span.end_s for span in sorted(computing, key=lambda s: s.end_s)}
     for span in timeline.spans:
         start_s = max(span.start_s, end_s) if span.kind in AFTERWARDS else span.start_s
-        if span.kind in part_of:
-            spent[part_of[span.kind]] += max(0.0, span.end_s - start_s)
+        part = COMPUTING if span.computes else part_of.get(span.kind)
+        if part is not None:
+            spent[part] += max(0.0, span.end_s - start_s)
     inside_s = sum(timeline.tensor_s.values())
-    spent["computing"] -= inside_s
+    spent[COMPUTING] -= inside_s
     spent["tensor axis"] += inside_s
     spent[WAITING] += sum(end_s - own_s for own_s in ends_s.values())
     spent = {name: seconds / len(ranks) for name, seconds in spent.items()}
@@ -71,14 +73,16 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     model, batch = Model(run["name"], checked.model, vocab_size), config["batch"]["global_size"]
     pricer = Pricer(load_cluster(cluster), model, batch, checked.precision.compute)
     price, times = pricer.price(layout), pricer.stage_times(layout)
-    sizes = (layout.schedule, layout.pipeline, layout.virtual, layout.microbatches(batch))
-    timeline = pipeline.timeline(*sizes, times, f"predicted on {pricer.cluster.name}")
+    microbatches = layout.microbatches(batch)
+    title = f"predicted on {pricer.cluster.name}"
+    timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     spans = list(timeline.spans)
     end_s, tensor_s = timeline.makespan_s, {}
+    seconds = pricer.stage_seconds(layout)
     for rank in range(layout.pipeline):
-        own = pricer.stage_seconds(layout)[rank :: layout.pipeline]
+        own = [seconds[stage] for stage in times.placed.stages_of(rank)]
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
-        tensor_s[rank] = layout.microbatches(batch) * messages_s
+        tensor_s[rank] = microbatches * messages_s
         behind_s = end_s + price.parts.data
         spans.append(Span(rank, "reduce", "", end_s, behind_s))
         spans.append(Span(rank, "optimizer", "", behind_s, behind_s + price.parts.optimizer))

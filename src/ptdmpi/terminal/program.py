@@ -169,7 +169,7 @@ def explained(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, RuntimeError | ImportError) and _loads_mpi(error):
         return (
             "no MPI library can be loaded: load the site's MPI module (MPI4PY_LIBMPI may name the "
-            f"library), or pip install 'ptdmpi[mpi]' ({_flat(str(error))})",
+            "library), or pip install 'ptdmpi[mpi]'",
             2,
         )
     if isinstance(error, OSError) and error.errno is not None:
@@ -187,7 +187,7 @@ def _escaped(text: str) -> str:
 def _loads_mpi(error: Exception) -> bool:
     """Whether an error comes from mpi4py as it looks for a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    return "MPI" in str(error) and any("mpi4py" in frame.line for frame in frames if frame.line)
+    return "MPI" in str(error) and any("mpi4py" in frame.filename for frame in frames)
 
 
 def missing(package: str) -> str:

@@ -15,7 +15,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import Action, post_early, programs
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span
+from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
 from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
@@ -77,22 +77,19 @@ class Engine:
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
-        parallel, model = config.parallel, config.model
+        model, pipeline = config.model, axes["pipeline"]
         precision = PRECISIONS[config.precision.compute]
-        axis = TensorAxis(axes["tensor"], parallel.sequence_parallel)
-        layers = split_layers(
-            model.layers,
-            parallel.pipeline,
-            parallel.virtual,
-            head_in_layers(model, vocab_size),
-        )
+        axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
         self.schedule = schedules.build(
-            parallel.schedule, parallel.pipeline, parallel.virtual, config.microbatches
+            config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
+        )
+        # by the schedule's own placement, so that no two places say which rank holds what
+        layers = split_layers(
+            model.layers, self.schedule.placement, head_in_layers(model, vocab_size)
         )
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
-            for number in range(self.schedule.stages)
-            if self.schedule.rank_of(number) == axes["pipeline"].rank
+            for number in self.schedule.stages_of(pipeline.rank)
         }
         named = []
         for stage in self.stages.values():
@@ -102,7 +99,7 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, axes["pipeline"], precision.compute, self.device)
+        self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
         self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
@@ -117,8 +114,8 @@ class Engine:
                 "run.reproducible = true needs sums in ascending rank order, which "
                 f'comm.wire = "{self.config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
             )
-        tree = TreeSum(self.axes["data"], self.stages, self.schedule.microbatches)
-        self.runner.on_backward = tree.add_leaf
+        tree = TreeSum(self.axes["data"], self.stages, self.schedule)
+        self.runner.hooks.append(tree)
         return tree
 
     def _program(self, schedule: schedules.Schedule) -> list[Action]:
@@ -144,7 +141,7 @@ class Engine:
             # needs loss and norm. Before the update, which must not run on what an abort has left.
             self.axes.clock.settle()
             tensor_s = self.runner.tensor_s
-            compute_s = watch.seconds_in(COMPUTE_KINDS) - tensor_s
+            compute_s = watch.compute_s - tensor_s
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and bool(torch.isfinite(norm)))
             overflow = skipped and self.loss_scale.can_fall
@@ -181,6 +178,7 @@ class Engine:
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
+        self.reduction.data_sum.begin_step()
         for stage in self.stages.values():
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
@@ -191,9 +189,7 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> Sums:
         """Of all data ranks' `batches`; equal on all ranks. `loss` is that of tokens alone, so that
         its exponential is a perplexity."""
-        schedule = schedules.build(
-            "forward", self.schedule.pipeline, self.schedule.virtual, len(batches)
-        )
+        schedule = schedules.forwards(self.schedule, len(batches))
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
@@ -220,14 +216,15 @@ class Engine:
     def _summed_losses(self) -> tuple[float, float]:
         """What counts as loss, and the sentence orders' alone, added up in order of the global
         batch's microbatches."""
-        last = self.stages.get(self.schedule.stages - 1)
+        last_stage = self.schedule.stages - 1
+        last = self.stages.get(last_stage)
         sums = (0.0, 0.0)
         if last is not None:
             mine = [_values(kept) for kept in (last.losses, last.order_losses)]
             every = self.axes["data"].all_gather_object(mine)
             sums = tuple(_added(one[kind] for one in every) for kind in (0, 1))
-        # the last stage stands on the last rank of the pipeline axis
-        return self.axes["pipeline"].broadcast_object(sums, self.axes["pipeline"].size - 1)
+        # only the rank with the last stage has seen losses
+        return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:

@@ -12,8 +12,9 @@ from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, Validation
 from ptdmpi.data.bigram import Bigram
 from ptdmpi.data.documents import FormedBatches, Locate, Windows, with_documents
 from ptdmpi.data.masked import MaskedSamples
-from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shards import Dataset
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 
@@ -32,22 +33,24 @@ class Feed:
         if config.model.masked:
             self.masked = masked_samples(config, self.train[0])
             self.vocab_size = self.masked.vocabulary.size
-        self.order = sample_order(config, self.train)
+        world = axes.world
+        now = world.broadcast_object(None if world.rank else begun(config, self.train))
+        self.course = Course(config, now)
         self.length = config.model.text_length
 
     def steps(self, first: int) -> Prefetcher:
         """Microbatches of step `first` and the following ones, read ahead by a thread."""
-        config, data = self.config, self.axes["data"]
+        config, data, order = self.config, self.axes["data"], self.course.order
         batches = TrainBatches(
             self.train,
-            self.order,
+            order,
             self.length,
             config.batch.global_size,
             config.batch.micro_size,
             data.rank,
             data.size,
         )
-        formed = FormedBatches(batches, self._form(self.train, self.order.locate))
+        formed = FormedBatches(batches, self._form(self.train, order.locate))
         return Prefetcher(formed, first, config.run.steps)
 
     def _form(self, datasets: list[Dataset], locate: Locate) -> Callable[[Microbatch], Microbatch]:
@@ -82,13 +85,6 @@ class Feed:
             types=sequence_first(microbatch.types),
             order=sequence_first(microbatch.order),
         )
-
-    def drawn(self, steps: int) -> dict[str, list[float]]:
-        """What the first `steps` steps took of each training dataset."""
-        samples = self.order.counts(steps * self.config.batch.global_size)
-        sizes = [part.samples for part in self.order.parts]
-        epochs = [count / size for count, size in zip(samples, sizes, strict=True)]
-        return {"samples_drawn": samples, "epochs": epochs}
 
     def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
         """This data rank's validation microbatches, in groups of equal number on every rank, each
@@ -165,14 +161,3 @@ def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the samples of a validation stand; rows beyond the last sample repeat it."""
     return np.zeros_like(ids), np.minimum(ids, count - 1)
-
-
-def sample_order(config: Config, train: list[Dataset]) -> SampleOrder:
-    """The order of all training samples. Raises InputError if the run would exceed an `epochs`."""
-    parts = [
-        Part(dataset.samples(config.model.text_length), part.weight, part.epochs)
-        for dataset, part in zip(train, config.data.train, strict=True)
-    ]
-    order = SampleOrder(parts, config.run.seed)
-    order.check(config.run.steps * config.batch.global_size)
-    return order

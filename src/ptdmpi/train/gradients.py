@@ -7,9 +7,12 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.model.parameters import ParameterBuffer
+from ptdmpi.model.parameters import Box, Entry, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import Schedule
+from ptdmpi.train.runner import OpHook
 
 
 class DataSum:
@@ -20,11 +23,14 @@ class DataSum:
         self.data = data
         self.buffer = buffer
 
+    def begin_step(self) -> None:
+        """A step begins; nothing is kept from one to the next."""
+
     def reduce(self) -> None:
         self.data.all_reduce(self.buffer.gradients)
 
 
-class TreeSum:
+class TreeSum(OpHook):
     """The sum over the global batch's microbatches along one fixed binary tree.
 
     Microbatches are the leaves 0 .. M-1; node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
@@ -33,19 +39,29 @@ class TreeSum:
     log2(m) + 1 partial sums; every data rank's part of the tree is sent to all others.
     """
 
-    def __init__(self, data: Communicator, stages: Mapping[int, Stage], microbatches: int) -> None:
+    def __init__(self, data: Communicator, stages: Mapping[int, Stage], schedule: Schedule) -> None:
         self.data = data
-        self.microbatches = microbatches
-        self.leaves = microbatches * data.size
+        self.schedule = schedule
+        self.leaves = schedule.microbatches * data.size
         self.views = {
             number: [weight.main_grad for _, weight in stage.named_logical_parameters()]
             for number, stage in stages.items()
         }
         self._nodes: dict[int, dict[tuple[int, int], Tensor]] = {number: {} for number in stages}
 
+    def begin_step(self) -> None:
+        """Forget what is left of a step that was not reduced."""
+        for nodes in self._nodes.values():
+            nodes.clear()
+
+    def end(self, op: Op) -> None:
+        """A microbatch whose gradient is complete in the buffer becomes a leaf."""
+        if self.schedule.completes_gradients(op):
+            self.add_leaf(op.stage, op.microbatch)
+
     def add_leaf(self, stage: int, microbatch: int) -> None:
         """Take the gradient of one microbatch out of the buffer, into the stage's tree."""
-        leaf = self.data.rank * self.microbatches + microbatch
+        leaf = self.data.rank * self.schedule.microbatches + microbatch
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()
@@ -103,11 +119,17 @@ class GradientReduction:
         self.buffer = buffer
         self.data_sum = data_sum
         sequence_parallel = any(stage.axis.divides_sequence for stage in stages.values())
+        entries = buffer.entries.values() if axes["tensor"].size > 1 else ()
         self.shared = [
             entry
-            for entry in buffer.entries.values()
-            if entry.declaration.shared_gradient and sequence_parallel
+            for entry in entries
+            if entry.declaration.partial_gradient
+            or (entry.declaration.shared_gradient and sequence_parallel)
         ]
+        boxes = {entry.name: self._boxes(entry) for entry in entries}
+        self.copied = {
+            name: held for name, held in boxes.items() if any(box.copies > 1 for box in held)
+        }
         tied = any(stage.tied for stage in stages.values())
         self.tied_ends = axes.groups.get(ENDS) if tied else None
         # a tied table on two ranks is one parameter: the first stage's counts
@@ -115,11 +137,15 @@ class GradientReduction:
         self.counted = sorted(name for name in buffer.entries if not (copy and name == TIED_NAME))
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
+    def _boxes(self, entry: Entry) -> list[Box]:
+        return list(entry.declaration.boxes(self.axes["tensor"].rank, self.axes["tensor"].size))
+
     def reduce(self) -> None:
-        """Sum over data ranks, over tensor ranks (where each saw its positions only), and over the
-        two uses of a tied table."""
+        """Sum over data ranks, over tensor ranks (where each saw its positions or its heads only),
+        and over the two uses of a tied table."""
         self.data_sum.reduce()
         self._reduce_shared()
+        self._reduce_copied()
         self._add_tied()
 
     def _reduce_shared(self) -> None:
@@ -129,6 +155,27 @@ class GradientReduction:
             self.axes["tensor"].all_reduce(packed)
             for view, part in zip(views, packed.split([v.numel() for v in views]), strict=True):
                 view.copy_(part.view(view.shape))
+
+    def _reduce_copied(self) -> None:
+        """What neighbours hold copies of (a key head that serves several ranks' queries): each saw
+        its own queries' part of the gradient.
+
+        One all-reduce over the tensor axis of all t / c shares, each rank with zeros where others
+        stand. That moves t / c times what a group for each share would, once in a step, and needs
+        no further communicators.
+        """
+        tensor = self.axes["tensor"]
+        for name, boxes in self.copied.items():
+            gradient = self.buffer.gradient(name)
+            for box in boxes:
+                if box.copies > 1:
+                    local = gradient[box.local]
+                    shares = tensor.size // box.copies
+                    every = local.new_zeros((shares, *local.shape))
+                    mine = every[tensor.rank // box.copies]
+                    mine.copy_(local)
+                    tensor.all_reduce(every)
+                    local.copy_(mine)
 
     def _add_tied(self) -> None:
         """Embedding + head, in this order in every layout; the two were accumulated apart."""
@@ -157,9 +204,7 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
-        norms = torch.stack(
-            [torch.linalg.vector_norm(self.buffer.gradient(name)) for name in self.counted]
-        )
+        norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms
         split = torch.tensor(
@@ -168,3 +213,11 @@ class GradientReduction:
         )
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(split, squares.sqrt(), norms)
+
+    def _norm_of(self, name: str) -> Tensor:
+        """Of this rank's part of a gradient; copies count on the first rank that holds them."""
+        gradient = self.buffer.gradient(name)
+        if name not in self.copied:
+            return torch.linalg.vector_norm(gradient)
+        squares = [gradient[box.local].square().sum() for box in self.copied[name] if box.counts]
+        return sum(squares, gradient.new_zeros(())).sqrt()

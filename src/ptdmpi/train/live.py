@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.lineage.judge import Answer
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 from ptdmpi.train.engine import Engine, StepResult
 
@@ -30,12 +31,13 @@ class Handover:
     how many steps it has behind it; without it, the checkpoint that `resume` names is read.
 
     `unfinished`: the last of these steps, if a rank was lost before it was recorded, validated and
-    saved.
+    saved. `answer`: what the state was trained on, and goes on with.
     """
 
     resume: str
     load: Callable[[Engine], int] | None = None
     unfinished: Completed | None = None
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Report:
     concluded: int = 0
     saved: tuple[int, str] | None = None
     asked: signal.Signals | None = None
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,18 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.inference.model import device_of
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.judge import FROM_HERE
+from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.sinks.sinks import require
+from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult
-from ptdmpi.train.feed import Feed, open_datasets, sample_order
-from ptdmpi.train.journal import Beginning, Journal
+from ptdmpi.train.feed import Feed, open_datasets
+from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
@@ -69,42 +73,29 @@ class Loop:
         names, say = self.lookout.ranks.name, self.journal.say
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
-            Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint
+            Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
         )
         start = handover or Handover(config.checkpoint.resume)
-        begin = self._restore(start, checkpoints)
-        self.first = begin.step
-        self.live = start.load is not None  # so no checkpoint may have it
+        self.attempt = Attempt(world, self.engine, checkpoints, start)
         # the last step that was trained, and the last one of which nothing is left to be done
         self.completed: Completed | None = start.unfinished
         self.concluded = self.first - (self.completed is not None)
-        trains = self.first < config.run.steps
-        if trains:
+        if self.first < config.run.steps:
             checkpoints.check_space()
-        self.journal.open(self.concluded, trains)
+        self.journal.directory = self.attempt.open(self.concluded)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
         self.validation = Validation(config, self.feed, self.engine, self.journal, self._vote)
-        if handover is None:
-            self.journal.greet(world, vocab_size, begin)
-        for problem in begin.skipped:
+        for line in self.attempt.lines(vocab_size) if handover is None else ():
+            say(line)
+        for problem in self.attempt.skipped:
             say(f"stepped over checkpoint {problem}")
         peak = agreed_peak_flops(config, self.axes, device)
         self.journal.rates = Rates(config, vocab_size, world.size, peak)
 
-    def _restore(self, start: Handover, checkpoints: Checkpoints) -> Beginning:
-        """Load the state; returns how many steps are done, and what is to be said of it."""
-        self.engine.steps_done = None
-        if start.load is not None:
-            begin = Beginning(start.load(self.engine), [])
-        else:
-            progress, skipped = checkpoints.resume(start.resume)
-            initial, weights = self.config.checkpoint.initial, None
-            if progress is None and initial is not None:
-                weights = checkpoints.begin_from(Path(initial))
-            step = progress.step if progress else 0
-            begin = Beginning(step, skipped, weights, checkpoints.followed)
-        self.engine.steps_done = begin.step
-        return begin
+    @property
+    def first(self) -> int:
+        """How many steps were done before this loop."""
+        return self.attempt.first
 
     def run(self) -> None:
         """Every step from where the run stands to the last one.
@@ -112,13 +103,20 @@ class Loop:
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
         """
+        with self.attempt.told(lambda: self.concluded):
+            if not self.attempt.idle:
+                self._train()
+            self.lookout.finish()
+            self.attempt.finish()
+
+    def _train(self) -> None:
         steps = self.config.run.steps
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.lookout.place.enter("training")
             if self.completed is not None:  # a rank was lost between this step's update and its end
                 self._conclude(self.completed)
             asked = self._vote()  # while the run was starting
-            if asked.stop and self.live:
+            if asked.stop and self.attempt.live:
                 asked = self._save(self.first, asked)
             self._stop_if(asked, self.first)
             for step in range(self.first, steps):
@@ -126,8 +124,6 @@ class Loop:
                 self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
                 self._conclude(self.completed, batches)
         self.journal.keep_timeline()
-        self.lookout.finish()
-        self.world.on_root(self.journal.finish)
 
     def close(self) -> None:
         """End all threads without the other ranks, of which some may be lost."""
@@ -171,11 +167,12 @@ class Loop:
 
     def _record(self, done: Completed, asked: Asked) -> None:
         """The record of a step, and its line."""
-        slow = self.lookout.slow_ranks(done.step)
+        slow, course = self.lookout.slow_ranks(done.step), self.feed.course
         self.journal.step(
             done,
             self.lookout.usual_s(done.elapsed_s),
-            **self.feed.drawn(done.step),
+            tokens=course.tokens(done.step),
+            **course.drawn(done.step),
             peak_memory_bytes=asked.peak_memory_bytes,
             vocab_size=self.feed.vocab_size,
             **({"slow_ranks": slow} if slow else {}),
@@ -201,6 +198,7 @@ class Loop:
         self.lookout.obeyed("STOP")
         anew = self.config.checkpoint.resume == "never"
         then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.attempt.why = f"stopped: {asked.stop}"
         self.journal.say(f"{asked.stop}: stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -217,7 +215,8 @@ def checked(tree: dict[str, Any], ranks: int) -> Config:
 def checked_data(config: Config) -> int:
     """The size of the vocabulary, of data, cluster file and run directory that can be used."""
     train, _ = open_datasets(config)
-    sample_order(config, train)
+    if config.data.change != FROM_HERE:  # else it counts from where the run stands
+        Course(config, begun(config, train)).check()
     if config.run.cluster:
         load_cluster(config.run.cluster)
     path = Path(config.run.dir)

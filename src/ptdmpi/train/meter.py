@@ -179,20 +179,6 @@ class RunDirectory:
         if self._sinks is not None:
             self._sinks.close()
 
-    def finish(self, steps: int) -> None:
-        """Say in the file `done` that the whole run is complete: the last thing that is written.
-
-        A launcher can end with code 0 although it lost a node; this file is what counts. Raises
-        InputError if it cannot be written.
-        """
-        try:
-            write_whole(self.path / "done", json.dumps({"steps": steps}) + "\n")
-        except OSError as error:
-            raise InputError(
-                f"{self.path / 'done'} cannot be written: {error.strerror}; all steps are trained "
-                "and saved: the same command ends the run when there is space"
-            ) from None
-
     def say(self, line: str) -> None:
         print(line, flush=True)
         self._append(self.log, line)
@@ -206,6 +192,23 @@ class RunDirectory:
                 text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
                 print(text, file=sys.stderr, flush=True)
             self._waiting[path] = waiting + line + "\n"
+
+
+def mark_done(path: Path, steps: int) -> None:
+    """Say in the file `done` that the whole run is complete: the last thing that is written.
+
+    A launcher can end with code 0 although it lost a node; this file is what counts. Where it says
+    so already, nothing is written. Raises InputError if it cannot be written.
+    """
+    done, text = path / "done", json.dumps({"steps": steps}) + "\n"
+    try:
+        if not done.is_file() or done.read_text(encoding="utf-8") != text:
+            write_whole(done, text)
+    except OSError as error:
+        raise InputError(
+            f"{done} cannot be written: {error.strerror}; all steps are trained and saved: the "
+            "same command ends the run when there is space"
+        ) from None
 
 
 def append_lines(path: Path, lines: str) -> None:

@@ -6,6 +6,7 @@ step is computed once more, with every output looked at. Dropout masks belong to
 second time is like the first.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.model.stage import Batch, Stage
-from ptdmpi.plan.schedule.orders import Op
+from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 from ptdmpi.train.engine import Engine, StepResult
+from ptdmpi.train.runner import OpHook
 
 FAILED_EXIT_CODE = 1
 # In the order in which one leads to the next: the first is the cause.
@@ -66,7 +68,9 @@ class Skips:
         finding = examine(self.engine, step, batches)
         size = self.engine.config.batch.global_size
         where = "not finite once, finite when computed again: a fault of the hardware is likely"
-        samples = f"{step * size} to {(step + 1) * size - 1}"
+        # rank 0, which speaks, has the first samples of the step
+        first = int(batches[0].samples[0])
+        samples = f"{first} to {first + size - 1}"
         if finding is not None:
             where = f"{finding.what} on {self.names(finding.rank)} is not finite"
             if finding.samples:
@@ -91,20 +95,16 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
     The gradients are zero afterwards; weights and optimizer stay as they are.
     """
     found = list(_weights(engine))
-    usual = engine.runner.on_backward
     watcher = _Watcher(engine, batches)
-    engine.runner.on_backward = watcher.look_at_gradients
-    hooks = [
-        module.register_forward_hook(watcher.hook(name))
-        for stage in engine.stages.values()
-        for name, module in stage.named_modules()
-        # the logits of a padded vocabulary are minus infinity; the loss tells of the others
-        if name and module is not stage.head
-    ]
-    engine.accumulate(step, batches, engine.stopwatch())
-    for hook in hooks:
-        hook.remove()
-    engine.runner.on_backward = usual
+    with contextlib.ExitStack() as looking:
+        looking.enter_context(engine.runner.hooked(watcher))
+        for stage in engine.stages.values():
+            for name, module in stage.named_modules():
+                # the logits of a padded vocabulary are minus infinity; the loss tells of the others
+                if name and module is not stage.head:
+                    hook = module.register_forward_hook(watcher.hook(name))
+                    looking.callback(hook.remove)
+        engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
     found += watcher.found
     everyone = engine.axes.world.all_gather_object(min(found, default=None))
@@ -120,24 +120,32 @@ def _weights(engine: Engine) -> Iterator[Finding]:
                 yield Finding(_WEIGHT, -1, (number, place), rank, f"weight {name}", ())
 
 
-class _Watcher:
+class _Watcher(OpHook):
     """Keeps this rank's first output, loss and gradient that is not finite, each with its op."""
 
     def __init__(self, engine: Engine, batches: Sequence[Batch]) -> None:
         self.engine = engine
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.found: list[Finding] = []
-        self._op, self._calls = "", 0
+        self._op: Op | None = None
+        self._calls = 0
+
+    def begin(self, op: Op) -> None:
+        """Outputs are told apart by their op, and in it by their order."""
+        self._op, self._calls = op, -1
+
+    def end(self, op: Op) -> None:
+        """Looked at before the gradients are taken out of the buffer."""
+        if op.row.gradients:
+            self.look_at_gradients(op.stage, op.microbatch)
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple, object], None]:
         def look(module: nn.Module, inputs: tuple, output: object) -> None:
-            doing = self.engine.place.doing
-            if doing.kind != "forward":  # recomputed for the backward pass
+            op = self._op
+            if op is None or op.row.keeps != ACTIVATIONS:  # recomputed for the backward pass
                 return
-            self._calls = self._calls + 1 if doing.op == self._op else 0
-            self._op = doing.op
+            self._calls += 1
             if isinstance(output, Tensor) and not self._has(_OUTPUT) and not _finite(output):
-                op = Op.parse(doing.op)
                 depth = (op.stage, self._calls)
                 self._add(_OUTPUT, op.microbatch, depth, f"output of {name}")
 

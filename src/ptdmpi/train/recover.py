@@ -20,7 +20,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
-from ptdmpi.train.journal import layout_name
+from ptdmpi.train.attempt import layout_name
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
@@ -172,7 +172,7 @@ class Survivors:
         done = next((r.completed for r in same if r.completed and r.completed.step == step), None)
         if max(report.concluded for report in reports) >= step:
             done = None  # every rank has done its part, or nobody would have been let through
-        return Handover(resume, load, done)
+        return Handover(resume, load, done, reports[source].answer)
 
     def _put_away(self) -> None:
         """Keep of the loop what the next attempt may need, and drop it."""
@@ -189,6 +189,7 @@ class Survivors:
             concluded=loop.concluded,
             asked=self.signals.received,
             saved=loop.saving.newest,
+            answer=loop.course.answer,
         )
         self.holding = live.hold(loop.engine, report)
 

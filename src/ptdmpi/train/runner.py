@@ -4,7 +4,9 @@ The runner knows neither ranks' roles nor the schedule's phases; it is handed a 
 every message already stands where it cannot deadlock, and the stages of this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,17 +14,31 @@ from torch import Tensor
 from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.stage import Stage
-from ptdmpi.plan.schedule.orders import Op, Schedule
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
 from ptdmpi.watch.stopwatch import Stopwatch
 
-KINDS = {"F": "forward", "B": "backward"}
+T = TypeVar("T")
+
+
+class OpHook:
+    """Whoever wants to know when ops begin and end on this rank; by itself it does nothing."""
+
+    def begin(self, op: Op) -> None:
+        """Called before `op` is computed, its input being here."""
+
+    def end(self, op: Op) -> None:
+        """Called after `op` was computed, and outside its span: what is done here is not its time.
+
+        Where `op` adds to gradients, they stand in the buffer now.
+        """
 
 
 class Runner:
     """The stages of one rank and the pipeline axis that their activations travel on.
 
-    `on_backward(stage, microbatch)` is called after each B.
+    `hooks` are asked in their order at each op.
     """
 
     def __init__(
@@ -36,7 +52,7 @@ class Runner:
         self.axis = axis
         self.dtype, self.device = dtype, device
         self.boundary = next(iter(stages.values())).boundary
-        self.on_backward: Callable[[int, int], None] = lambda stage, microbatch: None
+        self.hooks: list[OpHook] = []
         self.most_in_flight = 0
         self._tensor_waits = Total()
         self._watch: Stopwatch | None = None
@@ -45,7 +61,7 @@ class Runner:
         self._leaving: list[tuple[Handle, Tensor, int]] = []
 
     def run(self, schedule: Schedule, program: Sequence[Action], watch: Stopwatch) -> None:
-        """Execute `program`, this rank's part of `schedule`; `watch` takes what happened when.
+        """Execute `program`, this rank's part of `schedule`; `watch` takes what happens when.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
@@ -64,9 +80,18 @@ class Runner:
 
     @property
     def tensor_s(self) -> float:
-        """Seconds of the last program's F and B that went into collectives of the tensor axis: no
-        work of this rank. To be asked when the device is done with it."""
+        """Seconds in the ops of the last program that went into collectives of the tensor axis, and
+        so not into work of this rank. To be asked when the device is done with the program."""
         return self._tensor_waits.seconds
+
+    @contextlib.contextmanager
+    def hooked(self, hook: OpHook) -> Iterator[None]:
+        """`hook` first among the hooks for as long as the context lasts, whatever happens in it."""
+        self.hooks.insert(0, hook)
+        try:
+            yield
+        finally:
+            self.hooks.remove(hook)
 
     def under_way(self) -> list[tuple[Handle, Tensor]]:
         """Messages that were neither sent nor received to their end, with their buffers."""
@@ -99,18 +124,23 @@ class Runner:
         return self._timed("gather", str(source), lambda: self.boundary.unpack(buffer))
 
     def _compute(self, op: Op, given: Tensor | None) -> None:
-        stage = self.stages[op.stage]
-        work = stage.forward_microbatch if op.kind == "F" else stage.backward_microbatch
+        work: Callable[[int, Tensor | None], Tensor | None] = getattr(
+            self.stages[op.stage], op.row.method
+        )
+        for hook in self.hooks:
+            hook.begin(op)
         with self.boundary.axis.comm.counting(self._tensor_waits):
-            result = self._timed(KINDS[op.kind], str(op), lambda: work(op.microbatch, given))
+            result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
         if result is not None:
+            # kept until the next op on this rank asks for it, or a Send takes it away
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
-        if op.kind == "B":
-            self.on_backward(op.stage, op.microbatch)
+        for hook in self.hooks:
+            hook.end(op)
 
-    def _timed(self, kind: str, op: str, work: Callable, peer: int | None = None):
+    def _timed(self, kind: str, op: str, work: Callable[[], T], peer: int | None = None) -> T:
+        assert self._watch is not None, "only inside of run"
         with self._watch.span(kind, op, peer):
             return work()
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ptdmpi.comm.clock import Clock, Mark
@@ -58,8 +58,7 @@ class Stopwatch:
             for kind, op, begin, end in self._marked
         ]
 
-    def seconds_in(self, kinds: Container[str]) -> float:
-        """Of all spans of these kinds, once their marks are done."""
-        return sum(
-            end.at_s() - begin.at_s() for kind, _, begin, end in self._marked if kind in kinds
-        )
+    @property
+    def compute_s(self) -> float:
+        """Seconds in ops of the schedule, once their marks are done."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -19,7 +19,8 @@ from ptdmpi.plan.cost.memory import (
     total_bytes,
 )
 from ptdmpi.plan.cost.state import state_bytes
-from ptdmpi.plan.schedule.orders import FORWARD, KINDS, default_kind
+from ptdmpi.plan.schedule.ops import FORWARD
+from ptdmpi.plan.schedule.orders import build, default_kind
 from tests import _configs
 
 VOCAB_SIZE = 101
@@ -139,7 +140,7 @@ def test_many_microbatches_need_no_more_than_a_few(p, v):
             s: total_bytes(stage_activations(sizes, VOCAB_SIZE, own)) for s, own in stages.items()
         }
         held = peak = 0
-        for kind, stage, _ in KINDS[default_kind(v)](p, v, m, rank):
+        for kind, stage, _ in build(default_kind(v), p, v, m).orders[rank]:
             if kind == FORWARD:
                 held += keeps[stage]
             works = backward_working_bytes(sizes, VOCAB_SIZE, stages[stage])

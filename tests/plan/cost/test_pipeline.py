@@ -6,27 +6,29 @@ from hypothesis import strategies as st
 
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.pipeline import StageTimes, makespan_s, timeline
-from ptdmpi.plan.schedule.orders import default_kind
+from ptdmpi.plan.schedule.orders import default_kind, placement
 
 
-def even(stages, forward, backward, way=0.0, overlap=False):
+def even(p, v, forward, backward, way=0.0, overlap=False):
+    stages = p * v
     ways = (0.0, *[way] * (stages - 1))
-    return StageTimes((forward,) * stages, (backward,) * stages, ways, ways[::-1], overlap)
+    costs = ((forward,) * stages, (backward,) * stages, ways, ways[::-1])
+    return StageTimes(*costs, overlap, placement(default_kind(v), p, v))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 4), (4, 1, 8), (8, 1, 3), (4, 2, 8), (4, 3, 12)])
 def test_closed_form_of_even_stages(p, v, m):
     """(m v + p - 1)(t_f + t_b) of a chunk: Narayanan et al. 2021, sections 2.2.1 and 2.2.2."""
-    times = even(p * v, 1.0, 2.0)
-    assert makespan_s(default_kind(v), p, v, m, times) == pytest.approx((m * v + p - 1) * 3.0)
+    times = even(p, v, 1.0, 2.0)
+    assert makespan_s(default_kind(v), m, times) == pytest.approx((m * v + p - 1) * 3.0)
 
 
 def test_messages_that_block_cost_every_microbatch_both_ways():
     """An inner rank receives an activation and a gradient per microbatch; filling and draining pass
     every boundary once."""
     p, m, way = 4, 16, 0.1
-    blocking = makespan_s("1f1b", p, 1, m, even(p, 1.0, 2.0, way))
-    hidden = makespan_s("1f1b", p, 1, m, even(p, 1.0, 2.0, way, overlap=True))
+    blocking = makespan_s("1f1b", m, even(p, 1, 1.0, 2.0, way))
+    hidden = makespan_s("1f1b", m, even(p, 1, 1.0, 2.0, way, overlap=True))
     assert blocking >= (m + p - 1) * 3.0 + 2 * way * m - 1e-9
     assert (m + p - 1) * 3.0 + 2 * way * (p - 1) - 1e-9 <= hidden < blocking
 
@@ -43,17 +45,18 @@ def cases(draw):
     if p == 1:
         ways = [[0.0] * stages, [0.0] * stages]
     ways[0][0] = ways[1][-1] = 0.0
-    return p, v, m, StageTimes(*costs, *map(tuple, ways), draw(st.booleans()))
+    placed = placement("gpipe", p, v)
+    return v, m, StageTimes(*costs, *map(tuple, ways), draw(st.booleans()), placed)
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from(["default", "gpipe"]))
 def test_equal_to_the_simulation_that_is_drawn_and_above_its_bound(case, kind):
-    p, v, m, times = case
+    v, m, times = case
     kind = default_kind(v) if kind == "default" else kind
-    quick = makespan_s(kind, p, v, m, times)
-    assert quick == pytest.approx(timeline(kind, p, v, m, times, "").makespan_s)
-    assert times.lower_bound_s(p, m) <= quick * (1 + 1e-9)
+    quick = makespan_s(kind, m, times)
+    assert quick == pytest.approx(timeline(kind, m, times, "").makespan_s)
+    assert times.lower_bound_s(m) <= quick * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -65,25 +68,26 @@ def test_long_steps_go_on_as_they_began(monkeypatch, kind, p, v, m):
     stages = p * v
     forward = tuple(1.0 + 0.1 * (stage == 1) for stage in range(stages))
     ways = (0.0, *[0.05] * (stages - 1))
-    times = StageTimes(forward, (2.0,) * stages, ways, ways[::-1], overlap=False)
-    whole = makespan_s(kind, p, v, m, times)
+    placed = placement(kind, p, v)
+    times = StageTimes(forward, (2.0,) * stages, ways, ways[::-1], False, placed)
+    whole = makespan_s(kind, m, times)
     monkeypatch.setattr(pipeline, "MOST_OPS", 20 * stages * p)
-    assert makespan_s(kind, p, v, m, times) == pytest.approx(whole)
+    assert makespan_s(kind, m, times) == pytest.approx(whole)
     monkeypatch.undo()
-    assert makespan_s(kind, p, v, 10**9, times) == pytest.approx(10**9 / m * whole, rel=0.1)
+    assert makespan_s(kind, 10**9, times) == pytest.approx(10**9 / m * whole, rel=0.1)
 
 
 def test_a_pipeline_of_very_many_stages_is_visited_by_whole_rounds(monkeypatch):
     """However few ops may be visited, some rounds are: the closed form (m v + p - 1)(f + b)."""
     monkeypatch.setattr(pipeline, "MOST_OPS", 10)
     for p, v, m in ((6, 1, 45), (6, 2, 60)):
-        times = even(p * v, 1.0, 2.0)
+        times = even(p, v, 1.0, 2.0)
         exact = pytest.approx((m * v + p - 1) * 3.0)
-        assert makespan_s(default_kind(v), p, v, m, times) == exact
+        assert makespan_s(default_kind(v), m, times) == exact
 
 
 def test_the_bound_is_the_time_of_even_stages():
-    times = even(8, 1.0, 2.0)
     for v, m in ((1, 16), (2, 16)):
-        exact = makespan_s(default_kind(v), 8 // v, v, m, times)
-        assert times.lower_bound_s(8 // v, m) == pytest.approx(exact)
+        times = even(8 // v, v, 1.0, 2.0)
+        exact = makespan_s(default_kind(v), m, times)
+        assert times.lower_bound_s(m) == pytest.approx(exact)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import KINDS, Op, build, default_kind
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import KINDS, build, default_kind
 from ptdmpi.plan.schedule.simulate import Costs, execute, simulate
 
 P, V, M = st.integers(1, 8), st.integers(1, 4), st.integers(1, 32)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdmpi.plan.schedule.orders import KINDS, DeadlockError, Op, build
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import KINDS, DeadlockError, build
 from ptdmpi.plan.schedule.program import (
     Compute,
     MismatchError,

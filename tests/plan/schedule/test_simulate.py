@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import Op, build
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Costs, Span, Timeline, simulate
 
 

@@ -15,6 +15,7 @@ from ptdmpi.plan.show.draw import _legend, chrome_trace, figure, terminal
 from ptdmpi.plan.show.draw_memory import drawn_ranks, envelope
 
 LEGEND = "number: microbatch, > forward, < backward, . idle"
+LEGEND_FORWARD = LEGEND.replace("< backward, ", "")  # kinds of ops that occur
 GOLDEN = {
     ("gpipe", 3, 1, 3): """
 rank 0 012......0<1<2<
@@ -51,7 +52,8 @@ def simulated(*schedule, forward_s=1.0, backward_s=2.0):
 def test_golden_pictures(schedule):
     timeline = simulated(*schedule)
     width = len("rank 0 ") + int(timeline.makespan_s)
-    assert "\n" + terminal(timeline, width, color=False) == f"{GOLDEN[schedule]}\n{LEGEND}"
+    legend = LEGEND_FORWARD if schedule[0] == "forward" else LEGEND
+    assert "\n" + terminal(timeline, width, color=False) == f"{GOLDEN[schedule]}\n{legend}"
 
 
 def test_a_wide_terminal_draws_every_op_wider():
@@ -94,11 +96,11 @@ def test_numbers_that_do_not_fit_are_cut_short_and_the_stated_width_shows_them()
 def test_other_work_has_a_letter_and_a_place_in_the_legend():
     spans = (Span(0, "forward", "F0.0", 10.0, 12.0), Span(0, "optimizer", "", 12.0, 14.0))
     text = terminal(Timeline(spans, title="measured"), 15, color=False)
-    assert text.splitlines() == ["measured", "rank 0 0>>>oooo", f"{LEGEND}, o optimizer"]
+    assert text.splitlines() == ["measured", "rank 0 0>>>oooo", f"{LEGEND_FORWARD}, o optimizer"]
 
 
 def test_nothing_to_draw_is_drawn_as_nothing():
-    assert terminal(Timeline(()), 80, color=False) == LEGEND
+    assert terminal(Timeline(()), 80, color=False) == "number: microbatch, . idle"
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

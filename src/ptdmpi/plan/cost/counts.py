@@ -4,15 +4,22 @@ from ptdmpi.config import ModelConfig
 
 
 def layer_forward_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions.
+    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions (or
+    its window).
 
     24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
     their own GEMMs.
     """
     h, kv = model.hidden, model.kv_heads * model.head_size
-    up = 2 if model.activation == "swiglu" else 1
-    weights = 2 * h * h + 2 * h * kv + (up + 1) * h * model.ffn_hidden
-    return 2 * weights + 4 * model.seq_length * h
+    weights = 2 * h * (model.attention_width + kv) + (model.gates + 1) * h * model.ffn_hidden
+    return 2 * weights + core_forward_flops(model)
+
+
+def core_forward_flops(model: ModelConfig) -> float:
+    """FLOPs of the two products of attention of one layer per token, the mean over the layers: all
+    s positions, or the window where a layer has one."""
+    keys = [model.window_of(layer) or model.seq_length for layer in range(model.layers)]
+    return 4 * model.attention_width * sum(keys) / len(keys)
 
 
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
@@ -41,7 +48,7 @@ def hardware_flops(
 
     With every layer in full, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
     """
-    core = 4 * model.seq_length * model.hidden
+    core = core_forward_flops(model)
     again = {"none": 0.0, "selective": core, "full": layer_forward_flops(model)}[recompute]
     return model_flops(model, vocab_size, tokens) + layers * again * tokens
 
@@ -59,7 +66,7 @@ def embedding_parameters(model: ModelConfig) -> int:
 def head_parameters(model: ModelConfig) -> int:
     """Beside the output's table and bias; on every tensor rank: final norm, BERT's transform, and
     pooler and sentence order."""
-    h, count = model.hidden, norm_parameters(model) if model.block_norm == "pre" else 0
+    h, count = model.hidden, norm_parameters(model) if model.block_norm != "post" else 0
     square = h * h + h * model.head_bias
     if model.output_head == "mlm":
         count += square + norm_parameters(model)
@@ -74,9 +81,12 @@ def output_biases(model: ModelConfig, vocab_size: int) -> int:
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, a tied head counted once."""
-    h, kv, ffn = model.hidden, model.kv_heads * model.head_size, model.ffn_hidden
-    up = 2 if model.activation == "swiglu" else 1
-    layer = 2 * h * h + 2 * h * kv + (up + 1) * h * ffn + 2 * norm_parameters(model)
-    layer += model.attention_bias * (h + 2 * kv + h) + model.mlp_bias * (up * ffn + h)
+    h, ffn, gates = model.hidden, model.ffn_hidden, model.gates
+    query, kv = model.attention_width, model.kv_heads * model.head_size
+    norms = 4 if model.block_norm == "sandwich" else 2
+    layer = 2 * h * (query + kv) + (gates + 1) * h * ffn + norms * norm_parameters(model)
+    layer += 2 * model.qk_norm * (norm_parameters(model) // h * model.head_size)
+    layer += model.qkv_bias * (query + 2 * kv) + model.attention_bias * h
+    layer += model.mlp_bias * (gates * ffn + h)
     tables = vocab_size * h * (1 if model.tie_embeddings else 2) + output_biases(model, vocab_size)
     return model.layers * layer + tables + embedding_parameters(model) + head_parameters(model)

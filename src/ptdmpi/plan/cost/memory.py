@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ptdmpi.config import Config
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.held import most_held
 
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 MODES = ("none", "selective", "full")
@@ -333,8 +334,9 @@ def stages_of(config: Config, vocab_size: int, pipeline_rank: int) -> dict[int, 
     """Stage number -> its layers, of one pipeline rank."""
     parallel, model = config.parallel, config.model
     p, v = parallel.pipeline, parallel.virtual
-    layers = split_layers(model.layers, p, v, head_in_layers(model, vocab_size))
-    return {stage: layers[stage] for stage in range(pipeline_rank, p * v, p)}
+    placed = schedules.placement(parallel.schedule, p, v)
+    layers = split_layers(model.layers, placed, head_in_layers(model, vocab_size))
+    return {stage: layers[stage] for stage in placed.stages_of(pipeline_rank)}
 
 
 def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> int:
@@ -353,17 +355,9 @@ def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> 
     microbatches = config.microbatches
     if parallel.schedule != "gpipe":  # filled by then, and from there on ever the same
         microbatches = min(microbatches, 3 * parallel.pipeline)
-    order = schedules.KINDS[parallel.schedule](
-        parallel.pipeline, parallel.virtual, microbatches, pipeline_rank
-    )
-    held = peak = 0
-    for op in order:
-        if op.kind == schedules.FORWARD:
-            held += keeps[op.stage]
-            peak = max(peak, held)
-        else:
-            peak = max(peak, held + works[op.stage])
-            held -= keeps[op.stage]
+    placed = schedules.placement(parallel.schedule, parallel.pipeline, parallel.virtual)
+    order = schedules.order(parallel.schedule, placed, microbatches, pipeline_rank)
+    peak = int(most_held(order, lambda _, stage: keeps[stage], works.__getitem__))
     before = any(stage > 0 for stage in stages)
     behind = any(stage + 1 < parallel.pipeline * parallel.virtual for stage in stages)
     boundary = sizes.local_tokens * config.model.hidden * sizes.compute_bytes

@@ -5,12 +5,12 @@ search may ask it often. Tensor ranks and data ranks do the same at the same tim
 stands for all (symmetry).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.orders import FORWARD, Op
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op
+from ptdmpi.plan.schedule.orders import Placement, Schedule
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 
 MOST_OPS = 100_000  # that are visited one by one, or twice as many
@@ -21,9 +21,9 @@ class StageTimes:
     """Seconds of each stage's forward and backward, and of the messages into them.
 
     `forward_in_s[s]` is the way of the activation from stage s - 1 to stage s, `backward_in_s[s]`
-    of the gradient from stage s + 1; 0 where both stand on one rank. With `overlap` a message
-    travels while its ranks compute; else its receiver waits through all of it, and the sender,
-    which receives at the same time, with it.
+    of the gradient from stage s + 1; 0 where both stand on one rank, as `placed` says. With
+    `overlap` a message travels while its ranks compute; else its receiver waits through all of it,
+    and the sender, which receives at the same time, with it.
     """
 
     forward_s: tuple[float, ...]
@@ -31,138 +31,150 @@ class StageTimes:
     forward_in_s: tuple[float, ...]
     backward_in_s: tuple[float, ...]
     overlap: bool
+    placed: Placement
 
     def duration_s(self, op: Op) -> float:
         """How long the rank is taken by `op`, its input's way included unless they overlap."""
-        if op.kind == FORWARD:
-            own_s, way_s = self.forward_s[op.stage], self.forward_in_s[op.stage]
-        else:
-            own_s, way_s = self.backward_s[op.stage], self.backward_in_s[op.stage]
-        return own_s if self.overlap else own_s + way_s
+        own_s: float = getattr(self, op.row.cost)[op.stage] * op.row.share
+        return own_s if self.overlap else own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
         """From the end of the source of `op` to when `op` may start on another rank."""
-        if not self.overlap:
+        return self._way_s(op) if self.overlap else 0.0
+
+    def _way_s(self, op: Op) -> float:
+        """Inputs come down the model with the activations or up with the gradients, or not."""
+        if op.row.neighbour == 0:
             return 0.0
-        return (self.forward_in_s if op.kind == FORWARD else self.backward_in_s)[op.stage]
+        return (self.forward_in_s if op.row.neighbour < 0 else self.backward_in_s)[op.stage]
 
-    def busy_s(self, rank: int, pipeline: int, microbatches: int) -> float:
+    def busy_s(self, rank: int, microbatches: int) -> float:
         """Time of a rank in its forwards and backwards."""
-        own = slice(rank, None, pipeline)
-        return microbatches * (sum(self.forward_s[own]) + sum(self.backward_s[own]))
+        own = self.placed.stages_of(rank)
+        forward_s = sum(self.forward_s[stage] for stage in own)
+        return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
 
-    def lower_bound_s(self, pipeline: int, microbatches: int) -> float:
+    def lower_bound_s(self, microbatches: int) -> float:
         """No order of work is faster: of every rank, what must happen before its first forward, all
         its own work, and what must happen after its last backward."""
         bound = before = after = 0.0
         way = 0.0 if self.overlap else 1.0
-        for rank in range(pipeline):
-            own = range(rank, len(self.forward_s), pipeline)
-            waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)
-            work = self.busy_s(rank, pipeline, microbatches) + way * microbatches * waits
-            before += (1.0 - way) * self.forward_in_s[rank]
-            bound = max(bound, before + work + after)
-            before += self.forward_s[rank] + way * self.forward_in_s[rank]
-            after += self.backward_s[rank] + self.backward_in_s[rank]
+        seen: set[int] = set()
+        for stage in range(self.placed.stages):
+            rank = self.placed.rank_of(stage)
+            if rank not in seen:  # the first of its stages: nothing of its own comes before
+                seen.add(rank)
+                own = self.placed.stages_of(rank)
+                waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)
+                work = self.busy_s(rank, microbatches) + way * microbatches * waits
+                arrival = before + (1.0 - way) * self.forward_in_s[stage]
+                bound = max(bound, arrival + work + after)
+            if len(seen) == self.placed.pipeline:
+                break
+            before += self.forward_s[stage] + self.forward_in_s[stage]
+            after += self.backward_s[stage] + self.backward_in_s[stage]
         return bound
 
 
+@dataclass(frozen=True)
+class _Numbered:
+    """A schedule in numbers: of each rank's ops (number of the op, number of its source or -1,
+    place of its stage and kind among `ops`)."""
+
+    orders: tuple[tuple[tuple[int, int, int], ...], ...]
+    ops: tuple[Op, ...]
+    count: int
+
+
+def _scheduled(kind: str, placed: Placement, microbatches: int) -> Schedule:
+    return schedules.build(kind, placed.pipeline, placed.virtual, microbatches)
+
+
 @lru_cache(maxsize=64)
-def _orders(
-    kind: str, pipeline: int, virtual: int, microbatches: int
-) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Each rank's order as (number of the op, number of its source or -1, 2 stage + is
-    backward)."""
-    stages, generate = pipeline * virtual, schedules.KINDS[kind]
-    backwards = stages * microbatches
+def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
+    schedule = _scheduled(kind, placed, microbatches)
+    kinds = [letter for letter in OP_KINDS if letter in schedule.letters]
+    ops = [Op(letter, stage, 0) for letter in kinds for stage in range(placed.stages)]
+    slots = {op[:2]: slot for slot, op in enumerate(ops)}
+    sources = [schedule.source(op) for op in ops]
+    # the source of an op is as far from it in numbers as those of microbatch 0 are apart
+    first_of = [-1 if source is None else slots[source[:2]] for source in sources]
     orders = []
-    for rank in range(pipeline):
-        order = []
-        for op_kind, stage, microbatch in generate(pipeline, virtual, microbatches, rank):
-            number = stage * microbatches + microbatch
-            if op_kind == FORWARD:
-                source = number - microbatches if stage else -1
-                order.append((number, source, 2 * stage))
-            else:
-                source = backwards + number + microbatches if stage + 1 < stages else -1
-                order.append((backwards + number, source, 2 * stage + 1))
-        orders.append(tuple(order))
-    return tuple(orders)
+    for order in schedule.orders:
+        numbers = []
+        for letter, stage, microbatch in order:
+            slot = slots[letter, stage]
+            source = first_of[slot]
+            number = -1 if source < 0 else source * microbatches + microbatch
+            numbers.append((slot * microbatches + microbatch, number, slot))
+        orders.append(tuple(numbers))
+    return _Numbered(tuple(orders), tuple(ops), len(ops) * microbatches)
 
 
-def makespan_s(
-    kind: str, pipeline: int, virtual: int, microbatches: int, times: StageTimes
-) -> float:
+def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """From the first forward to the last backward. Beyond `MOST_OPS`, where the pipeline has long
     been in step with itself, each further microbatch takes as long as those before."""
+    p, stages = times.placed.pipeline, times.placed.stages
     # whole rounds of the pipeline; it is in step with itself after the first
-    most = pipeline * max(2, MOST_OPS // (2 * pipeline * virtual) // pipeline)
+    most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
-        return _simulated_s(kind, pipeline, virtual, microbatches, times)
-    rest = microbatches % pipeline
-    shorter_s, longer_s = (
-        _simulated_s(kind, pipeline, virtual, count + rest, times) for count in (most, 2 * most)
-    )
+        return _simulated_s(kind, microbatches, times)
+    rest = microbatches % p
+    shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
     return longer_s + further * (longer_s - shorter_s)
 
 
-def _simulated_s(
-    kind: str, pipeline: int, virtual: int, microbatches: int, times: StageTimes
-) -> float:
-    """A backward's own forward stands before it in its rank's order, so only sources are waited
-    for."""
-    stages = pipeline * virtual
-    ops = [Op(k, stage, 0) for stage in range(stages) for k in (FORWARD, schedules.BACKWARD)]
-    durations = [times.duration_s(op) for op in ops]
-    travels = [times.travel_s(op) for op in ops]
-    orders = _orders(kind, pipeline, virtual, microbatches)
-    ends: list[float | None] = [None] * (2 * stages * microbatches)
-    clocks, positions = [0.0] * pipeline, [0] * pipeline
-    waiting: dict[int, int] = {}
-    runnable = list(range(pipeline))
-    while runnable:
-        rank = runnable.pop()
-        clocks[rank], positions[rank], missing = _advance(
-            (orders[rank], positions[rank], clocks[rank]),
-            (durations, travels),
-            (ends, waiting, runnable),
-        )
-        if missing >= 0:
-            waiting[missing] = rank
-    if waiting:
-        raise schedules.DeadlockError(f"schedule {kind} waits for itself")
-    return max(clocks)
+def _simulated_s(kind: str, microbatches: int, times: StageTimes) -> float:
+    return _Pass(_numbered(kind, times.placed, microbatches), times).end_s(kind)
 
 
-def _advance(
-    place: tuple[Sequence[tuple[int, int, int]], int, float],
-    costs: tuple[list[float], list[float]],
-    state: tuple[list[float | None], dict[int, int], list[int]],
-) -> tuple[float, int, int]:
-    """One rank as far as it gets: (its clock, its position, the op it waits for or -1)."""
-    order, position, clock = place
-    (durations, travels), (ends, waiting, runnable) = costs, state
-    while position < len(order):
-        number, source, slot = order[position]
-        if source >= 0:
-            end = ends[source]
-            if end is None:
-                return clock, position, source
-            arrival = end + travels[slot]
-            if arrival > clock:
-                clock = arrival
-        clock += durations[slot]
-        ends[number] = clock
-        position += 1
-        if number in waiting:
-            runnable.append(waiting.pop(number))
-    return clock, position, -1
+class _Pass:
+    """One pass over a numbered schedule. What an op needs of its own stage, as a backward its
+    forward, stands before it in its rank's order, so only sources are waited for."""
+
+    def __init__(self, numbered: _Numbered, times: StageTimes) -> None:
+        self.orders = numbered.orders
+        self.durations = [times.duration_s(op) for op in numbered.ops]
+        self.travels = [times.travel_s(op) for op in numbered.ops]
+        self.ends: list[float | None] = [None] * numbered.count
+        self.clocks = [0.0] * len(self.orders)
+        self.positions = [0] * len(self.orders)
+        self.waiting: dict[int, int] = {}  # number of the op waited for -> the rank that waits
+        self.runnable = list(range(len(self.orders)))
+
+    def end_s(self, kind: str) -> float:
+        """When the last rank is done; raises DeadlockError, with the schedule's `kind`."""
+        while self.runnable:
+            self._advance(self.runnable.pop())
+        if self.waiting:
+            raise schedules.DeadlockError(f"schedule {kind} waits for itself")
+        return max(self.clocks)
+
+    def _advance(self, rank: int) -> None:
+        """One rank as far as it gets."""
+        # local names: this loop is what a search spends its time in
+        order, ends, waiting = self.orders[rank], self.ends, self.waiting
+        durations, travels = self.durations, self.travels
+        clock = self.clocks[rank]
+        for position in range(self.positions[rank], len(order)):
+            number, source, slot = order[position]
+            if source >= 0:
+                end = ends[source]
+                if end is None:
+                    waiting[source] = rank
+                    self.positions[rank] = position
+                    break
+                arrival = end + travels[slot]
+                if arrival > clock:
+                    clock = arrival
+            clock += durations[slot]
+            ends[number] = clock
+            if number in waiting:
+                self.runnable.append(waiting.pop(number))
+        self.clocks[rank] = clock
 
 
-def timeline(
-    kind: str, pipeline: int, virtual: int, microbatches: int, times: StageTimes, title: str
-) -> Timeline:
-    """The same, op by op, to be drawn."""
-    planned = simulate(schedules.build(kind, pipeline, virtual, microbatches), times)
-    return replace(planned, title=title)
+def timeline(kind: str, microbatches: int, times: StageTimes, title: str) -> Timeline:
+    """The same step as that of `makespan_s`, op by op, to be drawn."""
+    return replace(simulate(_scheduled(kind, times.placed, microbatches), times), title=title)

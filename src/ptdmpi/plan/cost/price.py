@@ -18,6 +18,8 @@ from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
+from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.orders import Placement
 
 MASTER_BYTES = footprint.MASTER_BYTES
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
@@ -71,6 +73,11 @@ class Price:
         return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
 
 
+def placement_of(layout: Layout) -> Placement:
+    """Where the schedule of `layout` places the stages."""
+    return schedules.placement(layout.schedule, layout.pipeline, layout.virtual)
+
+
 class Pricer:
     """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
 
@@ -83,7 +90,7 @@ class Pricer:
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
         self.footprints = Footprints(model, cluster, precision)
         self._layers: dict[tuple, LayerTimes] = {}
-        self._splits: dict[tuple[int, int], list[range]] = {}
+        self._splits: dict[Placement, list[range]] = {}
         self._rough: dict[tuple, float] = {}
 
     def layer(self, layout: Layout) -> LayerTimes:
@@ -93,14 +100,14 @@ class Pricer:
         return self._layers[key]
 
     def split(self, layout: Layout) -> list[range]:
-        key = (layout.pipeline, layout.virtual)
-        if key not in self._splits:
+        placed = placement_of(layout)
+        if placed not in self._splits:
             config = self.model.config
             head = 0.0
             if self.cluster.software.balanced_stages:
                 head = head_in_layers(config, self.model.vocab_size)
-            self._splits[key] = split_layers(config.layers, *key, head)
-        return self._splits[key]
+            self._splits[placed] = split_layers(config.layers, placed, head)
+        return self._splits[placed]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
@@ -120,21 +127,27 @@ class Pricer:
         if p > 1:
             far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
-            ways[1:-1] = [way_s[crosses] for crosses in far]
+            placed = placement_of(layout)
+            ways[1:-1] = [
+                0.0 if placed.rank_of(stage - 1) == placed.rank_of(stage) else way_s[crosses]
+                for stage, crosses in enumerate(far, 1)
+            ]
         return StageTimes(
             tuple(forward.total for forward, _ in seconds),
             tuple(backward.total for _, backward in seconds),
             tuple(ways[:-1]),
             tuple(ways[1:]),
             self.cluster.software.overlap_pipeline,
+            placement_of(layout),
         )
 
     def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
         """Whether any data rank's message from stage - 1 to stage leaves its node."""
         devices, row = self.cluster.node.devices, layout.tensor * layout.data
-        if row % devices == 0:
+        placed = placement_of(layout)
+        here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+        if here != there and row % devices == 0:
             return True
-        here, there = ((stage - 1) % layout.pipeline) * row, (stage % layout.pipeline) * row
         return any(
             (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
         )
@@ -229,7 +242,7 @@ class Pricer:
     def bound_s(self, layout: Layout) -> float:
         """A step time that no order of work falls below: what the search prunes by."""
         microbatches = layout.microbatches(self.batch)
-        bound = self.stage_times(layout).lower_bound_s(layout.pipeline, microbatches)
+        bound = self.stage_times(layout).lower_bound_s(microbatches)
         after_s, _ = self._after_s(layout)
         return bound + sum(after_s)
 
@@ -243,7 +256,8 @@ class Pricer:
         if layout.dp_overlap and layout.zero < 3:
             # behind the last microbatch's backward; the last layer's gradients come too late
             hidden_s = sum(backward.total for _, backward in self.stage_seconds(layout)[:1])
-            own = max(1, sum(map(len, layers[:: layout.pipeline])))
+            first = placement_of(layout).stages_of(0)
+            own = max(1, sum(len(layers[stage]) for stage in first))
             data_s = max(data_s / own, data_s - hidden_s)
         return (data_s, self.optimizer_s(layout, elements)), elements
 
@@ -290,16 +304,18 @@ class Pricer:
         """The simulated step; raises InputError for a layout that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.stage_times(layout)
-        makespan_s = pipeline.makespan_s(layout.schedule, p, layout.virtual, microbatches, times)
+        makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)
         (data_s, optimizer_s), _ = self._after_s(layout)
-        busiest = max(range(p), key=lambda rank: times.busy_s(rank, p, microbatches))
-        busy_s = times.busy_s(busiest, p, microbatches)
-        mean_s = math.fsum(times.busy_s(r, p, microbatches) for r in range(p)) / p
-        own = self.stage_seconds(layout)[busiest::p]
-        tensor_s = microbatches * sum(f.messages + b.messages for f, b in own)
+        busiest = max(range(p), key=lambda rank: times.busy_s(rank, microbatches))
+        busy_s = times.busy_s(busiest, microbatches)
+        mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
+        own = times.placed.stages_of(busiest)
+        seconds = self.stage_seconds(layout)
+        tensor_s = microbatches * sum(part.messages for stage in own for part in seconds[stage])
         ways_s = 0.0
         if not times.overlap:
-            ways_s = sum(times.forward_in_s[busiest::p]) + sum(times.backward_in_s[busiest::p])
+            ways_s = sum(times.forward_in_s[stage] for stage in own)
+            ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
         parts = Parts(
             compute=busy_s - tensor_s,

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.cost.counts import head_forward_flops, layer_forward_flops
+from ptdmpi.plan.schedule.orders import Placement
 
 DECIMALS = 9  # of a work in layers: less is rounding
 
@@ -15,38 +16,41 @@ def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
 
 
-def split_layers(layers: int, pipeline: int, virtual: int, head: float) -> list[range]:
-    """The layers of each of p v stages, in order; `head` is the head's work in layers.
+def split_layers(layers: int, placed: Placement, head: float) -> list[range]:
+    """The layers of each of p v stages, in order; `head` is the head's work in layers, `placed`
+    says which rank holds which stage: v of them each.
 
     Only the last stage differs, by the head's work, so it may hold fewer layers than the others.
     Least is, in this order: the largest work of a rank, the largest work of a stage, the distance
     from the even split. Every stage keeps at least one layer.
     """
-    return list(_split(layers, pipeline, virtual, head))
+    return list(_split(layers, placed, head))
 
 
 @lru_cache(maxsize=4096)
-def _split(layers: int, pipeline: int, virtual: int, head: float) -> tuple[range, ...]:
-    stages = pipeline * virtual
+def _split(layers: int, placed: Placement, head: float) -> tuple[range, ...]:
+    stages = placed.stages
     if stages == 1:
         return (range(layers),)
+    sizes = (placed.pipeline, placed.virtual)
 
     def cost(last: int) -> tuple[float, ...]:
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
-        rank = _largest_rank(base, odd, (pipeline, virtual), last + head)
+        rank = _largest_rank(base, odd, sizes, last + head)
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
     # a last stage above the even split does better with one layer less, and another one with it
     last = min(range(1, -(-layers // stages) + 1), key=cost)
-    counts = [*_spread(layers - last, stages - 1, pipeline, last + head), last]
+    counts = [*_spread(layers - last, placed, last + head), last]
     starts = [sum(counts[:i]) for i in range(stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """What `_spread` leaves the most loaded rank with. k odd layers each to the other ranks, the
-    rest of them to the last one: k as small as leaves that one with no more than the others."""
+    """What `_spread` leaves the most loaded rank with: k odd layers each go to the ranks without
+    the last stage, the rest of them to the one with it, and k is as small as leaves that one with
+    no more than the others. `sizes` are p and v."""
     pipeline, virtual = sizes
     own, others = (virtual - 1) * base + odd + last_work, pipeline - 1
     if not others:
@@ -57,18 +61,22 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
     return min(max(virtual * base + k, own - min(odd, k * others)) for k in choices)
 
 
-def _spread(layers: int, stages: int, pipeline: int, last_work: float) -> list[int]:
+def _spread(layers: int, placed: Placement, last_work: float) -> list[int]:
     """`layers` over the stages before the last one; the odd ones go to the least loaded ranks, each
     rank's first stages first."""
-    base, odd = divmod(layers, stages)
-    counts = [base] * stages
-    loads = [float(base * len(range(rank, stages, pipeline))) for rank in range(pipeline)]
-    loads[stages % pipeline] += last_work
-    free = [(loads[rank], rank) for rank in range(min(pipeline, stages))]  # (load, its next stage)
+    last = placed.stages - 1
+    base, odd = divmod(layers, last)
+    counts = [base] * last
+    free = []  # (load of a rank, the first of its stages that may take one more, the others)
+    for rank in range(placed.pipeline):
+        own = [stage for stage in placed.stages_of(rank) if stage != last]
+        load = float(base * len(own)) + (last_work if placed.rank_of(last) == rank else 0.0)
+        if own:
+            free.append((load, own[0], own[1:]))
     heapq.heapify(free)
     for _ in range(odd):
-        load, stage = heapq.heappop(free)
+        load, stage, others = heapq.heappop(free)
         counts[stage] += 1
-        if stage + pipeline < stages:
-            heapq.heappush(free, (load + 1, stage + pipeline))
+        if others:
+            heapq.heappush(free, (load + 1, others[0], others[1:]))
     return counts

@@ -81,8 +81,8 @@ def mistakes(layout: Layout, model: ModelConfig, batch: int) -> Iterator[str]:
     for name, size in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden)):
         if size % t:
             yield f"t = {t} does not divide {name} = {size}"
-    if model.kv_heads != model.heads and model.kv_heads % t:
-        yield f"t = {t} does not divide kv_heads = {model.kv_heads}"
+    if not model.heads % t and model.kv_heads % t and t % model.kv_heads:
+        yield f"t = {t} neither divides kv_heads = {model.kv_heads} nor is a multiple of it"
     if layout.sequence_parallel and model.seq_length % t:
         yield f"sequence parallelism: t = {t} does not divide s = {model.seq_length}"
     if stages > model.layers:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
-from ptdmpi.config.sections import Positive, Section
+from ptdmpi.config.section import Positive, Section
 
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=False)]
@@ -303,7 +303,7 @@ def model_of(name: str, keys: dict[str, Any]) -> Model:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise InputError(f"model {name}: V = {vocab_size}: must be a number of at least 1")
     config = _validated(ModelConfig, keys, f"model {name}")
-    if config.hidden % config.heads or config.heads % config.kv_heads:
+    if not config.head_size or config.heads % config.kv_heads:
         raise InputError(
             f"model {name}: heads = {config.heads} must divide hidden = {config.hidden}, "
             f"and kv_heads = {config.kv_heads} must divide heads"

@@ -1,46 +1,63 @@
-"""Pipeline schedules as data: in which order each pipeline rank computes what.
+"""Pipeline schedules as data: in which order each pipeline rank computes what, and where.
 
 A schedule holds no times, idle slots or messages: those are derived from it (`simulate`,
-`program`). One generator yields the order of one rank; the table `KINDS` names them. Nothing
-outside this file knows warm-up, steady state or cool-down.
+`program`). One generator yields the order of one rank; the table `KINDS` names them, each with
+its placement of the stages on the ranks. Nothing outside this file knows warm-up, steady state or
+cool-down, and nothing else says which rank holds which stage.
 
 In every schedule each stage runs its forwards, and its backwards, in ascending order of the
 microbatches, so that gradients are summed in one order whatever the schedule and layout.
 """
 
 import difflib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property, lru_cache
 
 from ptdmpi.config import InputError
-
-FORWARD, BACKWARD = "F", "B"
-_OP_TEXT = re.compile(rf"([{FORWARD}{BACKWARD}])(\d+)\.(\d+)", re.ASCII)
+from ptdmpi.plan.schedule.held import most_held
+from ptdmpi.plan.schedule.ops import ACTIVATIONS, BACKWARD, FORWARD, OP_KINDS, Op
 
 
 class DeadlockError(Exception):
     """Every rank that has work left waits for another one; the message names what each waits at."""
 
 
-class Op(NamedTuple):
-    """One computation: the forward or the backward of one microbatch through one stage."""
+@dataclass(frozen=True)
+class Placement:
+    """Which pipeline rank holds which stage: `ranks[stage]`."""
 
-    kind: str
-    stage: int
-    microbatch: int
+    ranks: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.microbatch}"
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.ranks)
 
-    @classmethod
-    def parse(cls, text: str) -> "Op":
-        """The op that prints as `text`, such as "F2.0"; raises ValueError for other text."""
-        match = _OP_TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(f'"{text}" is no op: F2.0 is the forward of stage 2, microbatch 0')
-        return cls(match[1], int(match[2]), int(match[3]))
+    @cached_property
+    def pipeline(self) -> int:
+        """Number of ranks."""
+        return max(self.ranks) + 1
+
+    @property
+    def virtual(self) -> int:
+        """Stages per rank, v; every rank has as many."""
+        return self.stages // self.pipeline
+
+    @cached_property
+    def _of_rank(self) -> tuple[tuple[int, ...], ...]:
+        own: list[list[int]] = [[] for _ in range(self.pipeline)]
+        for stage, rank in enumerate(self.ranks):
+            own[rank].append(stage)
+        return tuple(map(tuple, own))
+
+    def rank_of(self, stage: int) -> int:
+        """Pipeline rank that holds `stage`."""
+        return self.ranks[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that pipeline rank `rank` holds, ascending: its chunks of the model."""
+        return self._of_rank[rank]
 
 
 @dataclass(frozen=True)
@@ -48,38 +65,62 @@ class Schedule:
     """The order of computation of each pipeline rank: `orders[rank]` is a sequence of ops.
 
     `pipeline`, `virtual` and `microbatches` are p, v and m; the model is cut into p v stages,
-    of which rank r holds the v chunks r, p + r, 2 p + r, ...
+    `placement` says which rank holds which.
     """
 
     kind: str
-    pipeline: int
-    virtual: int
+    placement: Placement
     microbatches: int
     orders: tuple[tuple[Op, ...], ...]
 
     @property
+    def pipeline(self) -> int:
+        """Number of ranks, p."""
+        return len(self.orders)
+
+    @property
+    def virtual(self) -> int:
+        """Chunks of the model per rank, v."""
+        return self.placement.virtual
+
+    @property
     def stages(self) -> int:
         """Number of stages, p v."""
-        return self.pipeline * self.virtual
+        return self.placement.stages
+
+    @cached_property
+    def letters(self) -> frozenset[str]:
+        """The kinds of its ops."""
+        return frozenset(op.kind for order in self.orders for op in order)
 
     def rank_of(self, stage: int) -> int:
         """Pipeline rank that holds `stage`."""
-        return stage % self.pipeline
+        return self.placement.rank_of(stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that pipeline rank `rank` holds, ascending."""
+        return self.placement.stages_of(rank)
 
     def source(self, op: Op) -> Op | None:
         """The op whose output tensor is the input of `op`; None at either end of the model."""
-        kind, stage, microbatch = op
-        if kind == FORWARD:
-            return Op(FORWARD, stage - 1, microbatch) if stage > 0 else None
-        return Op(BACKWARD, stage + 1, microbatch) if stage + 1 < self.stages else None
+        neighbour = op.row.neighbour
+        stage = op.stage + neighbour
+        if neighbour == 0 or not 0 <= stage < self.stages:
+            return None
+        return Op(op.kind, stage, op.microbatch)
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        """All that must have ended before `op` starts: its source, for a backward its forward."""
+        """All that must have ended before `op` starts: its source, and what its row names `after`,
+        as a backward its forward."""
         source = self.source(op)
-        sources = () if source is None else (source,)
-        if op.kind == FORWARD:
-            return sources
-        return (*sources, Op(FORWARD, op.stage, op.microbatch))
+        own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
+        return (*own,) if source is None else (source, *own)
+
+    def completes_gradients(self, op: Op) -> bool:
+        """Whether `op` is the last that adds its microbatch to the gradients of its stage."""
+        adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
+        # of several kinds it is the one that waits for all the others
+        return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
         """Most forwards in flight on each rank, in chunks (one chunk: 1/(p v) of the model).
@@ -87,7 +128,10 @@ class Schedule:
         A forward is in flight from its start to the end of its backward, or to its own end where
         the schedule has no backward.
         """
-        return tuple(_most_in_flight(order) for order in self.orders)
+        return tuple(
+            int(most_held(order, lambda inventory, stage: inventory == ACTIVATIONS))
+            for order in self.orders
+        )
 
     @property
     def bubble_fraction_closed_form(self) -> float:
@@ -99,45 +143,32 @@ class Schedule:
         return (self.pipeline - 1) / (self.virtual * self.microbatches)
 
 
-def _most_in_flight(order: Sequence[Op]) -> int:
-    kept = {(stage, microbatch) for kind, stage, microbatch in order if kind == BACKWARD}
-    in_flight = peak = 0
-    for kind, stage, microbatch in order:
-        if kind == BACKWARD:
-            in_flight -= 1
-            continue
-        peak = max(peak, in_flight + 1)
-        in_flight += (stage, microbatch) in kept
-    return peak
-
-
-def gpipe(pipeline: int, virtual: int, microbatches: int, rank: int) -> Iterator[Op]:
+def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
     """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
     With several chunks each one sees all microbatches before the next chunk starts (breadth
     first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order, not in GPipe's
     descending one, for the sake of the order in which gradients are summed.
     """
-    chunks = range(rank, pipeline * virtual, pipeline)
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 
 def one_forward_one_backward(
-    pipeline: int, virtual: int, microbatches: int, rank: int
+    rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
 ) -> Iterator[Op]:
     """PipeDream-Flush, 1F1B: Narayanan et al. 2021, section 2.2.1, Figure 4 (top).
 
     A rank starts with as many forwards as there are ranks behind it; from then on each forward is
-    followed by a backward, so that at most p - r activations are in flight. `virtual` is 1.
+    followed by a backward, so that at most p - r activations are in flight. There is one chunk.
     """
-    (stage,) = range(rank, pipeline * virtual, pipeline)
+    (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
     backwards = [Op(BACKWARD, stage, i) for i in range(microbatches)]
     yield from _alternate(forwards, backwards, warm_up=pipeline - rank - 1)
 
 
-def interleaved(pipeline: int, virtual: int, microbatches: int, rank: int) -> Iterator[Op]:
+def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
     """Interleaved 1F1B: Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom), for any m.
 
     Microbatches travel in groups of p: a rank runs a group through one of its chunks, then the
@@ -150,21 +181,26 @@ def interleaved(pipeline: int, virtual: int, microbatches: int, rank: int) -> It
     what remains: complete and free of deadlock. Every chain of waiting ops of what remains is
     part of a chain of the full order, so the makespan is at most that of m rounded up.
     """
-    if virtual == 1:
-        yield from one_forward_one_backward(pipeline, virtual, microbatches, rank)
+    if len(chunks) == 1:
+        yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
         return
-    chunks = range(rank, pipeline * virtual, pipeline)
     groups = [range(i, i + pipeline) for i in range(0, microbatches, pipeline)]
     forwards = [Op(FORWARD, s, i) for group in groups for s in chunks for i in group]
     backwards = [Op(BACKWARD, s, i) for group in groups for s in reversed(chunks) for i in group]
-    warm_up = 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
+    warm_up = 2 * (pipeline - rank - 1) + (len(chunks) - 1) * pipeline
     padded = _alternate(forwards, backwards, warm_up)
     yield from (op for op in padded if op.microbatch < microbatches)
 
 
-def forward_only(pipeline: int, virtual: int, microbatches: int, rank: int) -> Iterator[Op]:
-    """The forwards of the interleaved schedule alone, for validation."""
-    padded = interleaved(pipeline, virtual, microbatches, rank)
+def forward_only(
+    rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
+) -> Iterator[Op]:
+    """The forwards of the interleaved schedule alone, for validation.
+
+    They can be executed on any placement: group by group, and in a group chunk by chunk, is an
+    order in which every forward stands behind the one that it needs.
+    """
+    padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
 
 
@@ -178,17 +214,55 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) ->
     yield from backwards[len(forwards) - warm_up :]
 
 
-KINDS: dict[str, Callable[[int, int, int, int], Iterator[Op]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "forward": forward_only,
+def in_turn(stage: int, pipeline: int, virtual: int) -> int:
+    """Stage s stands on rank s mod p: rank r holds the chunks r, p + r, 2 p + r, ..."""
+    return stage % pipeline
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A way to order the work: `generate(rank, its stages, p, m)` yields one rank's order,
+    `place(stage, p, v)` is the rank that holds a stage."""
+
+    generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
+    place: Callable[[int, int, int], int] = in_turn
+
+
+KINDS: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_forward_one_backward),
+    "interleaved": ScheduleKind(interleaved),
+    "forward": ScheduleKind(forward_only),
 }
 
 
 def default_kind(virtual: int) -> str:
     """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
     return "1f1b" if virtual == 1 else "interleaved"
+
+
+@lru_cache(maxsize=1024)
+def placement(kind: str, pipeline: int, virtual: int) -> Placement:
+    """Where the schedule `kind` places the p v stages of a model."""
+    place = KINDS[kind].place
+    return Placement(tuple(place(s, pipeline, virtual) for s in range(pipeline * virtual)))
+
+
+def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[Op, ...]:
+    """What one rank computes, in the order of the schedule `kind`."""
+    generate = KINDS[kind].generate
+    return tuple(generate(rank, placed.stages_of(rank), placed.pipeline, microbatches))
+
+
+def forwards(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards alone of `microbatches`, with the stages where `schedule` has them."""
+    return _placed("forward", schedule.placement, microbatches)
+
+
+def _placed(kind: str, placed: Placement, microbatches: int) -> Schedule:
+    ranks = range(placed.pipeline)
+    orders = tuple(order(kind, placed, microbatches, rank) for rank in ranks)
+    return Schedule(kind, placed, microbatches, orders)
 
 
 def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule:
@@ -209,8 +283,4 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
             f"schedule 1f1b: virtual is {virtual}, must be 1; "
             "interleaved and gpipe take several chunks per rank"
         )
-    generate = KINDS[kind]
-    orders = tuple(
-        tuple(generate(pipeline, virtual, microbatches, rank)) for rank in range(pipeline)
-    )
-    return Schedule(kind, pipeline, virtual, microbatches, orders)
+    return _placed(kind, placement(kind, pipeline, virtual), microbatches)

@@ -4,7 +4,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptdmpi.plan.schedule.orders import DeadlockError, Op, Schedule
+from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.orders import DeadlockError, Placement, Schedule
 from ptdmpi.plan.schedule.simulate import Costs, execute
 
 
@@ -229,7 +230,7 @@ def _structure(programs: Sequence[Program]) -> Schedule:
             for microbatch in range(microbatches):
                 if Op(kind, stage, microbatch) not in seen:
                     raise MismatchError(f"{Op(kind, stage, microbatch)} is missing on every rank")
-    virtual, remainder = divmod(stages, len(programs))
-    if remainder:
+    if stages % len(programs):
         raise MismatchError(f"{stages} stages on {len(programs)} ranks: some rank has fewer")
-    return Schedule("", len(programs), virtual, microbatches, orders)
+    placed = Placement(tuple(home[stage] for stage in range(stages)))
+    return Schedule("", placed, microbatches, orders)

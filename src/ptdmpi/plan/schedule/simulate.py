@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import BACKWARD, FORWARD, DeadlockError, Op, Schedule
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
+from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
-SPAN_KINDS = (
-    "forward",
-    "backward",
+# What a rank does beside the ops of its schedule; the ops' own kinds stand in their table.
+OTHER_SPANS = (
     "receive",  # waiting for the input of the next op
     "send",
     "gather",
@@ -25,8 +25,6 @@ SPAN_KINDS = (
     "data",
     "other",
 )
-COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD}
-_KIND_OF_OP = {op_kind: span_kind for span_kind, op_kind in COMPUTE_KINDS.items()}
 _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 
 
@@ -34,8 +32,8 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 class Span:
     """What one rank did between two moments.
 
-    `kind` is one of SPAN_KINDS. `op` prints the op concerned ("F2.0"; for receive and send the op
-    whose output travels), or is empty.
+    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` prints the op concerned
+    ("F2.0"; for receive and send the op whose output travels), or is empty.
     """
 
     rank: int
@@ -44,13 +42,18 @@ class Span:
     start_s: float
     end_s: float
 
+    @property
+    def computes(self) -> bool:
+        """Whether it is an op of a schedule, not a message or what follows the pipeline."""
+        return kind_of_span(self.kind) is not None
+
 
 @dataclass(frozen=True)
 class Timeline:
     """Spans of one training step on all ranks, planned or measured, in any order.
 
     `time_unit` is "s", or another word where the times are not seconds but multiples of a cost.
-    `tensor_s`: of each rank's forwards and backwards, the seconds in the tensor axis' collectives.
+    `tensor_s`: of each rank's ops, the seconds in the tensor axis' collectives.
     """
 
     spans: tuple[Span, ...]
@@ -77,22 +80,22 @@ class Timeline:
     def _compute_s(self) -> dict[int, float]:
         durations: dict[int, list[float]] = defaultdict(list)
         for span in self.spans:
-            if span.kind in COMPUTE_KINDS:
+            if span.computes:
                 durations[span.rank].append(span.end_s - span.start_s)
         return {rank: math.fsum(of_rank) for rank, of_rank in durations.items()}
 
     def busy_s(self, rank: int) -> float:
-        """Time that `rank` spends in forwards and backwards."""
+        """Time that `rank` spends in ops."""
         return self._compute_s.get(rank, 0.0)
 
     def bubble_fraction(self) -> float:
         """Idle over ideal time, (makespan - ideal) / ideal: Narayanan et al. 2021, section 2.2.1.
 
-        Ideal is the mean over ranks of the time in forwards and backwards. Raises ValueError
+        Ideal is the mean over ranks of the time in ops. Raises ValueError
         if no rank computes.
         """
         if not self._compute_s:
-            raise ValueError("no forward or backward in this timeline: its bubble is undefined")
+            raise ValueError("no op in this timeline: its bubble is undefined")
         ideal_s = math.fsum(self._compute_s.values()) / len(self.ranks)
         return (self.makespan_s - ideal_s) / ideal_s
 
@@ -113,7 +116,8 @@ class Timeline:
             spans = tuple(Span(*row) for row in stored["spans"])
             inside = {int(rank): float(s) for rank, s in stored.get("tensor_s", {}).items()}
             timeline = cls(spans, stored["title"], stored["time_unit"], inside)
-            if any(span.kind not in SPAN_KINDS or span.end_s < span.start_s for span in spans):
+            legal = {*OTHER_SPANS, *(kind.span for kind in OP_KINDS.values())}
+            if any(span.kind not in legal or span.end_s < span.start_s for span in spans):
                 raise ValueError("a span is of unknown kind or ends before it starts")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"this is no timeline as written by ptdmpi: {error!r}") from error
@@ -124,8 +128,8 @@ class Timeline:
 class Costs:
     """What an op through one chunk costs, and a tensor's way to the next rank.
 
-    Raises InputError unless the computing
-    times are positive and the transfer time is not negative, all finite.
+    Raises InputError unless the computing times are positive and the transfer time is not
+    negative, all finite.
     """
 
     forward_s: float = 1.0
@@ -141,7 +145,8 @@ class Costs:
 
     def duration_s(self, op: Op) -> float:
         """How long `op` computes; always positive."""
-        return self.forward_s if op.kind == FORWARD else self.backward_s
+        cost_s: float = getattr(self, op.row.cost)
+        return cost_s * op.row.share
 
     def travel_s(self, op: Op) -> float:
         """From the end of the source of `op`, on another rank, to when `op` may start."""
@@ -216,6 +221,6 @@ def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
             start_s, end_s = times[op]
             if start_s > clock_s:  # only what comes from another rank can be waited for
                 spans.append(Span(rank, "receive", str(schedule.source(op)), clock_s, start_s))
-            spans.append(Span(rank, _KIND_OF_OP[op.kind], str(op), start_s, end_s))
+            spans.append(Span(rank, op.row.span, str(op), start_s, end_s))
             clock_s = end_s
     return Timeline(tuple(spans))

@@ -1,7 +1,8 @@
 """Timeline -> terminal, PNG or SVG, Chrome trace. Planned and measured are drawn alike.
 
-Forwards are blue and backwards green, a shade per model chunk, as in Narayanan et al. 2021,
-Figure 4; idle time is grey, waiting for an input is hatched.
+Each kind of op has its mark and its colour in the table of op kinds (forwards are blue and
+backwards green, as in Narayanan et al. 2021, Figure 4), a shade per model chunk; idle time is
+grey, waiting for an input is hatched.
 """
 
 import json
@@ -12,20 +13,15 @@ from typing import TYPE_CHECKING
 
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.orders import Op
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS, Span, Timeline
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op, OpKind, kind_of_span
+from ptdmpi.plan.schedule.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-# Shades of a rank's chunks, first to last: for pictures, and as ANSI 256-color backgrounds.
-_SHADES = {
-    "forward": ("#2b5c9e", "#4f86c6", "#86b0de", "#b5d0ee"),
-    "backward": ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"),
-}
-_ANSI_SHADES = {"forward": (25, 32, 75, 153), "backward": (28, 35, 78, 157)}
+_SHADES = 4  # of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # so many of them carry white letters
 _COLORS = {
     "send": "#e0a458",
@@ -38,7 +34,6 @@ _COLORS = {
 _LEGEND_ROW_INCHES = 0.2
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
-_FILL = {"forward": ">", "backward": "<"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
 _SIDES_INCHES = (0.75, 0.15)  # left and right of the lanes
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -50,15 +45,14 @@ class _Chunks:
     def __init__(self, timeline: Timeline) -> None:
         stages: dict[int, set[int]] = {}
         for span in timeline.spans:
-            if span.kind in COMPUTE_KINDS:
+            if span.computes:
                 stages.setdefault(span.rank, set()).add(Op.parse(span.op).stage)
         self.stages = {rank: sorted(of_rank) for rank, of_rank in stages.items()}
         self.count = max(map(len, self.stages.values()), default=1)
 
     def shade(self, chunk: int) -> int:
         """Index into the shades; the first chunk has the darkest, the last the lightest."""
-        last = len(_SHADES["forward"]) - 1
-        return chunk * last // max(self.count - 1, 1)
+        return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
         return self.shade(self.stages[span.rank].index(Op.parse(span.op).stage))
@@ -67,9 +61,9 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """The timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows its microbatch, then ">" (forward) or "<" (backward) up to its end, or blanks on
-    its color. If ops are too narrow for that, the numbers lose all but their last digit, then
-    vanish, and a line says which width would show them.
+    Each op shows its microbatch, then the mark of its kind up to its end, or blanks on its color.
+    If ops are too narrow for that, the numbers lose all but their last digit, then vanish, and a
+    line says which width would show them.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -81,31 +75,39 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
         if span.kind == "receive":
             continue
         first, end = _cells(span, timeline, columns_per_s)
-        text = label(span) if span.kind in COMPUTE_KINDS else ""
-        fill = _FILL.get(span.kind) or _LETTERS[span.kind]
-        if color and span.kind in COMPUTE_KINDS:
+        kind = kind_of_span(span.kind)
+        text, fill = ("", _LETTERS[span.kind]) if kind is None else (label(span), kind.mark)
+        if color and kind is not None:
             fill = " "
         cells = list(text.ljust(end - first, fill)[: end - first])
-        if color and cells and span.kind in COMPUTE_KINDS:
+        if color and cells and kind is not None:
             shade = chunks.shade_of(span)
             letters = 15 if shade < _DARK_SHADES else 16
-            background = _ANSI_SHADES[span.kind][shade]
+            background = kind.ink.ansi[shade]
             cells[0] = f"\x1b[38;5;{letters};48;5;{background}m{cells[0]}"
             cells[-1] += "\x1b[0m"
         lanes[span.rank][first:end] = cells
     kinds = {span.kind for span in timeline.spans}
-    legend = ["number: microbatch", "> forward", "< backward", ". idle"]
-    if color:
-        legend[1:3] = ["blue: forward", "green: backward"]
+    signs = [
+        f"{kind.ink.name}: {kind.span}" if color else f"{kind.mark} {kind.span}"
+        for kind in _drawn_kinds([timeline])
+    ]
+    legend = ["number: microbatch", *signs, ". idle"]
     legend += [f"{letter} {kind}" for kind, letter in _LETTERS.items() if kind in kinds]
     lines = [names[rank] + "".join(lanes[rank]) for rank in ranks]
     head = [timeline.title] if timeline.title else []
     return "\n".join([*head, *lines, ", ".join(legend), *note])
 
 
+def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
+    """The kinds of ops that occur, in the order of their table."""
+    found = {span.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in OP_KINDS.values() if kind.span in found]
+
+
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
     """The widest scale that fits; of whole columns, if all ops start and end on a regular grid."""
-    computes = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    computes = [span for span in timeline.spans if span.computes]
     widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
     tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
     if tick_s <= 0 or widest * tick_s < 1:
@@ -132,13 +134,15 @@ def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
     """How ops are labelled at this scale, and a note if that is less than in full."""
-    computes = [span for span in timeline.spans if span.kind in COMPUTE_KINDS]
+    computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
+    first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color a backward is told by its "<"; numbers of several digits need a gap.
-        return digits + (digits > 1 or (span.kind == "backward" and not color))
+        # Without color all kinds but the first are told by their mark; numbers of several digits
+        # need a gap.
+        return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
         widths = (_cells(span, timeline, columns_per_s) for span in computes)
@@ -210,23 +214,23 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}
-    for kind in ("forward", "backward"):
+    for kind in _drawn_kinds(timelines):
         for timeline in timelines:
             chunks = _Chunks(timeline)
             alike: dict[int, list[int]] = {}
             for chunk in range(chunks.count):
                 alike.setdefault(chunks.shade(chunk), []).append(chunk)
             for shade, own in alike.items():
-                name = f"{kind}, chunk {own[0]}" if chunks.count > 1 else kind
+                name = f"{kind.span}, chunk {own[0]}" if chunks.count > 1 else kind.span
                 if len(own) > 1:
-                    name = f"{kind}, chunks {own[0]} to {own[-1]}"
-                handles[name] = Patch(color=_SHADES[kind][shade], label=name)
+                    name = f"{kind.span}, chunks {own[0]} to {own[-1]}"
+                handles[name] = Patch(color=kind.ink.shades[shade], label=name)
     waiting = "waiting for input"
     handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
     found = {span.kind for timeline in timelines for span in timeline.spans}
-    for kind, tint in _COLORS.items():
-        if kind in found:
-            handles[kind] = Patch(color=tint, label=kind)
+    for span_kind, tint in _COLORS.items():
+        if span_kind in found:
+            handles[span_kind] = Patch(color=tint, label=span_kind)
     return list(handles.values())
 
 
@@ -260,14 +264,14 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     lane = {rank: place for place, rank in enumerate(ranks)}
     bars: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        shade = chunks.shade_of(span) if span.kind in COMPUTE_KINDS else 0
+        shade = chunks.shade_of(span) if span.computes else 0
         bars.setdefault((span.kind, shade), []).append(span)
 
     def x(moment_s: float) -> float:
         return (moment_s - timeline.start_s) / unit_s
 
     axes.barh(list(lane.values()), timeline.makespan_s / unit_s, left=0, height=0.86, color=_IDLE)
-    for (kind, shade), spans in sorted(bars.items(), key=lambda item: item[0][0] in COMPUTE_KINDS):
+    for (kind, shade), spans in sorted(bars.items(), key=lambda item: item[1][0].computes):
         _draw_bars(
             axes,
             kind,
@@ -285,7 +289,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
     axes.set_title(timeline.title, loc="left", fontsize=10, fontweight="bold")
-    if any(span.kind in COMPUTE_KINDS for span in timeline.spans):
+    if any(span.computes for span in timeline.spans):
         bubble = f"bubble {timeline.bubble_fraction():.1%} of ideal time"
         axes.set_title(bubble, loc="right", fontsize=9, color="#55555f")
 
@@ -303,7 +307,8 @@ def _draw_bars(
     if kind == "receive":
         style = {"facecolors": _IDLE, "edgecolors": _HATCH, "linewidths": 0, "hatch": "/////"}
     else:
-        tint = _SHADES[kind][shade] if kind in COMPUTE_KINDS else _COLORS[kind]
+        row = kind_of_span(kind)
+        tint = _COLORS[kind] if row is None else row.ink.shades[shade]
         # A white rim parts neighbours; thousands of them would be nothing but rim.
         style = {"facecolors": tint, "edgecolors": "white", "linewidths": min(0.7, 60 / len(bars))}
     axes.add_collection(PolyCollection(corners, **style))
@@ -322,7 +327,7 @@ def _draw_numbers(
         span: ((span.end_s - span.start_s) * points_per_s - 1.5)
         / (0.62 * len(str(Op.parse(span.op).microbatch)))
         for span in timeline.spans
-        if span.kind in COMPUTE_KINDS
+        if span.computes
     }
     sizes = sorted(size for size in rooms.values() if size >= 4)
     for span, room in rooms.items():
@@ -359,7 +364,7 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
         events.append({**common, "name": "process_name", "args": {"name": f"rank {rank}"}})
         events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
     for span in timeline.spans:
-        name = span.op if span.kind in COMPUTE_KINDS else f"{span.kind} {span.op}".strip()
+        name = span.op if span.computes else f"{span.kind} {span.op}".strip()
         events.append(
             {
                 "ph": "X",

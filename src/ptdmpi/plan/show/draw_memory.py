@@ -5,8 +5,8 @@ from pathlib import Path
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
-from ptdmpi.plan.schedule.orders import FORWARD, Op
-from ptdmpi.plan.schedule.simulate import COMPUTE_KINDS
+from ptdmpi.plan.schedule.held import held
+from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.show.draw import check_picture, save
 
 MOST_DRAWN = 8  # ranks; of more than these SOME_DRAWN are drawn
@@ -17,35 +17,25 @@ COLUMNS = 400  # moments of a line
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
     """Of each pipeline rank: (moments in s, bytes from each of them on).
 
-    Weights, gradients and optimizer state stand all the time. A forward leaves its activations, its
-    backward needs some beside and frees them.
+    Weights, gradients and optimizer state stand all the time; what ops keep, need beside and free
+    comes on top.
     """
     layers, microbatches = pricer.split(layout), layout.microbatches(pricer.batch)
-    timeline = pipeline.timeline(
-        layout.schedule,
-        layout.pipeline,
-        layout.virtual,
-        microbatches,
-        pricer.stage_times(layout),
-        str(layout),
-    )
+    times = pricer.stage_times(layout)
+    timeline = pipeline.timeline(layout.schedule, microbatches, times, str(layout))
     kept = pricer.footprints.kept_by_stage(layout, layers)
     curves = []
     for rank in range(layout.pipeline):
         peak = pricer.footprints.peak(layout, layers, rank, microbatches)
-        now = peak.standing
-        moments, amounts = [0.0], [now]
-        spans = [s for s in timeline.spans if s.rank == rank and s.kind in COMPUTE_KINDS]
-        for span in sorted(spans, key=lambda s: s.start_s):
-            op = Op.parse(span.op)
+        standing, own = peak.standing, times.placed.stages_of(rank)
+        moments, amounts = [0.0], [standing]
+        spans = [s for s in timeline.spans if s.rank == rank and s.computes]
+        spans.sort(key=lambda span: span.start_s)
+        ops = [Op.parse(span.op) for span in spans]
+        walk = held(ops, lambda _, stage: kept[stage], dict.fromkeys(own, peak.working).__getitem__)
+        for span, moment in zip(spans, walk, strict=True):
             moments += [span.start_s, span.end_s]
-            if op.kind == FORWARD:
-                now += kept[op.stage]
-                amounts += [now, now]
-            else:
-                amounts.append(now + peak.working)
-                now -= kept[op.stage]
-                amounts.append(now)
+            amounts += [standing + moment.during, standing + moment.after]
         curves.append((moments, amounts))
     return curves
 

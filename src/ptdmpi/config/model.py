@@ -1,0 +1,215 @@
+"""[model]: the shape of the transformer as data, and what each kind of model means by default."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ptdmpi.config.section import Fraction, NonNegative, Positive, Section
+
+# What each kind of model means; a key given explicitly wins over its kind.
+_DECODER = {
+    "attention": "causal",
+    "block_norm": "pre",
+    "embedding_norm": False,
+    "output_head": "linear",
+    "token_types": 0,
+    "sentence_order": False,
+    "norm_eps": 1e-5,
+}
+_LLAMA = {
+    **_DECODER,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "positions": "rope",
+    "bias": False,
+    "tie_embeddings": False,
+}
+_QWEN = {**_LLAMA, "norm_eps": 1e-6, "rope_theta": 1e6}
+MODEL_KINDS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        **_DECODER,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "positions": "learned",
+        "bias": True,
+        "tie_embeddings": True,
+    },
+    "llama": _LLAMA,
+    # Jiang et al. 2023 (arXiv 2310.06825)
+    "mistral": {**_LLAMA, "sliding_window": 4096},
+    # Yang et al. 2024 (arXiv 2407.10671; 2.5: 2412.15115), and 2025 (arXiv 2505.09388)
+    "qwen2": {**_QWEN, "bias": "qkv"},
+    "qwen3": {**_QWEN, "qk_norm": True},
+    # Gemma Team 2024 (arXiv 2408.00118), section 2 and Table 1
+    "gemma2": {
+        **_LLAMA,
+        "norm_eps": 1e-6,
+        "zero_centered_norm": True,
+        "block_norm": "sandwich",
+        "activation": "geglu",
+        "tie_embeddings": True,
+        "scale_embedding": True,
+        "sliding_window": 4096,
+        "sliding_layers": "even",
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+    },
+    # Devlin et al. 2019 (arXiv 1810.04805), with the sentence order of Lan et al. 2020
+    "bert": {
+        "norm": "layernorm",
+        "activation": "gelu_exact",
+        "positions": "learned",
+        "bias": True,
+        "tie_embeddings": True,
+        "attention": "bidirectional",
+        "block_norm": "post",
+        "embedding_norm": True,
+        "output_head": "mlm",
+        "token_types": 2,
+        "sentence_order": True,
+        "norm_eps": 1e-12,
+    },
+}
+
+
+MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
+GATED = ("swiglu", "geglu")  # activations of two parts, one of which gates the other
+
+Number = Annotated[float, Field(gt=0)]
+Cap = Annotated[float, Field(ge=0)]
+
+
+class ModelConfig(Section):
+    """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
+
+    kind: Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"] = "gpt"
+    layers: Positive
+    hidden: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_size: NonNegative
+    ffn_hidden: Positive
+    seq_length: Positive
+    norm: Literal["layernorm", "rmsnorm"]
+    zero_centered_norm: bool = False
+    qk_norm: bool = False
+    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"]
+    positions: Literal["learned", "rope"]
+    bias: bool | Literal["attention", "qkv", "mlp"]
+    tie_embeddings: bool
+    scale_embedding: bool = False
+    attention: Literal["causal", "bidirectional"]
+    query_scalar: Cap = 0.0
+    attention_softcap: Cap = 0.0
+    logit_softcap: Cap = 0.0
+    sliding_window: NonNegative = 0
+    sliding_layers: (
+        Literal["all", "even"] | Annotated[tuple[NonNegative, ...], Field(strict=False)]
+    ) = "all"
+    block_norm: Literal["pre", "post", "sandwich"]
+    embedding_norm: bool
+    output_head: Literal["linear", "mlm"]
+    token_types: NonNegative
+    sentence_order: bool
+    norm_eps: Number
+    rope_theta: Number = 10000.0
+    rope_scaling: Literal["none", "llama3"] = "none"
+    rope_factor: Number = 8.0
+    rope_low_factor: Number = 1.0
+    rope_high_factor: Number = 4.0
+    rope_original_length: Positive = 8192
+    dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    init_std: Number = 0.02
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        kind = values.get("kind", "gpt")
+        known = isinstance(kind, str) and kind in MODEL_KINDS
+        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
+        filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
+        heads, hidden = filled.get("heads"), filled.get("hidden")
+        sound = type(hidden) is int and hidden > 0
+        counted = type(heads) is int and heads > 0
+        filled.setdefault("kv_heads", heads if counted else 1)
+        if "head_size" not in filled:  # 0 where heads do not divide: a rule speaks of it
+            whole = sound and counted and hidden % heads == 0
+            filled["head_size"] = hidden // heads if whole else 0
+        if "ffn_hidden" not in filled:
+            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
+        return filled
+
+    @property
+    def attention_width(self) -> int:
+        """Of all heads side by side: the output of the queries, the input of the output linear."""
+        return self.heads * self.head_size
+
+    @property
+    def gates(self) -> int:
+        """Parts of the MLP's first linear: 2 where one gates the other."""
+        return 2 if self.activation in GATED else 1
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.bias in (True, "attention", "qkv")
+
+    @property
+    def attention_bias(self) -> bool:
+        """Of the linear behind attention."""
+        return self.bias in (True, "attention")
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.bias in (True, "mlp")
+
+    @property
+    def head_bias(self) -> bool:
+        """Of a masked model's heads."""
+        return self.bias is True
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return 1.0 / math.sqrt(self.query_scalar or self.head_size)
+
+    def window_of(self, layer: int) -> int:
+        """How many keys a query of this layer sees at most, itself among them; 0: all before it."""
+        slides = self.sliding_layers == "all"
+        if self.sliding_layers == "even":
+            slides = layer % 2 == 0
+        elif not slides:
+            slides = layer in self.sliding_layers
+        # what no sample fills is none, and the quicker kernels take it
+        return self.sliding_window if slides and self.sliding_window < self.seq_length else 0
+
+    @property
+    def masked(self) -> bool:
+        """Trained on masked tokens: what sees both sides of a token cannot be asked for the
+        next."""
+        return self.attention == "bidirectional"
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of text in a sample: of a masked model's without the special ones in front,
+        between and behind."""
+        special = 3 if self.sentence_order else 2
+        return self.seq_length - special if self.masked else self.seq_length
+
+    def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
+        """Positions of a sample whose tokens are asked for, at most."""
+        if not self.masked:
+            return self.seq_length
+        return max(1, round(mask_fraction * self.text_length))
+
+
+def default_ffn_hidden(model: Mapping[str, Any]) -> int:
+    """4 h; gated: 8/3 h, rounded up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2)."""
+    hidden = model["hidden"]
+    if model.get("activation") in GATED:
+        return -(-8 * hidden // 3 // 256) * 256
+    return 4 * hidden

@@ -1,0 +1,400 @@
+"""LLaMA of Hugging Face and its descendants as data: LLaMA, Mistral, Qwen 2 and 3, Gemma 2.
+
+They share nearly all names and most keys of config.json; a family is what it has beside these.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
+
+MODULES = {
+    "embedding.word": ("embed_tokens",),
+    "layers.{i}.attention_norm": ("layers.{i}.input_layernorm",),
+    "layers.{i}.attention.qkv": tuple(f"layers.{{i}}.self_attn.{x}_proj" for x in "qkv"),
+    "layers.{i}.attention.out": ("layers.{i}.self_attn.o_proj",),
+    "layers.{i}.mlp_norm": ("layers.{i}.post_attention_layernorm",),
+    "layers.{i}.mlp.up": ("layers.{i}.mlp.gate_proj", "layers.{i}.mlp.up_proj"),
+    "layers.{i}.mlp.down": ("layers.{i}.mlp.down_proj",),
+    "final_norm": ("norm",),
+    "head": ("lm_head",),
+}
+BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
+# their key -> ours, of the numbers of scaled angles
+ROPE = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_factor",
+    "high_freq_factor": "rope_high_factor",
+    "original_max_position_embeddings": "rope_original_length",
+}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What tells a family from the others.
+
+    `defaults`: what config.json means where it lacks a key (`transformers` writes no more than it
+    must). `keys`: what else [model] gets of a config.json, `config` the reverse. `required`: what
+    [model] must be, besides what all of them are.
+    """
+
+    model_type: str
+    name: str
+    defaults: Mapping[str, Any]
+    keys: Callable[[ConfigJson], dict[str, Any]]
+    config: Callable[[ModelConfig], dict[str, Any]]
+    required: Mapping[str, Any]
+
+    def family(self, **modules: tuple[str, ...]) -> Family:
+        """With further modules, or other names for some, in layer i."""
+        renamed = {f"layers.{{i}}.{key.replace('__', '.')}": one for key, one in modules.items()}
+        return Family(
+            model_type=self.model_type,
+            prefix="model.",
+            modules={**MODULES, **renamed},
+            transposed=False,
+            buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+            keys=partial(_keys, self),
+            config=partial(_config, self),
+        )
+
+
+def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
+    config = ConfigJson({**decoder.defaults, **config.values}, config.name)
+    hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
+    size = config.get("head_dim")
+    return {
+        "kind": decoder.model_type,
+        "layers": config.need("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads", heads),
+        **({} if size is None else {"head_size": size}),
+        "ffn_hidden": config.need("intermediate_size"),
+        "seq_length": config.need("max_position_embeddings"),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        **_rope_keys(config),
+        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "sliding_window": 0,
+        **decoder.keys(config),
+    }
+
+
+def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    needed = {
+        **DECODER,
+        **PLAIN,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "positions": "rope",
+        **decoder.required,
+    }
+    require(model, decoder.model_type, **{k: v for k, v in needed.items() if v is not None})
+    return {
+        "architectures": [f"{decoder.name}ForCausalLM"],
+        "hidden_act": "silu",
+        "vocab_size": vocab_size,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.ffn_hidden,
+        "max_position_embeddings": model.seq_length,
+        "rms_norm_eps": model.norm_eps,
+        **_rope_config(model),
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_std,
+        **decoder.config(model),
+    }
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def _rope_keys(config: ConfigJson) -> dict[str, Any]:
+    """`rope_parameters` holds them in newer files; older ones have `rope_theta` at the top level,
+    and `rope_scaling`."""
+    found: dict[str, Any] = {}
+    theta = config.get("rope_theta", 10000.0)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key, {})
+        if not isinstance(rope, Mapping):
+            raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        partial = rope.get("partial_rotary_factor", 1.0)
+        by_layer = any(isinstance(one, Mapping) for one in rope.values())
+        if kind not in ("default", "llama3") or partial != 1.0 or by_layer:
+            raise InputError(
+                f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
+                'rope_type "default" or "llama3" on whole heads'
+            )
+        if kind == "llama3":
+            found = {"rope_scaling": "llama3", **_scaling(config, key, rope)}
+        theta = rope.get("rope_theta", theta)
+    config.only("partial_rotary_factor", 1.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise InputError(f"{config.name}: rope_theta = {theta!r} is no number")
+    return {**found, "rope_theta": float(theta)}
+
+
+def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    whole = "original_max_position_embeddings"
+    found = {}
+    for theirs, ours in ROPE.items():
+        value = rope.get(theirs, config.get("max_position_embeddings") if theirs == whole else None)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{config.name}: {key}: {theirs} = {value!r} is no number")
+        found[ours] = value if theirs == whole else float(value)
+    return found
+
+
+def _rope_config(model: ModelConfig) -> dict[str, Any]:
+    """In both forms, so that older and newer versions of `transformers` read the same."""
+    scaling = None
+    if model.rope_scaling == "llama3":
+        scaling = {"rope_type": "llama3", **{t: getattr(model, o) for t, o in ROPE.items()}}
+    kept = {"rope_type": "default"} if scaling is None else scaling
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {**kept, "rope_theta": model.rope_theta},
+    }
+
+
+# -- windows ---------------------------------------------------------------------------------------
+
+
+def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
+    """Of a window in the layers that `sliding` marks, unless `layer_types` says which they are."""
+    window, types = config.values.get("sliding_window"), config.get("layer_types")
+    if types is not None:
+        known = {"sliding_attention": True, "full_attention": False}
+        if not isinstance(types, list) or not all(str(one) in known for one in types):
+            raise InputError(
+                f"{config.name}: layer_types = {types!r} is not supported; legal: a list of "
+                f"{' or '.join(known)}"
+            )
+        sliding = [known[one] for one in types]
+    if not window or not any(sliding):
+        return {"sliding_window": 0}
+    _require_whole(config, "sliding_window", window)
+    numbers = [layer for layer, slides in enumerate(sliding) if slides]
+    layers: Any = numbers
+    if all(sliding):
+        layers = "all"
+    elif sliding == [layer % 2 == 0 for layer in range(len(sliding))]:
+        layers = "even"
+    return {"sliding_window": window, "sliding_layers": layers}
+
+
+def _require_whole(config: ConfigJson, key: str, value: Any) -> int:
+    if type(value) is not int:
+        raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
+    return value
+
+
+def _sliding(model: ModelConfig) -> list[bool]:
+    """Which layers have the window of [model], whether a sample fills it or not."""
+    layers = range(model.layers)
+    named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
+    if isinstance(model.sliding_layers, str):
+        return named[model.sliding_layers]
+    return [layer in model.sliding_layers for layer in layers]
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return [kinds[slides and model.sliding_window > 0] for slides in _sliding(model)]
+
+
+def _count(config: ConfigJson) -> int:
+    layers = config.need("num_hidden_layers")
+    return layers if type(layers) is int else 0
+
+
+# -- LLaMA (Touvron et al. 2023; 3.1 and 3.2: Dubey et al. 2024) -----------------------------------
+
+
+def _biases(config: ConfigJson) -> dict[str, Any]:
+    attention, mlp = (config.only(key, False, True) for key in ("attention_bias", "mlp_bias"))
+    return {"bias": BIASES.get((attention, mlp), False)}
+
+
+def _llama_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_act", "silu", "swish")
+    return _biases(config)
+
+
+def _llama_config(model: ModelConfig) -> dict[str, Any]:
+    require(model, "llama", bias="attention" if model.bias == "qkv" else model.bias)
+    return {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
+
+
+# -- Mistral (Jiang et al. 2023) -------------------------------------------------------------------
+
+
+def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_act", "silu", "swish")
+    found = _window_keys(config, [True] * _count(config))
+    if found.get("sliding_layers", "all") != "all":  # which `transformers` does not read
+        raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
+    return {**found, "bias": False}
+
+
+def _mistral_config(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.sliding_window or None}
+
+
+# -- Qwen 2 and 3 (Yang et al. 2024, 2025) ---------------------------------------------------------
+
+
+def _qwen_windows(config: ConfigJson) -> dict[str, Any]:
+    first = _require_whole(config, "max_window_layers", config.get("max_window_layers", 28))
+    if not config.only("use_sliding_window", False, True):
+        config = ConfigJson({**config.values, "sliding_window": None}, config.name)
+    return _window_keys(config, [layer >= first for layer in range(_count(config))])
+
+
+def _qwen2_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_act", "silu", "swish")
+    return {**_qwen_windows(config), "bias": "qkv"}
+
+
+def _qwen3_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_act", "silu", "swish")
+    return {**_qwen_windows(config), **_biases(config)}
+
+
+def _qwen_config(model: ModelConfig) -> dict[str, Any]:
+    types = _layer_types(model)
+    full = types.count("full_attention")
+    return {
+        "use_sliding_window": model.sliding_window > 0,
+        "sliding_window": model.sliding_window or None,
+        "max_window_layers": full,
+        "layer_types": types,
+    }
+
+
+def _qwen3_config(model: ModelConfig) -> dict[str, Any]:
+    bias = model.bias if model.bias in (False, "attention") else "attention"
+    require(model, "qwen3", bias=bias)
+    return {**_qwen_config(model), "attention_bias": model.attention_bias}
+
+
+# -- Gemma 2 (Gemma Team 2024) ---------------------------------------------------------------------
+
+
+def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("hidden_activation", "gelu_pytorch_tanh", "gelu_new")
+    config.only("use_bidirectional_attention", False)
+    bias = config.only("attention_bias", False, True)
+    return {
+        **_window_keys(config, [layer % 2 == 0 for layer in range(_count(config))]),
+        "bias": "attention" if bias else False,
+        "query_scalar": config.need("query_pre_attn_scalar"),
+        # null is none, and nothing is the default
+        "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
+        "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
+    }
+
+
+def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
+    bias = model.bias if model.bias in (False, "attention") else "attention"
+    require(model, "gemma2", bias=bias)
+    scalar = model.query_scalar or model.head_size
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": model.attention_bias,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": model.attention_softcap or None,
+        "final_logit_softcapping": model.logit_softcap or None,
+        "sliding_window": model.sliding_window or None,
+        "layer_types": _layer_types(model),
+        "pad_token_id": None,  # its embedding would have no gradient
+    }
+
+
+LLAMA = Decoder("llama", "Llama", {}, _llama_keys, _llama_config, {})
+MISTRAL = Decoder(
+    "mistral",
+    "Mistral",
+    {"num_key_value_heads": 8, "sliding_window": 4096},
+    _mistral_keys,
+    _mistral_config,
+    {"bias": False, "sliding_window": None, "sliding_layers": "all"},
+)
+QWEN2 = Decoder(
+    "qwen2",
+    "Qwen2",
+    {"num_key_value_heads": 32, "sliding_window": 4096},
+    _qwen2_keys,
+    _qwen_config,
+    {"bias": "qkv", "sliding_window": None},
+)
+QWEN3 = Decoder(
+    "qwen3",
+    "Qwen3",
+    {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    _qwen3_keys,
+    _qwen3_config,
+    {"qk_norm": True, "sliding_window": None},
+)
+GEMMA2 = Decoder(
+    "gemma2",
+    "Gemma2",
+    {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    _gemma2_keys,
+    _gemma2_config,
+    {
+        "activation": "geglu",
+        "block_norm": "sandwich",
+        "zero_centered_norm": True,
+        "scale_embedding": True,
+        "sliding_window": None,
+        "query_scalar": None,
+        "attention_softcap": None,
+        "logit_softcap": None,
+    },
+)
+DECODERS = {
+    "llama": LLAMA.family(),
+    "mistral": MISTRAL.family(),
+    "qwen2": QWEN2.family(),
+    "qwen3": QWEN3.family(
+        attention__query_norm=("layers.{i}.self_attn.q_norm",),
+        attention__key_norm=("layers.{i}.self_attn.k_norm",),
+    ),
+    "gemma2": GEMMA2.family(
+        attention_post_norm=("layers.{i}.post_attention_layernorm",),
+        mlp_norm=("layers.{i}.pre_feedforward_layernorm",),
+        mlp_post_norm=("layers.{i}.post_feedforward_layernorm",),
+    ),
+}
+
+
+def decoder_for(model: ModelConfig) -> Family:
+    """The family of a model with RMSNorm that was trained here, by what only one of them has; its
+    `config` refuses what does not fit."""
+    told = {
+        "gemma2": model.block_norm == "sandwich",
+        "qwen3": model.qk_norm,
+        "qwen2": model.bias == "qkv",
+        "mistral": model.sliding_window > 0,
+    }
+    return DECODERS[next((name for name, fits in told.items() if fits), "llama")]

@@ -1,0 +1,137 @@
+"""The attempts of a run: which command trained which steps, with what, and why it ended.
+
+`history.jsonl` in the run directory only grows: a line when an attempt begins to train, and one
+when it ends. An attempt that was killed has no end, and its last step is in `metrics.jsonl`.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+HISTORY = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Steps `first` + 1 to `last` of a run (the end of one that was killed is not known: None).
+    `config` is the complete configuration, `changed` what was other than in the steps before, and
+    `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
+
+    number: int
+    began: str
+    how: str
+    first: int
+    ranks: int
+    layout: str
+    changed: tuple[str, ...]
+    trained_on: Mapping[str, Any]
+    config: Mapping[str, Any]
+    last: int | None = None
+    ended: str = ""
+    why: str = ""
+
+
+class History:
+    """Writes the history of a run directory, for one attempt. Raises OSError."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / HISTORY
+        self.number = 0  # of the attempt that is under way
+
+    def begin(self, **values: Any) -> None:
+        """`values` are an Attempt's: `how`, `first`, `ranks`, `layout`, `changed`, `trained_on` (as
+        JSON), `config`."""
+        self.number = 1 + max((one.get("attempt", 0) for one in _lines(self.path)), default=0)
+        self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
+
+    def end(self, last: int, why: str) -> None:
+        """Say how the attempt ended, once; without one that has begun there is nothing to say."""
+        if self.number:
+            line = {"attempt": self.number, "event": "end", "time": _now()}
+            self._append({**line, "last": last, "why": why})
+            self.number = 0
+
+    def _append(self, values: Mapping[str, Any]) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            # whatever a crash has torn stays a line of its own
+            torn = file.tell() and not _ends_line(self.path)
+            file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
+
+
+def attempts(directory: Path) -> list[Attempt]:
+    """The attempts of a run directory, oldest first; none where an older version wrote it. Torn
+    lines count for nothing. Raises OSError where the file cannot be read."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in _lines(directory / HISTORY):
+        event, number = line.get("event"), line.get("attempt")
+        if event == "begin":
+            found[number] = line
+        elif event == "end" and number in found:
+            found[number] = {**found[number], "last": line.get("last"), "why": line.get("why", "")}
+            found[number]["ended"] = line.get("time", "")
+    return [one for one in map(_attempt, found.values()) if one is not None]
+
+
+def _attempt(line: Mapping[str, Any]) -> Attempt | None:
+    with contextlib.suppress(KeyError, ValueError, TypeError):
+        return Attempt(
+            number=line["attempt"],
+            began=line["time"],
+            how=line["how"],
+            first=line["first"],
+            ranks=line["ranks"],
+            layout=line["layout"],
+            changed=tuple(line["changed"]),
+            trained_on=line["trained_on"],
+            config=line["config"],
+            last=line.get("last"),
+            ended=line.get("ended", ""),
+            why=line.get("why", ""),
+        )
+    return None
+
+
+def that_trained(
+    all_attempts: Sequence[Attempt], steps: Iterable[int]
+) -> list[tuple[Attempt, int, int]]:
+    """(attempt, first step, last step) of the attempts to which recorded `steps` are owed, in order
+    of their steps: of each step the newest attempt that may have trained it."""
+    owed: dict[int, list[int]] = {}
+    for step in steps:
+        mine = [
+            place
+            for place, one in enumerate(all_attempts)
+            if one.first < step and (one.last is None or step <= one.last)
+        ]
+        if mine:
+            owed.setdefault(mine[-1], []).append(step)
+    return [(all_attempts[place], min(own), max(own)) for place, own in sorted(owed.items())]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def _ends_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,166 @@
+"""May a run go on with what it is given now? One answer for every kind of start.
+
+The same as before; or refused, in one line that says what, where, and what is legal; or changed by
+name (`data.change = "from here"`), and then said.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from ptdmpi.config import Config, InputError, ModelConfig
+from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
+
+# of a model, between one start of a run and the next
+FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
+# without these the tensors of a checkpoint, whose shapes fit, are another function
+HEADS = ("heads", "kv_heads", "head_size")
+FROM_HERE = "from here"
+# What a run may change, and tells: sections, without the keys that change no number.
+_TOLD = {
+    "run": {"steps", "reproducible"},
+    "model": None,
+    "precision": None,
+    "optimizer": None,
+    "data": {"document_boundaries", "mask_fraction", "mask_ngram", "whole_words"},
+    "parallel": None,
+    "recompute": None,
+}
+
+
+@dataclass(frozen=True)
+class Before:
+    """A checkpoint as its manifest has it. `trained_on` None: an older version wrote it, and what
+    it was trained on is not known beyond `samples` and `seed`."""
+
+    path: Path
+    step: int
+    samples: int
+    seed: int
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    trained_on: TrainedOn | None
+
+    @classmethod
+    def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
+        """Raises InputError where the manifest says what no version of this program writes."""
+        progress = manifest["progress"]
+        numbers = (progress["step"], progress["samples"], progress["seed"])
+        try:
+            trained_on = TrainedOn.from_json(manifest.get("trained_on"))
+        except ValueError as error:
+            raise InputError(f"checkpoint {path}: {error}") from None
+        return cls(path, *numbers, manifest["model"], manifest.get("settings", {}), trained_on)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """With what a run goes on: `changed` says what is other than before, data first, one text each;
+    `note` what is not known."""
+
+    trained_on: TrainedOn
+    changed: tuple[str, ...] = ()
+    note: str = ""
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """What may change between two starts and is told then: `section.key` -> value."""
+    found: dict[str, Any] = {}
+    for section, keys in _TOLD.items():
+        table = getattr(config, section).model_dump(mode="json")
+        found |= {f"{section}.{key}": v for key, v in table.items() if keys is None or key in keys}
+    found["batch.micro_size"] = config.batch.micro_size
+    return found
+
+
+def judge(
+    kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
+) -> Answer:
+    """Whether a run may go on from, or begin with the weights of, the checkpoint `before`, when it
+    is given `config` and the data of `now` (as of a run that begins). Raises InputError."""
+    _require_same_tokenizer(before, now)
+    _require_same_model(kind, before, config)
+    told = tuple(_told(before, config))
+    if kind == "initial":
+        told = tuple(text for text in told if text.startswith("model."))
+        return Answer(now, told, "" if before.trained_on else _unknown(before))
+    known = before.trained_on or _as_far_as_known(before, now)
+    differences = list(_differences(known.last, now.last))
+    if not differences:
+        return Answer(known, told, "" if before.trained_on else _unknown(before))
+    if config.data.change != FROM_HERE:
+        raise InputError(
+            f"{before.path}: {'; '.join(differences)}: samples would be skipped or seen twice; "
+            f'legal: what was before, or data.change = "{FROM_HERE}"'
+        )
+    return Answer(changed_at(known, now, before.step), (*differences, *told))
+
+
+def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
+    known = before.trained_on
+    if known is not None and known.tokenizer_sha256 != now.tokenizer_sha256:
+        raise InputError(
+            f"checkpoint {before.path}: it was trained with tokenizer {known.tokenizer} (sha256 "
+            f"{known.tokenizer_sha256[:12]}), {now.last.sources[0].path} was made with "
+            f"{now.tokenizer} (sha256 {now.tokenizer_sha256[:12]}): every id would mean another "
+            "text; legal: shards made with the tokenizer of before"
+        )
+
+
+def _require_same_model(kind: str, before: Before, config: Config) -> None:
+    """The shapes fit; but other heads or another activation make another function of them."""
+    here = config.model.model_dump(exclude=FREE_TO_CHANGE)
+    # a key that an older checkpoint lacks had the value that it has by default
+    known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
+    for key in here if kind == "resume" else HEADS:
+        stored = known.get(key, here[key])
+        if stored != here[key]:
+            begin = ", or checkpoint.initial to begin from its weights"
+            raise InputError(
+                f"checkpoint {before.path}: it was trained with model.{key} = {stored}, this run "
+                f"has {here[key]}; legal: the value of before"
+                f"{begin if kind == 'resume' and key not in HEADS else ''}"
+            )
+
+
+def _told(before: Before, config: Config) -> Iterator[str]:
+    """Settings with other values than before; of an older checkpoint, those of the model."""
+    old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
+    for key, value in settings(config).items():
+        if key in old and old[key] != value:
+            yield f"{key} {old[key]} -> {value}"
+
+
+def _unknown(before: Before) -> str:
+    return f"what {before.path} was trained on is not known: an older version wrote it"
+
+
+def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
+    """The data of now, with the seed and the batch of a checkpoint that says no more."""
+    size = before.samples // before.step if before.step else now.last.global_size
+    return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
+
+
+def _differences(old: Stretch, new: Stretch) -> Iterator[str]:
+    """What makes another order of samples, one text each."""
+    if old.seed != new.seed:
+        yield f"run.seed {old.seed} -> {new.seed}"
+    if old.global_size != new.global_size:
+        yield f"batch.global_size {old.global_size} -> {new.global_size}"
+    if _shares(old.sources) != _shares(new.sources):
+        yield f"data.train {_mixture(old.sources)} -> {_mixture(new.sources)}"
+
+
+def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
+    """Weights count by what they are of their sum."""
+    total = sum(Fraction(one.weight) for one in sources)
+    return [(one.sha256, Fraction(one.weight) / total) for one in sources]
+
+
+def _mixture(sources: tuple[Source, ...]) -> str:
+    return " + ".join(
+        f"{one.path} ({one.sha256[:8]}{f', weight {one.weight}' if len(sources) > 1 else ''})"
+        for one in sources
+    )

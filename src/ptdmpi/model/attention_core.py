@@ -1,0 +1,300 @@
+"""softmax(q k^T) v: which keys a query sees, and the kernel that the device has for it.
+
+Full attention is PyTorch's FlashAttention. Windows and documents are too, in blocks of queries on a
+CPU, as packed sequences on a GPU in half types. What no fused kernel knows is computed here in
+blocks of queries, with scores in float32 at least: soft caps everywhere, and masks in wider types
+on a GPU by PyTorch's masked kernel. No path keeps scores for the backward pass.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import HALF_TYPES, product, soft_cap, widened
+
+# PyTorch's CPU kernel skips what lies above the diagonal only in steps of 512 keys. Taken in blocks
+# of so many queries, each on the keys up to its end, s = 512 costs five eighths.
+QUERY_BLOCK = 128
+
+Place = tuple[slice, slice, slice]  # rows, heads, positions
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys, and which of them count.
+
+    They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
+    `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None = None
+) -> Tensor:
+    """softmax(scores) v, each position seeing its own document only.
+
+    q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
+    (grouped queries).
+    """
+    if scores.softcap:
+        return _CappedAttention.apply(q, k, v, scores, documents)
+    grouped = q.shape[1] != k.shape[1]
+    limited = documents is not None or scores.window > 0
+    if limited and q.device.type != "cpu":
+        return _attention_on_device(q, k, v, scores, documents)
+    q_, k_, v_ = (widened(part) for part in (q, k, v))
+    if limited or (scores.causal and not grouped and _long_on_cpu(q)):
+        out = _BlockedAttention.apply(q_, k_, v_, scores, documents)
+    else:
+        out = F.scaled_dot_product_attention(
+            q_, k_, v_, is_causal=scores.causal, scale=scores.scale, enable_gqa=grouped
+        )
+    return out.to(q.dtype)
+
+
+def _long_on_cpu(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.shape[2] > QUERY_BLOCK
+
+
+def hidden_keys(
+    length: int, scores: Scores, documents: Documents | None, device: torch.device
+) -> Tensor | None:
+    """[s, s] or [b, 1, s, s] bool: the keys that a query does not see; None: it sees all."""
+    hidden = None
+    if scores.causal:
+        every = torch.ones(length, length, dtype=torch.bool, device=device)
+        hidden = every.triu(1)
+        if scores.window:
+            hidden |= every.tril(-scores.window)
+    if documents is None:
+        return hidden
+    others = documents.others()
+    return others if hidden is None else others.logical_or_(hidden)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+    """Attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets it see."""
+    if not scores.softcap:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            *(widened(part) for part in (q, k, v)),
+            attn_mask=seen,
+            scale=scores.scale,
+            enable_gqa=grouped,
+        )
+        return out.to(q.dtype)
+    products = _wide_product(_by_key_head(q, k), k.transpose(-1, -2))
+    capped = soft_cap(products * scores.scale, scores.softcap)
+    capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
+    weights = capped.softmax(-1).flatten(2, 3).to(q.dtype)
+    return product(weights, v).view(q.shape)
+
+
+def _by_key_head(q: Tensor, k: Tensor) -> Tensor:
+    """[b, heads, n, d] -> [b, key heads, queries of all heads of a group, d]."""
+    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, batched, in float32 at least."""
+    products = widened(a) @ widened(b)
+    return products.to(torch.promote_types(products.dtype, torch.float32))
+
+
+# -- blocks of queries -----------------------------------------------------------------------------
+
+
+@cache
+def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf above the diagonal that ends in the lower right corner, and from `window` below it:
+    [queries, keys], to be added."""
+    every = torch.ones(queries, keys, dtype=torch.bool)
+    hidden = every.triu(keys - queries + 1)
+    if window:
+        hidden |= every.tril(keys - queries - window)
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill(hidden, -torch.inf).to(device)
+
+
+def _blocks(
+    q: Tensor, scores: Scores, documents: Documents | None
+) -> Iterator[tuple[Place, Place, Tensor | None]]:
+    """Blocks of queries of q [b, heads, s, head size], the keys that each sees, and its mask."""
+    every, seq_length = slice(None), q.shape[2]
+    whole = [(every, 0, seq_length)]
+    if documents is not None:
+        whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
+    for rows, begin, end in whole:
+        if not scores.causal:
+            yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
+            continue
+        # the same lower right corner serves every block: only distances count in it
+        band = _band(QUERY_BLOCK, seq_length, scores.window, q.dtype, q.device)
+        for first in range(begin, end, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, end)
+            oldest = max(begin, first - scores.window + 1) if scores.window else begin
+            mask = band[first - last :, oldest - last :]
+            yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
+
+
+class _BlockedAttention(Function):
+    """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
+    row, as the unblocked kernel does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+    ) -> Tensor:
+        out, sums = torch.empty_like(q), []
+        for queries, keys, mask in _blocks(q, scores, documents):
+            out[queries], sum_of_exponentials = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    q[queries], k[keys], v[keys], attn_mask=mask, scale=scores.scale
+                )
+            )
+            sums.append(sum_of_exponentials)
+        ctx.blocks = (scores, documents)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        scores, documents = ctx.blocks
+        blocks = _blocks(q, scores, documents)
+        for (queries, keys, mask), sum_of_exponentials in zip(blocks, sums, strict=True):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                out[queries],
+                sum_of_exponentials,
+                0.0,
+                False,
+                attn_mask=mask,
+                scale=scores.scale,
+            )
+            dq[queries] = parts[0]
+            dk[keys] += parts[1]
+            dv[keys] += parts[2]
+        return dq, dk, dv, None, None
+
+
+class _CappedAttention(Function):
+    """Attention with capped scores, which no fused kernel has; keeps what these keep, and computes
+    the scores of a block of queries again in its backward pass (Dao et al. 2022, arXiv 2205.14135,
+    algorithm 4, with the cap's derivative 1 - tanh^2).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+    ) -> Tensor:
+        out, sums = torch.empty_like(q), []
+        for queries, keys, mask in _blocks(q, scores, documents):
+            capped, _ = _capped(q[queries], k[keys], mask, scores)
+            sums.append(capped.logsumexp(-1, keepdim=True))
+            weights = capped.sub_(sums[-1]).exp_().to(q.dtype).flatten(2, 3)
+            out[queries] = product(weights, v[keys]).view(out[queries].shape)
+        ctx.blocks = (scores, documents)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        scores, documents = ctx.blocks
+        dq = torch.empty_like(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dk, dv = (torch.zeros_like(part, dtype=wide) for part in (k, v))
+        blocks = _blocks(q, scores, documents)
+        for (queries, keys, mask), one in zip(blocks, sums, strict=True):
+            key, value = k[keys], v[keys]
+            query, dresult = (_by_key_head(part[queries], key) for part in (q, dout))
+            capped, tangent = _capped(q[queries], key, mask, scores)
+            weights = capped.sub_(one).exp_()
+            narrow = weights.to(q.dtype).flatten(2, 3)
+            dv[keys] += _wide_product(narrow.transpose(-1, -2), dresult)
+            dweights = _wide_product(dresult, value.transpose(-1, -2)).view(weights.shape)
+            # of a row's weights, which add up to 1
+            row = (dout[queries] * out[queries]).sum(-1, dtype=wide)
+            dcapped = weights.mul_(dweights.sub_(row.view(*weights.shape[:-1], 1)))
+            dproducts = dcapped.mul_(1.0 - tangent.square_()).mul_(scores.scale)
+            dproducts = dproducts.to(q.dtype).flatten(2, 3)
+            dq[queries] = product(dproducts, key).view(dq[queries].shape)
+            dk[keys] += _wide_product(dproducts.transpose(-1, -2), query)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _capped(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Capped scores [b, key heads, group, queries, keys], -inf where hidden, and their tangents."""
+    products = _wide_product(_by_key_head(q, k), k.transpose(-1, -2))
+    products = products.unflatten(2, (-1, q.shape[2]))
+    tangent = products.mul_(scores.scale / scores.softcap).tanh_()
+    capped = tangent * scores.softcap
+    return capped if mask is None else capped.add_(mask), tangent
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+@cache
+def _packed_attention() -> Callable[..., Tensor] | None:
+    """PyTorch's attention of sequences laid end to end; None before it had grouped queries."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters.keys()
+    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= known else None
+
+
+def _attention_on_device(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+) -> Tensor:
+    """FlashAttention of the documents laid end to end, which takes half types only; else under a
+    mask."""
+    grouped = q.shape[1] != k.shape[1]
+    packed_attention = _packed_attention()
+    b, _, s, _ = q.shape
+    if packed_attention is None or q.dtype not in HALF_TYPES:
+        hidden = hidden_keys(s, scores, documents, q.device)
+        seen = None if hidden is None else ~hidden
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scores.scale, enable_gqa=grouped
+        )
+    if documents is None:
+        offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
+        longest = s
+    else:
+        offsets, longest = documents.offsets, documents.longest
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
+    # as many keys before a query's own and behind it; -1: all
+    window = (scores.window - 1, 0) if scores.causal else (-1, -1)
+    out = packed_attention(
+        *packed,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scores.scale,
+        window_size=window,
+        enable_gqa=grouped,
+    )
+    return out.unflatten(0, (b, s)).transpose(1, 2)

@@ -1,0 +1,165 @@
+"""One start of a run: what it goes on from, what it says of that, and what is kept of it."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ptdmpi.checkpoint.save import Checkpoints
+from ptdmpi.comm.world import SharedInputError, World
+from ptdmpi.config import Config, to_toml
+from ptdmpi.inference.tokenizer import known_tokenizer
+from ptdmpi.lineage.attempts import History
+from ptdmpi.lineage.judge import FROM_HERE
+from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train.engine import Engine
+from ptdmpi.train.live import Handover
+from ptdmpi.train.meter import RunDirectory, mark_done
+
+
+class Attempt:
+    """Made by all ranks together; rank 0 keeps the history.
+
+    `first`: steps that were done before. `idle`: nothing is left to train, so nothing is written.
+    """
+
+    def __init__(
+        self, world: World, engine: Engine, checkpoints: Checkpoints, start: Handover
+    ) -> None:
+        self.config = config = engine.config
+        self.world, self.checkpoints = world, checkpoints
+        self.course = checkpoints.course
+        self.path = Path(config.run.dir)
+        self.live = start.load is not None  # so no checkpoint may have the state yet
+        self.skipped: list[str] = []  # checkpoints that were stepped over, and why
+        self.how = "begins"
+        self.why = ""
+        engine.steps_done = None
+        self.first = self._from_checkpoint(start) if start.load is None else start.load(engine)
+        if start.load is not None:
+            self.how = f"goes on from live state of step {self.first}"
+            if start.answer is not None:
+                self.course.go_on(start.answer)
+        world.on_root(self.course.check)
+        engine.steps_done = self.first
+        self.idle = self.first >= config.run.steps and start.unfinished is None
+        self.history: History | None = None
+
+    def _from_checkpoint(self, start: Handover) -> int:
+        """Load what `checkpoint.resume` and `checkpoint.initial` ask for; returns how many steps
+        are done. Raises InputError on every rank."""
+        checkpoints, steps = self.checkpoints, self.config.run.steps
+        progress, self.skipped = checkpoints.resume(start.resume)
+        if progress is not None:
+            if progress.step >= steps and checkpoints.branches:
+                raise SharedInputError(
+                    f"checkpoint.resume = {start.resume}: {progress.step} steps are trained, and "
+                    f"run.steps = {steps}: nothing is left to do; legal: run.steps above "
+                    f"{progress.step}, or a copy of the folder"
+                )
+            self.how = f"resumed after step {progress.step}"
+            if checkpoints.followed:
+                self.how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
+            return progress.step
+        if self.config.checkpoint.initial is not None:
+            initial = Path(self.config.checkpoint.initial)
+            known = self.world.on_root(lambda: known_tokenizer(initial))
+            self.how = f"begins from the weights of {checkpoints.begin_from(initial, known)}"
+        return 0
+
+    def open(self, concluded: int) -> RunDirectory | None:
+        """Rank 0's run directory, with what the new steps are trained on; `concluded` steps have
+        their records. None where nothing is left to train. Raises InputError."""
+        if self.idle or self.world.rank:
+            return None
+        directory = RunDirectory(self.path, to_toml(self.config), concluded)
+        self.history = History(self.path)
+        changed = list(self.course.answer.changed)
+        self._keep(
+            lambda history: history.begin(
+                how=self.how,
+                first=self.first,
+                ranks=self.world.size,
+                layout=layout_name(self.config),
+                changed=changed,
+                trained_on=self.course.trained_on.as_json(),
+                config=self.config.model_dump(mode="json"),
+            )
+        )
+        directory.open_sinks(self.config)
+        if changed and self.first < self.config.run.steps:
+            directory.record(step=self.first + 1, changed=changed)
+        return directory
+
+    @contextlib.contextmanager
+    def told(self, done: Callable[[], int]) -> Iterator[None]:
+        """Keep how it ended, and after how many steps, as `done()` says then."""
+        why = "done"
+        try:
+            yield
+        except SystemExit as stop:
+            why = self.why or f"exit code {stop.code}"
+            raise
+        except BaseException as error:
+            why = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise
+        finally:
+            self._keep(lambda history: history.end(done(), why))
+
+    def _keep(self, work: Callable[[History], None]) -> None:
+        """A disk that fails does not end a run."""
+        if self.history is not None:
+            try:
+                work(self.history)
+            except OSError as error:
+                text = f"ptdmpi: warning: {self.history.path}: {error.strerror}"
+                print(text, file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """On all ranks: say in the run directory that all steps are done, where it does not yet."""
+        steps = self.config.run.steps
+        if not self.idle or self.first == steps:
+            self.world.on_root(lambda: mark_done(self.path, steps))
+
+    def lines(self, vocab_size: int) -> Iterator[str]:
+        """What is said at the start."""
+        config, world = self.config, self.world
+        parameters = parameter_count(config.model, vocab_size)
+        yield (
+            f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
+            f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
+            f"{parameters / 1e6:,.1f}M parameters, vocabulary {vocab_size}; "
+            f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
+            "tokens"
+        )
+        if world.tensor_axis_crosses_nodes(grid_of(config)):
+            yield (
+                "warning: the tensor axis crosses nodes; every layer waits for the network. "
+                f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
+            )
+        if self.idle:
+            asked = f"run.steps = {config.run.steps}"
+            yield (
+                f"step {self.first} was trained before; {asked}: nothing is left to do, and "
+                f"nothing is written; legal: run.steps above {self.first}"
+            )
+            return
+        answer = self.course.answer
+        changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
+        if self.how != "begins":
+            yield self.how + changed
+        if answer.note:
+            yield answer.note
+        if answer.trained_on.last.step == self.first > 0:
+            here = f"from step {self.first + 1} (sample {self.course.samples(self.first)}) on"
+            yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
+
+
+def layout_name(config: Config) -> str:
+    """Such as t=2,p=2,d=1,v=2,b=1."""
+    parallel = config.parallel
+    return (
+        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},"
+        f"v={parallel.virtual},b={config.batch.micro_size}"
+    )

@@ -1,0 +1,185 @@
+"""Every kind of start, with everything that can differ: the same samples go on, or it is refused,
+or what changed is said. Exhaustive over a small product, without a model."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.data.batches import TrainBatches
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.judge import settings
+from ptdmpi.lineage.trained_on import TrainedOn, begun
+
+DONE, STEPS, LENGTH = 5, 12, 8
+# What a second start may find, beside what the first one had.
+CHANGES = {
+    "nothing": {},
+    "a path that was moved": {"a": "copy of a"},
+    "tokenized anew with another text": {"a": "other text"},
+    "another tokenizer": {"tokenizer": "b" * 64},
+    "a weight": {"weights": (3, 1, 1)},
+    "weights of the same shares": {"weights": (2, 2, 2)},
+    "one dataset less": {"mixture": "a"},
+    "one dataset more": {"mixture": "abc"},
+    "the other order": {"mixture": "ba"},
+    "seed": {"seed": 7},
+    "batch": {"global_size": 3},
+    "dropout": {"dropout": 0.5},
+    "rate": {"learning_rate": 1e-5},
+    "heads": {"heads": 4},
+}
+
+
+def _write(folder: Path, name: str, seed: int, tokenizer: str) -> None:
+    ids = np.random.default_rng(seed).integers(0, 50, 1 + LENGTH * (30 + seed))
+    (folder / name).mkdir(parents=True)
+    with ShardWriter(folder / name / "a.h5", "t", tokenizer, 51, 50) as writer:
+        writer.write(ids, np.array([len(ids)]))
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpora")
+    for tokenizer in "ab":
+        sources = {"a": 1, "b": 2, "c": 3, "copy of a": 1, "other text": 4}
+        for name, seed in sources.items():
+            _write(folder / tokenizer, name, seed, 64 * tokenizer)
+    return folder
+
+
+def _start(corpora: Path, change: str = "refuse", **values) -> tuple[Config, list[Dataset]]:
+    names = values.get("mixture", "ab")
+    folder = corpora / values.get("tokenizer", "a" * 64)[0]
+    paths = [folder / values.get(name, name) for name in names]
+    weights = values.get("weights", (1, 1, 1))
+    tree = {
+        "run": {"steps": STEPS, "seed": values.get("seed", 5)},
+        "model": {
+            "layers": 1,
+            "hidden": 16,
+            "heads": values.get("heads", 2),
+            "kv_heads": 2,
+            "seq_length": LENGTH,
+            "dropout": values.get("dropout", 0.0),
+        },
+        "batch": {"global_size": values.get("global_size", 4)},
+        "optimizer": {"learning_rate": values.get("learning_rate", 1e-3)},
+        "data": {
+            "change": change,
+            "train": [
+                {"path": str(path), "weight": str(weight)}
+                for path, weight in zip(paths, weights, strict=False)
+            ],
+        },
+    }
+    config = resolve(tree, 1)
+    return config, [Dataset(path) for path in paths]
+
+
+def _course(config: Config, datasets: list[Dataset]) -> Course:
+    return Course(config, begun(config, datasets))
+
+
+def _texts(course: Course, datasets: list[Dataset], steps: range) -> list[list[bytes]]:
+    """The samples of each step, by their tokens."""
+    config = course.config
+    size = config.batch.global_size
+    batches = TrainBatches(datasets, course.order, LENGTH, size, 1, 0, 1)
+    return [[row.inputs.tobytes() for row in batches.step(step)] for step in steps]
+
+
+def _manifest(course: Course) -> dict:
+    progress = {"step": DONE, "samples": course.samples(DONE), "seed": course.config.run.seed}
+    model = course.config.model.model_dump()
+    return {"progress": progress, "model": model, **course.in_manifest()}
+
+
+@pytest.mark.parametrize("allowed", ["refuse", "from here"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        (one, other)
+        for one, other in itertools.combinations_with_replacement(CHANGES, 2)
+        if one == other or not CHANGES[one].keys() & CHANGES[other].keys()
+    ],
+    ids=" and ".join,
+)
+def test_a_resumption_goes_on_alike_or_is_refused_or_is_told(corpora, allowed, names):
+    before = _start(corpora)
+    first = _course(*before)
+    after = _start(corpora, allowed, **{**CHANGES[names[0]], **CHANGES[names[1]]})
+    second = _course(*after)
+    try:
+        second.judge("resume", Path("step-5"), _manifest(first))
+    except InputError as error:
+        assert "\n" not in str(error) and "legal: " in str(error)
+        assert set(names) & REFUSED[allowed], names
+        return
+    assert not set(names) & REFUSED[allowed], names
+    answer, rest = second.answer, range(DONE, STEPS)
+    assert answer.trained_on.tokenizer_sha256 == first.trained_on.tokenizer_sha256
+    told = settings(before[0]) != settings(after[0])
+    alike = _texts(second, after[1], rest) == _texts(first, before[1], rest)
+    assert bool(answer.changed) == (told or not alike)
+    # what is counted is what was read, of whichever dataset
+    assert second.samples(DONE) == first.samples(DONE)
+    sizes = (before[0].batch.global_size, after[0].batch.global_size)
+    assert second.samples(STEPS) == DONE * sizes[0] + (STEPS - DONE) * sizes[1]
+    assert second.tokens(STEPS) == second.samples(STEPS) * LENGTH
+    assert sum(second.drawn(STEPS)["samples_drawn"]) == second.samples(STEPS)
+    assert second.drawn(DONE)["samples_drawn"][:2] == first.drawn(DONE)["samples_drawn"]
+
+
+NEVER = {"another tokenizer", "heads"}
+ORDER = {
+    "tokenized anew with another text",
+    "a weight",
+    "one dataset less",
+    "one dataset more",
+    "the other order",
+    "seed",
+    "batch",
+}
+REFUSED = {"refuse": NEVER | ORDER, "from here": NEVER}
+
+
+def test_no_sample_is_repeated_or_left_out_where_a_mixture_changes(corpora):
+    """Of each dataset, the first epoch has each sample once, over the change."""
+    before = _start(corpora)
+    first = _course(*before)
+    after = _start(corpora, "from here", mixture="ba", weights=(1, 4, 1), global_size=2)
+    second = _course(*after)
+    second.judge("resume", Path("step-5"), _manifest(first))
+    seen = [*_texts(first, before[1], range(DONE)), *_texts(second, after[1], range(DONE, 8))]
+    seen = list(itertools.chain(*seen))
+    assert len(set(seen)) == len(seen) == DONE * 4 + 3 * 2  # fewer than an epoch of either
+    # a third start, of the second's configuration, goes on without a word
+    third = _course(*after)
+    third.judge("resume", Path("step-5"), _manifest(second))
+    assert third.answer.changed == () and third.trained_on == second.trained_on
+    assert TrainedOn.from_json(third.trained_on.as_json()) == third.trained_on
+
+
+def test_an_older_checkpoint_says_that_its_data_are_not_known(corpora):
+    first, second = _course(*_start(corpora)), _course(*_start(corpora))
+    manifest = {key: _manifest(first)[key] for key in ("progress", "model")}
+    second.judge("resume", Path("step-5"), manifest)
+    assert "is not known" in second.answer.note
+    other = _course(*_start(corpora, seed=9))
+    with pytest.raises(InputError, match=r"run\.seed 5 -> 9.*skipped or seen twice"):
+        other.judge("resume", Path("step-5"), manifest)
+
+
+@pytest.mark.parametrize("name", ["another tokenizer", "heads"])
+def test_weights_of_another_tokenizer_or_other_heads_are_no_beginning(corpora, name):
+    first, other = _course(*_start(corpora)), _course(*_start(corpora, **CHANGES[name]))
+    with pytest.raises(InputError, match="legal: "):
+        other.judge("initial", Path("step-5"), _manifest(first))
+    fresh = _course(*_start(corpora, seed=3, mixture="b"))
+    fresh.judge("initial", Path("step-5"), _manifest(first))
+    assert fresh.trained_on == fresh.now and fresh.samples(0) == 0

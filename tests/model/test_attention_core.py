@@ -1,0 +1,169 @@
+"""Attention in blocks of queries, in documents, windows and under a cap, is attention."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ptdmpi.model import attention_core, kernels
+from ptdmpi.model.attention_core import Scores
+from ptdmpi.model.documents import Documents
+
+HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
+SIZE = 8
+PLAIN, BOTH_SIDES = Scores(SIZE**-0.5), Scores(SIZE**-0.5, causal=False)
+KINDS = {
+    "window of 1": Scores(0.3, window=1),
+    "window of 7": Scores(0.3, window=7),
+    "window of 150": Scores(0.3, window=150),
+    "cap": Scores(0.4, softcap=0.8),
+    "cap and window": Scores(0.4, window=40, softcap=0.8),
+    "cap, both sides": Scores(0.4, causal=False, softcap=0.8),
+}
+
+
+def explicit(q, k, v, scores, numbers=None):
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    products = q @ k.transpose(-1, -2) * scores.scale
+    if scores.softcap:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    query, key = (torch.arange(q.shape[2]).view(shape) for shape in ((-1, 1), (1, -1)))
+    hidden = (key > query) & torch.tensor(scores.causal)
+    if scores.window:
+        hidden = hidden | (key <= query - scores.window)
+    if numbers is not None:
+        hidden = hidden | (numbers[:, None, :, None] != numbers[:, None, None, :])
+    return products.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def random_numbers(rows: int, length: int) -> torch.Tensor:
+    """Document numbers [rows, length]; the first row is one document."""
+    generator = torch.Generator().manual_seed(length)
+    ends = torch.rand(rows, length, generator=generator) < 0.05
+    ends[0] = False
+    return ends.cumsum(1)
+
+
+@pytest.mark.parametrize("precision, tolerance", HALF)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("scores", [PLAIN, BOTH_SIDES], ids=["causal", "both sides"])
+@pytest.mark.parametrize("seq_length", [1, 5, 128, 129, 300])
+def test_attention_matches_explicit(seq_length, scores, kv_heads, precision, tolerance):
+    check(seq_length, kv_heads, precision, tolerance, scores, None)
+
+
+@pytest.mark.parametrize("precision, tolerance", HALF)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("scores", [PLAIN, BOTH_SIDES], ids=["causal", "both sides"])
+@pytest.mark.parametrize("seq_length", [1, 40, 300])
+def test_attention_of_documents_matches_explicit(
+    seq_length, scores, kv_heads, precision, tolerance
+):
+    numbers = random_numbers(2, seq_length)
+    check(seq_length, kv_heads, precision, tolerance, scores, numbers)
+
+
+@pytest.mark.parametrize("precision, tolerance", HALF)
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seq_length", [5, 300])
+def test_windows_and_caps_match_explicit(seq_length, kind, in_documents, precision, tolerance):
+    numbers = random_numbers(2, seq_length) if in_documents else None
+    check(seq_length, 2, precision, tolerance, KINDS[kind], numbers)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_tokens_see_what_all_at_once_would(kind, kv_heads):
+    """Attention under a mask, of the last queries alone, as the key-value cache asks for it."""
+    q = torch.randn(2, 4, 20, SIZE, dtype=torch.float64)
+    k, v = torch.randn(2, 2, kv_heads, 20, SIZE, dtype=torch.float64)
+    hidden = attention_core.hidden_keys(20, KINDS[kind], None, q.device)
+    seen = torch.ones(20, 20, dtype=torch.bool) if hidden is None else ~hidden
+    seen = seen[None, None, -3:].expand(2, 1, 3, 20)
+    found = attention_core.masked_attention(q[:, :, -3:], k, v, seen, KINDS[kind])
+    torch.testing.assert_close(found, explicit(q, k, v, KINDS[kind])[:, :, -3:])
+
+
+def packed(q, k, v, *places, scale, window_size, enable_gqa):
+    """Attention of sequences laid end to end, [tokens, heads, head size], one by one."""
+    offsets, offsets_k, longest, longest_k = places
+    assert torch.equal(offsets, offsets_k) and offsets.dtype == torch.int32
+    assert longest == longest_k == offsets.diff().max() and offsets[0] == 0
+    assert offsets[-1] == len(q) and enable_gqa == (q.shape[1] != k.shape[1])
+    before, behind = window_size
+    scores = Scores(scale, behind == 0, before + 1)
+    parts = []
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        own = (part[None, begin:end].transpose(1, 2) for part in (q, k, v))
+        parts.append(explicit(*own, scores)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("scores", [PLAIN, BOTH_SIDES, KINDS["window of 7"]])
+@pytest.mark.parametrize("half", [True, False])
+def test_the_way_of_devices_matches_explicit(half, scores, in_documents, kv_heads):
+    """What stands around torch's packed kernel, and the mask where that cannot be taken."""
+    kinds = (torch.float64,) if half else ()
+    numbers = random_numbers(2, 50) if in_documents else None
+    with (
+        mock.patch.object(attention_core, "HALF_TYPES", kinds),
+        mock.patch.object(attention_core, "_packed_attention", lambda: packed),
+        mock.patch.object(attention_core, "attention", attention_core._attention_on_device),
+    ):
+        check(50, kv_heads, "float64", 1e-12, scores, numbers)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("scores", [PLAIN, BOTH_SIDES, *KINDS.values()])
+def test_kernels_of_a_device_match_explicit(scores, in_documents, kv_heads):
+    assert attention_core._packed_attention() is not None
+    numbers = random_numbers(2, 300) if in_documents else None
+    check(300, kv_heads, "bfloat16", 2e-2, scores, numbers, "cuda")
+    check(300, kv_heads, "float32", 1e-4, scores, numbers, "cuda")
+
+
+def test_documents_know_their_places():
+    numbers = torch.tensor([[7, 7, 7, 9, 9], [1, 2, 2, 2, 2]])
+    documents = Documents.of(numbers)
+    assert documents.positions.t().tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]
+    assert documents.pieces == ((0, 0, 3), (0, 3, 5), (1, 0, 1), (1, 1, 5))
+    assert documents.offsets.tolist() == [0, 3, 5, 6, 10] and documents.longest == 4
+    assert torch.equal(documents.others()[:, 0], numbers[:, :, None] != numbers[:, None, :])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+def test_gated_units_and_caps_have_their_gradients(activation):
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: kernels.gated(x, activation), x)
+    assert torch.autograd.gradcheck(lambda x: kernels.soft_cap(x, 0.7), x)
+
+
+def check(seq_length, kv_heads, precision, tolerance, scores, numbers, device="cpu"):
+    """Output and gradients of the project's attention are those of the explicit one."""
+    generator = torch.Generator().manual_seed(seq_length)
+    heads = 4
+    # cut out of one tensor, sequence first, as a layer does
+    fused = torch.randn(seq_length, 2, (heads + 2 * kv_heads) * SIZE, generator=generator)
+    fused = fused.to(getattr(torch, precision))
+    dout = torch.randn(2, heads, seq_length, SIZE, generator=generator).to(fused.dtype)
+
+    def results(attention, x, documents):
+        x = x.detach().requires_grad_()
+        parts = x.split([heads * SIZE, kv_heads * SIZE, kv_heads * SIZE], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, SIZE)).permute(1, 2, 0, 3) for part in parts)
+        out = attention(q, k, v, scores, documents)
+        out.backward(dout.to(out))
+        return out.detach().cpu(), x.grad.cpu()
+
+    documents = None if numbers is None else Documents.of(numbers, device)
+    found = results(attention_core.attention, fused.to(device), documents)
+    expected = results(explicit, fused.double(), numbers)
+    for mine, true in zip(found, expected, strict=True):
+        assert mine.dtype == fused.dtype
+        torch.testing.assert_close(mine.double(), true, atol=tolerance, rtol=tolerance)

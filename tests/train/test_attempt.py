@@ -1,0 +1,146 @@
+"""Starts of a run, one after the other: what is said, kept, reported, and left alone."""
+
+import json
+
+import pytest
+
+from ptdmpi import report
+from ptdmpi.checkpoint.examine import newest
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.inference.stored import open_model
+from ptdmpi.lineage.attempts import History, attempts, that_trained
+from tests._runs import log, loop, records, shard
+from tests.parallel import parallel
+
+SMALL = {"run.steps": 4, "batch.global_size": 4}
+
+
+def _run(comm, folder, **changes):
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    with loop(comm, folder, {**SMALL, **keys}) as made:
+        made.run()
+        return made
+
+
+def _contents(folder):
+    names = ("config.toml", "done", "metrics.jsonl", "log.txt", "history.jsonl")
+    return {name: (folder / "run" / name).read_bytes() for name in names}
+
+
+@parallel(ranks=[1])
+def test_nothing_to_do_means_nothing_written(comm, tmp_path):
+    _run(comm, tmp_path)
+    before = _contents(tmp_path)
+    _run(comm, tmp_path)
+    _run(comm, tmp_path, run__steps=2, batch__micro_size=2, optimizer__learning_rate=1.0)
+    assert _contents(tmp_path) == before
+    with pytest.raises(SharedInputError, match="skipped or seen twice"):
+        _run(comm, tmp_path, batch__global_size=8)
+    assert _contents(tmp_path) == before
+    (tmp_path / "run/done").unlink()  # killed just before the end
+    _run(comm, tmp_path)
+    assert _contents(tmp_path) == before
+
+
+@parallel(ranks=[1])
+def test_what_changed_is_said_in_log_records_and_report(comm, tmp_path):
+    _run(comm, tmp_path)
+    shard(tmp_path / "more", 900, 7)
+    mixture = [
+        {"path": str(tmp_path / "train"), "weight": "0.5"},
+        {"path": str(tmp_path / "more"), "weight": "0.5"},
+    ]
+    changes = {"data__train": mixture, "run__steps": 8, "optimizer__learning_rate": 1e-5}
+    with pytest.raises(SharedInputError, match=r"data\.train .*legal: .*data\.change"):
+        _run(comm, tmp_path, **changes)
+    changes |= {"data__change": "from here", "parallel__tensor": 1, "batch__micro_size": 2}
+    _run(comm, tmp_path, **changes)
+    text = log(tmp_path / "run")
+    assert "resumed after step 4; changed since: data.train " in text
+    assert "optimizer.learning_rate 0.003 -> 1e-05" in text and "run.steps 4 -> 8" in text
+    assert "another order of samples holds from step 5 (sample 16) on" in text
+    found = records(tmp_path / "run")
+    (told,) = [one for one in found if "changed" in one]
+    assert told["step"] == 5 and told["changed"][0].startswith("data.train ")
+    steps = [one for one in found if "loss" in one]
+    assert [one["samples_drawn"] for one in steps][3:] == [[16], [18, 2], [20, 4], [22, 6], [24, 8]]
+    assert [one["tokens"] for one in steps] == [step * 4 * 16 for step in range(1, 9)]
+    loaded = report.read(tmp_path / "run")
+    numbers = report.summary(loaded)
+    assert [(one["samples"], one["path"]) for one in numbers["drawn"]] == [
+        (24, str(tmp_path / "train")),
+        (8, str(tmp_path / "more")),
+    ]
+    spans = [(one["first_step"], one["last_step"], one["why"]) for one in numbers["attempts"]]
+    assert spans == [(1, 4, "done"), (5, 8, "done")]
+    assert "changed at step 5" in report.table(numbers)
+    assert loaded.config["batch"]["micro_size"] == 2
+    # and once more, with the same configuration: nothing is told, and the data are those of before
+    _run(comm, tmp_path, **{**changes, "run__steps": 9})
+    assert log(tmp_path / "run").rstrip().count("another order of samples") == 1
+    stored = open_model(tmp_path / "run")
+    assert [one.step for one in stored.trained_on.stretches] == [0, 4]
+
+
+@parallel(ranks=[1])
+def test_a_run_directory_is_resumed_elsewhere(comm, tmp_path):
+    _run(comm, tmp_path)
+    source, other = str(tmp_path / "run"), str(tmp_path / "other")
+    with pytest.raises(SharedInputError, match=r"nothing is left to do; legal: run\.steps above 4"):
+        _run(comm, tmp_path, run__dir=other, checkpoint__resume=source)
+    assert not (tmp_path / "other/done").exists() and not (tmp_path / "other/config.toml").exists()
+    with pytest.raises(SharedInputError, match=r"batch\.global_size 4 -> 8: samples would be"):
+        _run(
+            comm,
+            tmp_path,
+            run__dir=other,
+            checkpoint__resume=source,
+            batch__global_size=8,
+            run__steps=6,
+        )
+    named = {"run__dir": other, "checkpoint__resume": source, "data__change": "from here"}
+    _run(comm, tmp_path, **named, batch__global_size=8, run__steps=6)
+    steps = [one for one in records(tmp_path / "other") if "loss" in one]
+    assert [(one["step"], one["tokens"] // 16) for one in steps] == [(5, 24), (6, 32)]
+    assert [sum(one["samples_drawn"]) for one in steps] == [24, 32]
+    # the same command goes on, though the source has gone on too
+    _run(comm, tmp_path, run__steps=7)
+    _run(comm, tmp_path, **named, batch__global_size=8, run__steps=8)
+    assert "was followed before" in log(tmp_path / "other")
+    assert newest(tmp_path / "other").name == "step-00000008"
+    own = _run(comm, tmp_path, checkpoint__resume=source, run__steps=8)
+    assert own.first == 7
+
+
+def _begin(history, first, **more):
+    values = {"how": "begins", "ranks": 1, "layout": "t=1", "changed": [], "config": {}, **more}
+    history.begin(first=first, trained_on={}, **values)
+
+
+def test_history_of_attempts_that_were_killed_or_rolled_back(tmp_path):
+    first = History(tmp_path)
+    _begin(first, 0)
+    first.end(6, "stopped: file STOP")
+    first.end(6, "told once")
+    _begin(History(tmp_path), 6)  # killed at once
+    _begin(History(tmp_path), 6)  # killed later
+    with open(tmp_path / "history.jsonl", "a") as file:
+        file.write('{"attempt": 3, "event": "e')
+    last = History(tmp_path)
+    _begin(last, 4)  # from an earlier checkpoint
+    last.end(9, "done")
+    found = attempts(tmp_path)
+    assert [(one.number, one.last, one.why) for one in found] == [
+        (1, 6, "stopped: file STOP"),
+        (2, None, ""),
+        (3, None, ""),
+        (4, 9, "done"),
+    ]
+    owed = [(one.number, *ends) for one, *ends in that_trained(found, range(1, 10))]
+    assert owed == [(1, 1, 4), (4, 5, 9)]
+    owed = [(one.number, *ends) for one, *ends in that_trained(found[:3], range(1, 9))]
+    assert owed == [(1, 1, 6), (3, 7, 8)]
+    assert [json.loads(line)["event"] for line in first.path.read_text().splitlines()[:2]] == [
+        "begin",
+        "end",
+    ]

@@ -17,7 +17,8 @@ from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
 from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import Op
-from ptdmpi.train.gradients import DataSum, GradientReduction
+from ptdmpi.train.data_parallel import AllReduce
+from ptdmpi.train.gradients import PartialSum, TiedTable
 from tests.parallel import parallel
 
 STEPS = 2
@@ -75,13 +76,13 @@ def forgotten_tensor_all_reduce() -> Iterator[None]:
 @contextlib.contextmanager
 def forgotten_tensor_sum_of_gradients() -> Iterator[None]:
     """Of the parameters of which each rank sees its positions only."""
-    with patch.object(GradientReduction, "_reduce_shared", lambda reduction: None):
+    with patch.object(PartialSum, "reduce", lambda step: None):
         yield
 
 
 @contextlib.contextmanager
 def forgotten_data_all_reduce() -> Iterator[None]:
-    with patch.object(DataSum, "reduce", lambda data_sum: None):
+    with patch.object(AllReduce, "reduce", lambda policy: None):
         yield
 
 
@@ -137,19 +138,19 @@ def labels_off_by_one() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped_tied_gradient() -> Iterator[None]:
-    with patch.object(GradientReduction, "_add_tied", lambda reduction: None):
+    with patch.object(TiedTable, "reduce", lambda step: None):
         yield
 
 
 @contextlib.contextmanager
 def tied_gradient_counted_twice() -> Iterator[None]:
-    right = GradientReduction._add_tied
+    right = TiedTable.reduce
 
-    def wrong(reduction):
-        right(reduction)
-        right(reduction)
+    def wrong(step):
+        right(step)
+        right(step)
 
-    with patch.object(GradientReduction, "_add_tied", wrong):
+    with patch.object(TiedTable, "reduce", wrong):
         yield
 
 

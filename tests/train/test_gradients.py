@@ -7,7 +7,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import build as build_schedule
-from ptdmpi.train.gradients import TreeSum
+from ptdmpi.train.data_parallel import Replica, TreeSum
 from tests._configs import layout
 from tests._engines import build, logical, steps_of, train
 from tests._layers import difference
@@ -90,7 +90,7 @@ class OneStage:
         self.weight = torch.nn.Parameter(torch.zeros(5))
         self.weight.main_grad = torch.zeros(5)
 
-    def named_logical_parameters(self):
+    def trained_parameters(self):
         return [("w", self.weight)]
 
 
@@ -110,7 +110,8 @@ def test_tree_sum_follows_the_tree(comm, microbatches):
     leaves = [torch.randn(5, generator=generator) * 10.0 ** (i % 5) for i in range(total)]
     stage = OneStage()
     schedule = build_schedule("gpipe", 1, 1, microbatches)
-    tree = TreeSum(MpiCommunicator(comm), {0: stage}, schedule)
+    axes = {"data": MpiCommunicator(comm)}
+    tree = TreeSum(Replica(axes, None, {0: stage}, schedule))
     for _ in range(2):  # nothing of the first step is left in the second
         for i in range(microbatches):
             stage.weight.main_grad += leaves[comm.rank * microbatches + i]

@@ -42,7 +42,9 @@ def tensor_of(engine: "Engine", kind: str, entry: Entry) -> Tensor:
 
 def share(engine: "Engine") -> Iterator[Part]:
     """What this rank writes, so that every element of every tensor is written once."""
-    axes = engine.axes
+    axes, differs = engine.axes, set(engine.policy.differs)
+    if any(axes.coordinates[axis] for axis in differs):
+        return  # of replicas that differ the first one is saved
     tensor, grid = axes["tensor"], axes.grid
     counted = set(engine.reduction.counted)
     entries = [entry for name, entry in engine.buffer.entries.items() if name in counted]
@@ -56,7 +58,7 @@ def share(engine: "Engine") -> Iterator[Part]:
             if box.counts
         ]
         # the ranks that hold the same of these are those that differ on no other axis
-        cuts = {"pipeline"} if replicated else set(CUTTING)
+        cuts = differs | ({"pipeline"} if replicated else set(CUTTING))
         alike = grid.group(axes.world.rank, *(axis for axis in grid.axes if axis not in cuts))
         holders, place = len(alike), alike.index(axes.world.rank)
         shapes = [_size(part.box.logical) for part in parts]

@@ -7,7 +7,7 @@ every rank and in every layout; only the local slices differ.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,8 @@ class Declaration:
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
-    `partial_gradient`: it is one always, since each tensor rank sees only its heads.
+    `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
+    without it the parameter has no gradient, no master weight and no moments.
     """
 
     shape: tuple[int, ...]
@@ -74,6 +75,12 @@ class Declaration:
     decay: bool
     shared_gradient: bool = False
     partial_gradient: bool = False
+    trains: bool = True
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The axes along which all ranks hold the same slice of it."""
+        return ("tensor", "data") if self.split is None else ("data",)
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         if self.split is None:
@@ -159,7 +166,8 @@ PRECISIONS = {
 
 
 class ParameterBuffer:
-    """All parameters of one rank in flat buffers, those with weight decay first.
+    """All parameters of one rank in flat buffers, those with weight decay first, those that do not
+    train last: these are `frozen` and have weights only, the `entries` masters and gradients too.
 
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
     weight: both occurrences share their storage, and the second keeps its gradient apart, in
@@ -181,46 +189,49 @@ class ParameterBuffer:
         again: dict[str, Parameter] = {}
         for name, parameter in named:
             (again if name in first else first)[name] = parameter
+        trained = {name: p for name, p in first.items() if p.declaration.trains}
         self.entries: dict[str, Entry] = {}
         size = 0
         for decay in (True, False):
-            for name, parameter in first.items():
-                if parameter.declaration.decay == decay:
-                    self.entries[name] = Entry(
-                        name, parameter.declaration, size, tuple(parameter.shape)
-                    )
-                    size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            matching = {n: p for n, p in trained.items() if p.declaration.decay == decay}
+            size = _place(matching, self.entries, size)
             if decay:
                 self.decay_size = size
+        # behind all that trains, so that masters, moments and gradients end before them
+        self.frozen: dict[str, Entry] = {}
+        idle = {name: p for name, p in first.items() if not p.declaration.trains}
+        weights_size = _place(idle, self.frozen, size)
         self.second: dict[str, Entry] = {}
-        gradient_size = size
-        for name, parameter in again.items():
-            self.second[name] = Entry(
-                name, parameter.declaration, gradient_size, tuple(parameter.shape)
-            )
-            gradient_size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.master = torch.zeros(size, dtype=precision.master, device=device)
-        same = precision.compute == precision.master
-        self.weights = self.master if same else self.master.to(precision.compute)
+        twice = {name: p for name, p in again.items() if p.declaration.trains}
+        gradient_size = _place(twice, self.second, size)
+        self.weights = torch.zeros(weights_size, dtype=precision.compute, device=device)
+        # of one type, masters and weights are one storage
+        self.one_type = precision.compute == precision.master
+        self.master = self.weights[:size]
+        if not self.one_type:
+            self.master = torch.zeros(size, dtype=precision.master, device=device)
         self.trains = trains
         self.gradients = torch.zeros(
             gradient_size if trains else 0, dtype=precision.master, device=device
         )
-        for name, parameter in first.items():
-            self._attach(parameter, self.entries[name], self.entries[name])
-        for name, parameter in again.items():
-            self._attach(parameter, self.entries[name], self.second[name])
+        for name, parameter in (*first.items(), *again.items()):
+            self._attach(name, parameter, self.second if parameter is again.get(name) else None)
 
-    def _attach(self, parameter: Parameter, weight: Entry, gradient: Entry) -> None:
-        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+    def _attach(self, name: str, parameter: Parameter, second: dict[str, Entry] | None) -> None:
+        """Let a parameter stand on its part of the buffers; `second`: it is a tied one's copy."""
         declaration = parameter.declaration
-        attached = Parameter(weight.view(self.weights))
+        trains = self.trains and declaration.trains
+        entry = (self.entries if declaration.trains else self.frozen)[name]
+        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+        attached = Parameter(entry.view(self.weights))
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
-        if not self.trains:
+        if not trains:
             parameter.requires_grad_(False)
             return
-        parameter.main_grad = gradient.view(self.gradients)
+        parameter.main_grad = (self.entries if second is None else second)[name].view(
+            self.gradients
+        )
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
@@ -232,8 +243,9 @@ class ParameterBuffer:
 
     def initialise(self, seed: int) -> None:
         """Fill the master weights from (seed, name): the same logical tensors in every layout."""
-        for entry in self.entries.values():
-            local = entry.view(self.master)
+        for entry in (*self.entries.values(), *self.frozen.values()):
+            flat = self.master if entry.declaration.trains else self.weights
+            local = entry.view(flat)
             whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
             for box in entry.declaration.boxes(self.tensor_rank, self.tensor_size):
                 local[box.local] = whole[box.logical].to(local)
@@ -241,8 +253,16 @@ class ParameterBuffer:
 
     def refresh_weights(self) -> None:
         """Bring the weights up to date with their masters."""
-        if self.weights is not self.master:
-            self.weights.copy_(self.master)
+        if not self.one_type:
+            self.weights[: self.master.numel()].copy_(self.master)
+
+
+def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
+    """Give each parameter an entry, one behind the other from `start`; returns their end."""
+    for name, parameter in parameters.items():
+        entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
+        start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    return start
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:

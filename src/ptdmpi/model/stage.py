@@ -141,6 +141,14 @@ class Stage(nn.Module):
         renamed = {"head.weight": TIED_NAME} if self.tied else {}
         return [(renamed.get(name, name), weight) for name, weight in self.named_parameters()]
 
+    def trained_parameters(self) -> list[tuple[str, Parameter]]:
+        """Those of `named_logical_parameters` that have gradients."""
+        return [
+            (name, weight)
+            for name, weight in self.named_logical_parameters()
+            if weight.declaration.trains
+        ]
+
     def place_tables(self, model, device: torch.device) -> None:
         """Make what is computed once for all layers: the rotary angles."""
         if model.positions == "rope" and self.layers:

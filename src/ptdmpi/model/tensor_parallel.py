@@ -72,7 +72,8 @@ class TensorAxis:
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
-    if bias is not None:
+    """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
+    if bias is not None and bias.requires_grad:
         bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
 
 
@@ -91,7 +92,8 @@ class _ColumnLinear(Function):
         (x,) = ctx.saved_tensors
         # under way while the weights' gradients, which do not need it, are computed
         dx, summed = axis.reduce_begin(kernels.input_gradient(dy, weight))
-        kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
         accumulate_bias_gradient(bias, dy)
         summed.wait()
         return dx, None, None, None
@@ -115,7 +117,8 @@ class _RowLinear(Function):
         (x,) = ctx.saved_tensors
         accumulate_bias_gradient(bias, dy)
         dy = axis.gather(dy)
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         return kernels.input_gradient(dy, weight), None, None, None
 
 
@@ -173,7 +176,8 @@ class _Linear(Function):
     def backward(ctx, dy: Tensor):
         weight, bias = ctx.layer
         (x,) = ctx.saved_tensors
-        kernels.add_weight_gradient(weight.main_grad, dy, x)
+        if weight.requires_grad:
+            kernels.add_weight_gradient(weight.main_grad, dy, x)
         accumulate_bias_gradient(bias, dy)
         return kernels.input_gradient(dy, weight), None, None
 

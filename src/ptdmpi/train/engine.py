@@ -14,9 +14,10 @@ from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.program import Action, post_early, programs
+from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
-from ptdmpi.train.gradients import DataSum, GradientReduction, TreeSum
+from ptdmpi.train.data_parallel import Replica, data_parallel
+from ptdmpi.train.gradients import GradientReduction
 from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
@@ -100,25 +101,21 @@ class Engine:
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self._data_sum())
+        if config.run.reproducible and not axes.exact:
+            raise SharedInputError(
+                "run.reproducible = true needs sums in ascending rank order, which "
+                f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+            )
+        replica = Replica(axes, self.buffer, self.stages, self.schedule)
+        self.policy = data_parallel(config, replica)
+        self.runner.hooks.append(self.policy)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy)
         self.optimizer = Optimizer(config.optimizer, self.buffer)
         self.loss_scale = LossScale(config.precision)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
 
-    def _data_sum(self) -> DataSum | TreeSum:
-        if not self.config.run.reproducible:
-            return DataSum(self.axes["data"], self.buffer)
-        if not self.axes.exact:
-            raise SharedInputError(
-                "run.reproducible = true needs sums in ascending rank order, which "
-                f'comm.wire = "{self.config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
-            )
-        tree = TreeSum(self.axes["data"], self.stages, self.schedule)
-        self.runner.hooks.append(tree)
-        return tree
-
-    def _program(self, schedule: schedules.Schedule) -> list[Action]:
+    def _program(self, schedule: schedules.Schedule) -> Program:
         axis = self.axes["pipeline"]
         program = programs(schedule)[axis.rank]
         return post_early(program) if axis.posts_early else program
@@ -142,18 +139,21 @@ class Engine:
             self.axes.clock.settle()
             tensor_s = self.runner.tensor_s
             compute_s = watch.compute_s - tensor_s
+            told = self.policy.agreed(float(norm))
             # every rank sees the same loss and norm, so every rank skips the same steps
-            skipped = not (math.isfinite(loss) and bool(torch.isfinite(norm)))
+            skipped = not (math.isfinite(loss) and math.isfinite(told))
             overflow = skipped and self.loss_scale.can_fall
-            # nothing is communicated from here on: a rank updates as a whole or not at all
+            # from here on equal replicas send nothing: a rank updates as a whole or not at all,
+            # and what survives the loss of another one is never half a step
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
+            self.policy.after_update(step)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
         return StepResult(
             loss,
-            float(norm),
+            told,
             rate,
             scale,
             skipped,
@@ -178,7 +178,7 @@ class Engine:
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
-        self.reduction.data_sum.begin_step()
+        self.policy.begin_step()
         for stage in self.stages.values():
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0

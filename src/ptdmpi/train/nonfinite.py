@@ -113,7 +113,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
 
 def _weights(engine: Engine) -> Iterator[Finding]:
     for number, stage in engine.stages.items():
-        for place, (name, weight) in enumerate(stage.named_logical_parameters()):
+        for place, (name, weight) in enumerate(stage.trained_parameters()):
             master = engine.buffer.entries[name].view(engine.buffer.master)
             if not (_finite(weight) and _finite(master)):
                 rank = engine.axes.world.rank
@@ -158,7 +158,7 @@ class _Watcher(OpHook):
         if self._has(_GRADIENT):
             return
         # backwards: the last layer's gradient leads to the others
-        for place, (name, weight) in enumerate(reversed(stage.named_logical_parameters())):
+        for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if not _finite(weight.main_grad):
                 self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return

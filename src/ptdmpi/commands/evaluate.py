@@ -8,7 +8,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.commands.generate import shared
-from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.program import Command, mendable_paths
 
 PATH = click.Path(path_type=Path)
 
@@ -45,7 +45,7 @@ def command(run: Path, **options: Any) -> None:
     from ptdmpi.comm.world import World, fail_together
 
     world = World()
-    with fail_together(world):
+    with fail_together(world), mendable_paths():
         from ptdmpi.evaluate.run import evaluate
 
         as_json = options.pop("as_json")

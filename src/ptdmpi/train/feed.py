@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
@@ -18,6 +18,9 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 
+if TYPE_CHECKING:  # it starts MPI, and data is also opened where there is none
+    from ptdmpi.comm.world import Axes
+
 # Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
 VALIDATION_GROUP = 16
 
@@ -25,7 +28,7 @@ VALIDATION_GROUP = 16
 class Feed:
     """The data of a run, as one data rank sees it."""
 
-    def __init__(self, config: Config, axes: Axes, device: torch.device) -> None:
+    def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
         self.config, self.axes, self.device = config, axes, device
         self.train, self.valid = open_datasets(config)
         self.vocab_size = self.train[0].vocab_size

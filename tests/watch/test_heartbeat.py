@@ -27,7 +27,8 @@ def patched(self, kind, op, work, peer=None):
     here = os.environ["OMPI_COMM_WORLD_RANK"] == RANK and kind in ("forward", "backward")
     def act():
         {act}
-    return timed(self, kind, op, act if here and self._watch.place.step == 3 and op == OP else work, peer)
+    here = here and self._watch.place.step == 3 and op == OP
+    return timed(self, kind, op, act if here else work, peer)
 Runner._timed = patched
 main()
 """

@@ -9,6 +9,7 @@ import click
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def command(
     With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
-    launch.prepare()
+    launch.begin("train")
     if dry_run:
         from ptdmpi.commands.dry_run import show
 
@@ -61,6 +62,7 @@ def command(
         with fail_together(world):
             from ptdmpi.train import recover
 
+            note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
                 tree = _laid_out(tree, world)

@@ -22,7 +22,7 @@ from ptdmpi.report.compare import cluster_of, priced
 from ptdmpi.report.status import Watched
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import rank_memory_bytes
-from ptdmpi.train.feed import masked_samples, open_datasets
+from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
 
 STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
@@ -45,9 +45,8 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
     config = resolve(tree, ranks.count)
     require(config.log)
     train, valid = open_datasets(config)
-    vocab_size = train[0].vocab_size
-    if config.model.masked:
-        vocab_size = masked_samples(config, train[0]).vocabulary.size
+    masked = masked_samples(config, train[0]) if config.model.masked else None
+    vocab_size = vocabulary(config, train[0], masked)
     _require_writable(Path(config.run.dir))
     course = Course(config, begun(config, train))
     resumed = _resumed(config, course)

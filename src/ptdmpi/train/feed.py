@@ -31,11 +31,10 @@ class Feed:
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
         self.config, self.axes, self.device = config, axes, device
         self.train, self.valid = open_datasets(config)
-        self.vocab_size = self.train[0].vocab_size
         self.masked: MaskedSamples | None = None
         if config.model.masked:
             self.masked = masked_samples(config, self.train[0])
-            self.vocab_size = self.masked.vocabulary.size
+        self.vocab_size = vocabulary(config, self.train[0], self.masked)
         world = axes.world
         now = world.broadcast_object(None if world.rank else begun(config, self.train))
         self.course = Course(config, now)
@@ -159,6 +158,19 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
+
+
+def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = None) -> int:
+    """How many rows the vocabulary's tables have. Raises InputError where these are too few for the
+    ids of the shards (and the special tokens of a masked model)."""
+    needed = dataset.vocab_size if masked is None else masked.vocabulary.size
+    rows = config.model.vocab_size or needed
+    if rows < needed:
+        raise InputError(
+            f"model.vocab_size = {rows}, but {dataset.directory} needs {needed}; legal: {needed} "
+            "or more, or 0: just as many"
+        )
+    return rows
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -384,13 +384,8 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
                 "dur": (span.end_s - span.start_s) * us_per_unit,
             }
         )
-    trace = json.dumps(
-        {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"title": timeline.title, "time_unit": timeline.time_unit},
-        }
-    )
+    other = {"title": timeline.title, "time_unit": timeline.time_unit}
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
     _write(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))
 
 

@@ -12,6 +12,8 @@ import click
 
 from ptdmpi.config import InputError
 from ptdmpi.terminal.program import Group, run
+from ptdmpi.terminal.progress import progress
+from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions
@@ -43,6 +45,11 @@ _ERRORS = click.option(
     default="strict",
     show_default=True,
     help="What to do with bytes that are not UTF-8.",
+)
+_SKIP = click.option(
+    "--skip-bad-lines",
+    is_flag=True,
+    help="Leave out lines of .jsonl that cannot be read, and count them.",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -127,6 +134,7 @@ def commands() -> None:
 @_TEXT_FIELD
 @_SUFFIX
 @_ERRORS
+@_SKIP
 @_shard_options
 def tokenize(
     inputs: tuple[str, ...],
@@ -135,14 +143,14 @@ def tokenize(
     deduplicate: str | None,
     tokenizer: str,
     text_field: str,
-    errors: str,
     **given: Any,
 ) -> None:
     """Make token shards of text files. The same command again goes on where it was stopped."""
     from data_prep.encode import EncodeOptions
     from data_prep.text_corpus import TextCorpus, TextOptions
 
-    encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"])
+    errors, skip = given.pop("errors"), given.pop("skip_bad_lines")
+    encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"], skip)
     options = TextOptions(inputs, encode, suffixes, workers, deduplicate)
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
@@ -209,6 +217,7 @@ def _cell(value: Any) -> str:
 @_TEXT_FIELD
 @_SUFFIX
 @_ERRORS
+@_SKIP
 @_JSON
 def train_tokenizer(
     inputs: tuple[str, ...], output: Path, vocab_size: int, as_json: bool, **given: Any
@@ -224,6 +233,11 @@ def train_tokenizer(
     except OSError as error:
         raise InputError(f"{output.parent}: cannot be made: {error}") from error
     write_file(output, content.encode())
+    if size < vocab_size:
+        note(
+            f"note: the text has too few different pairs for --vocab-size {vocab_size}: {size} "
+            "entries were found; more text, or a larger --sample-bytes, gives more"
+        )
     table = {"output": str(output), "vocab_size": size}
     click.echo(json.dumps(table) if as_json else f"{output}: {size} entries")
 
@@ -234,6 +248,7 @@ def _training_texts(
     sample_bytes: int | None,
     text_field: str,
     errors: str,
+    skip_bad_lines: bool,
 ) -> Iterator[str]:
     from data_prep.encode import EncodeOptions, read_pieces
     from data_prep.sources import document_share, find_sources, read_tasks
@@ -242,13 +257,16 @@ def _training_texts(
     share = (
         1.0 if sample_bytes is None else sample_bytes / max(1, sum(s.size_bytes for s in sources))
     )
-    options = EncodeOptions("", text_field, errors, 0.0)
-    nothing = True
-    for task in read_tasks(0, sources, lambda size: None, text_field):
-        for piece in read_pieces(task, options):
-            if piece.text and document_share(piece.text.encode()) < share:
-                nothing = False
-                yield piece.text
+    options = EncodeOptions("", text_field, errors, 0.0, skip_bad_lines)
+    nothing, bad = True, list[int]()
+    with progress("reading", sum(source.size_bytes for source in sources), "B") as advance:
+        for task in read_tasks(0, sources, advance, text_field):
+            for piece in read_pieces(task, options, bad):
+                if piece.text and document_share(piece.text.encode()) < share:
+                    nothing = False
+                    yield piece.text
+    if bad:
+        note(f"note: {len(bad)} line(s) that cannot be read were left out")
     if nothing:
         raise InputError(
             "no text to learn from: all documents are empty, or --sample-bytes is too small"

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_document
+from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_whole
 from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
+_SPACE = b" \t\n\r\v\f"
+_BATCH_BYTES = 1 << 24  # of text that is encoded in one call
 _TASKS_PER_WORKER = 3  # under way: one is encoded, one waits, one is written
 
 
@@ -32,6 +34,7 @@ class EncodeOptions:
     text_field: str
     errors: str  # "strict" or "replace", for bytes that are not UTF-8
     valid_fraction: float  # of the documents, by their hash
+    skip_bad_lines: bool = False  # of .jsonl: leave them out and count them
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ class Piece:
         return not self.text and self.first and self.last
 
 
-def _decode(data: bytes, path: str, start: int, errors: str) -> str:
+def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
     try:
-        return data.decode("utf-8", errors)
+        return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {start + error.start} is not UTF-8 ({error.reason}); "
@@ -79,10 +82,12 @@ class _BadLine(ValueError):
     """What is wrong with a line."""
 
 
-def _field(line: str, options: EncodeOptions) -> bytes:
-    """The UTF-8 text of one JSON line."""
+def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
+    """The UTF-8 text of one JSON line, which lies at byte `start` of its file."""
+    line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
+        del line  # perhaps most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
@@ -105,20 +110,37 @@ def _lines_before(chunk: Chunk) -> int:
     return count
 
 
-def _documents(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
-    start = chunk.start
-    for number, data in enumerate(chunk.data.split(b"\n"), chunk.line):
-        if data.strip():
-            line = _decode(data, chunk.path, start, options.errors)
-            try:
-                yield _field(line, options)
-            except _BadLine as error:
+def _lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    """Where each line starts, and the line: not copied, for it may be most of the memory."""
+    view, start = memoryview(data), 0
+    while start <= len(data):
+        end = data.find(b"\n", start)
+        end = len(data) if end < 0 else end
+        yield start, view[start:end]
+        start = end + 1
+
+
+def _documents(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator[bytes]:
+    """The texts of lines; the numbers of those that are left out are added to `bad`."""
+    for number, (start, data) in enumerate(_lines(chunk.data), chunk.line):
+        if not data or (data[0] in _SPACE and not data.tobytes().strip()):
+            continue
+        try:
+            document = _field(data, chunk.path, chunk.start + start, options)
+        except (_BadLine, InputError) as error:
+            if options.skip_bad_lines:
+                bad.append(number)
+            elif isinstance(error, InputError):
+                raise
+            else:
                 place = f"{chunk.path}:{_lines_before(chunk) + number}"
                 raise InputError(f"{place}: {error}") from error
-        start += len(data) + 1
+        else:
+            yield document
+            del document
 
 
-def _rows(chunk: Chunk, options: EncodeOptions) -> Iterator[bytes]:
+def _rows(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator[bytes]:
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -131,15 +153,19 @@ def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
-def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
+def read_pieces(
+    task: Task, options: EncodeOptions, bad: list[int] | None = None
+) -> Iterator[Piece]:
     """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
-    line that is no JSON object with the text field, naming file and byte or line."""
+    line that is no JSON object with the text field, naming file and byte or line; but leaves such
+    lines out if that is asked for, and adds their numbers to `bad`."""
+    bad = [] if bad is None else bad
     for chunk in task.chunks:
         if chunk.kind != TEXT:
             read = _documents if chunk.kind == JSONL else _rows
-            for document in read(chunk, options):
+            for document in read(chunk, options, bad):
                 first = True
-                for data, last in split_document([document]):
+                for data, last in split_whole(document):
                     held_out = first and _held_out(data, options)
                     yield Piece(data.decode(), len(data), held_out, first, last)
                     first = False
@@ -149,45 +175,69 @@ def read_pieces(task: Task, options: EncodeOptions) -> Iterator[Piece]:
             yield Piece(text, len(chunk.data), held_out, chunk.first, chunk.last)
 
 
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in lists of some _BATCH_BYTES."""
+    batch: list[Piece] = []
+    size_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        size_bytes += piece.size_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    yield batch
+
+
 class Encoder:
     """Encodes tasks with one tokenizer."""
 
     def __init__(self, options: EncodeOptions):
         self._options = options
         self._tokenizer = load_tokenizer(options.tokenizer)
-        self._eod = np.array([self._tokenizer.eod_id], token_dtype(self._tokenizer.vocab_size))
-        self._nothing = self._eod[:0]
+        self._dtype = np.dtype(token_dtype(self._tokenizer.vocab_size))
+        self._eod = np.array([self._tokenizer.eod_id], self._dtype).tobytes()
 
     def __call__(self, task: Task) -> Encoded:
-        """Raises InputError as read_pieces does."""
-        pieces = list(read_pieces(task, self._options))
-        full = [piece for piece in pieces if not piece.is_nothing]
-        empty = len(pieces) - len(full)
-        left_out: list[Piece] = []
-        if task.dropped is not None:
-            documents = np.cumsum([piece.first for piece in full], dtype=int)  # 0: goes on here
-            dropped = [bool(task.dropped[document]) for document in documents]
-            left_out = [piece for piece, drop in zip(full, dropped, strict=True) if drop]
-            full = [piece for piece, drop in zip(full, dropped, strict=True) if not drop]
-        arrays = self._tokenizer.encode([piece.text for piece in full])
-        parts = [self._nothing]  # so that there is something to concatenate
-        for piece, ids in zip(full, arrays, strict=True):
-            parts += (ids, self._eod) if piece.last else (ids,)
-        lengths = [ids.size + piece.last for piece, ids in zip(full, arrays, strict=True)]
+        """Raises InputError as read_pieces does. Of a long document, text and tokens are together
+        in memory for a batch of its pieces only."""
+        bad: list[int] = []
+        tokens, counters = bytearray(), Counters()
+        segments: list[tuple[int, bool, bool, bool]] = []  # length, begins, ended, held out
+        document = 0  # of the task; 0: goes on here
+        for batch in _batches(read_pieces(task, self._options, bad)):
+            kept: list[Piece] = []
+            empty = duplicates = 0
+            for piece in batch:
+                if piece.is_nothing:
+                    empty += 1
+                    continue
+                document += piece.first
+                if task.dropped is not None and task.dropped[document]:
+                    duplicates += piece.last
+                else:
+                    kept.append(piece)
+            arrays = self._tokenizer.encode([piece.text for piece in kept])
+            for piece, ids in zip(kept, arrays, strict=True):
+                tokens += ids.astype(self._dtype, copy=False).tobytes()
+                tokens += self._eod if piece.last else b""
+                length = ids.size + piece.last
+                segments.append((length, piece.first, piece.last, piece.held_out))
+            counters += Counters(
+                documents=sum(piece.last for piece in kept),
+                empty_documents=empty,
+                duplicates=duplicates,
+                text_bytes=sum(piece.size_bytes for piece in kept),
+            )
+        columns = np.array(segments, np.int64).reshape(-1, 4).T
         return Encoded(
             group=task.group,
             index=task.index,
-            tokens=np.concatenate(parts),
-            lengths=np.array(lengths, np.int64),
-            begins=np.array([piece.first for piece in full], bool),
-            ended=np.array([piece.last for piece in full], bool),
-            held_out=np.array([piece.held_out for piece in full], bool),
-            counters=Counters(
-                documents=sum(piece.last for piece in full),
-                empty_documents=empty,
-                duplicates=sum(piece.last for piece in left_out),
-                text_bytes=sum(piece.size_bytes for piece in full),
-            ),
+            tokens=np.frombuffer(tokens, self._dtype),
+            lengths=columns[0],
+            begins=columns[1].astype(bool),
+            ended=columns[2].astype(bool),
+            held_out=columns[3].astype(bool),
+            counters=counters + Counters(bad_lines=len(bad)),
         )
 
 

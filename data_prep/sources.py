@@ -254,6 +254,16 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
     yield bytes(buffer), True
 
 
+def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
+    """The pieces of `split_document`, of a document that is there as a whole: no copy of it."""
+    start = 0
+    while len(document) - start > PIECE_BYTES:
+        cut = _cut(document[start : start + PIECE_BYTES + 1])
+        yield document[start : start + cut], False
+        start += cut
+    yield document[start:] if start else document, True
+
+
 def _text_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
     start = 0
     for data, last in split_document(blocks):
@@ -304,9 +314,10 @@ def _line_chunks(source: Source, blocks: Iterator[bytes]) -> Iterator[Chunk]:
     for block in _lines_of_slice(source, start, blocks):
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
-            data = bytes(buffer[:end])
-            yield chunk(data)
+            with memoryview(buffer) as view:
+                data = bytes(view[:end])  # one copy of what may be one long line
             del buffer[:end]
+            yield chunk(data)
             start, line, searched = start + end, line + data.count(b"\n"), TASK_BYTES - 1
         searched = max(searched, len(buffer))
         if len(buffer) > MAX_LINE_BYTES:

@@ -37,6 +37,7 @@ class Counters:
     duplicates: int = 0  # documents left out
     train_tokens: int = 0
     valid_tokens: int = 0
+    bad_lines: int = 0  # left out
     eods_added: int = 0  # to documents of ready tokens that had no end
 
     def __add__(self, other: "Counters") -> "Counters":

@@ -39,12 +39,18 @@ class TextCorpus:
 
     def __init__(self, options: TextOptions, output: OutputOptions):
         self._options = options
-        names = ("documents", "empty_documents", "duplicates", "text_bytes")
-        self.counted = (*names, "train_tokens", "valid_tokens")
-        if options.deduplicate is None:
-            self.counted = tuple(name for name in self.counted if name != "duplicates")
-        else:
+        if options.deduplicate is not None:
             check(options.deduplicate)
+        names = {
+            "documents": True,
+            "empty_documents": True,
+            "duplicates": options.deduplicate is not None,
+            "bad_lines": options.encode.skip_bad_lines,
+            "text_bytes": True,
+            "train_tokens": True,
+            "valid_tokens": True,
+        }
+        self.counted = tuple(name for name, counted in names.items() if counted)
         self._duplicates: Duplicates | None = None
         name = options.encode.tokenizer
         self.vocabulary = load_tokenizer(name)
@@ -64,6 +70,8 @@ class TextCorpus:
             "text_field": self._options.encode.text_field,
             "errors": self._options.encode.errors,
             "deduplicate": self._options.deduplicate,
+            # only where it is asked for: what older versions have begun goes on
+            **({"skip_bad_lines": True} if self._options.encode.skip_bad_lines else {}),
             **self._files,
         }
 

@@ -56,7 +56,11 @@ mkdir -p "$run_dir" || exit 2
 
 newest() { cat "$run_dir/checkpoints/latest" 2> /dev/null || echo none; }
 # The last thing that a run writes; of a run that has been given more steps, it does not count.
-complete() { grep -qs "\"steps\": $steps}" "$run_dir/done"; }
+complete() {
+    local trained
+    trained=$(sed -n 's/.*"steps": \([0-9]*\)}.*/\1/p' "$run_dir/done" 2> /dev/null)
+    [ "${trained:-0}" -ge "$steps" ]
+}
 if complete; then  # the last jobs of a chain find nothing to do
     say "$run_dir is complete"
     exit 0
@@ -87,11 +91,14 @@ fi
 launcher= asked= ending=
 forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi; }
 trap 'asked=yes; forward' USR1
-trap 'asked=yes; ending=yes; forward' TERM
+trap 'asked=yes; ending=yes; forward' TERM INT HUP
 
 read -ra launch <<< "$LAUNCH"
 say "attempt $attempt of $limit from $before on ${SLURM_JOB_NODELIST:-$(hostname)}: $LAUNCH"
 # Bash runs a trap during `wait`, never during a foreground command. A trap ends `wait`, so: again.
+# In a session of its own where no batch system watches: Ctrl-C must not reach mpirun, which kills
+# its ranks half a second later, but this script, which asks them to save.
+[ -n "${BATCH:-}" ] || launch=(setsid "${launch[@]}")
 "${launch[@]}" "$ptdmpi" train "$@" &
 launcher=$!
 [ -z "$asked" ] || forward

@@ -1,5 +1,7 @@
 """The documents name what is there: every file in the tree, every key of the configuration."""
 
+import re
+
 from ptdmpi.config import Config, TrainDataConfig
 from tests._tree import HOUSE, updated
 from tests.parallel import ROOT
@@ -8,6 +10,13 @@ from tests.parallel import ROOT
 def test_house_has_the_tree_as_it_is():
     page = HOUSE.read_text(encoding="utf-8")
     assert page == updated(page), "write it anew: python -m tests._tree"
+
+
+def test_walks_for_contributors_name_files_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]*)`", text)
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_key_is_documented():

@@ -71,6 +71,45 @@ def test_numbers_pictures_and_trace(run):
     assert json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
+def test_pictures_elsewhere(run, tmp_path_factory, monkeypatch):
+    """Of a run that may only be read the table comes all the same, and pictures on request."""
+    other = tmp_path_factory.mktemp("x") / "there/it/is"
+    done = CliRunner().invoke(command, [str(run), "--output", str(other), "--json"])
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["files"]) == 3
+    assert len(list(other.iterdir())) == 3 and not (run / "loss.png").exists()
+
+    def refused(self, path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refused)
+    for words in ([], ["--json"]):
+        done = CliRunner().invoke(command, [str(run), *words])
+        assert done.exit_code == 0, done.output
+        assert "last_loss" in done.stdout.replace(" ", "_")
+        (line,) = done.stderr.splitlines()
+        assert "loss.png: cannot be written: Permission denied" in line and "--output" in line
+    with pytest.raises(InputError, match="cannot be written"):
+        CliRunner().invoke(
+            command,
+            [str(run), "--output", str(other)],
+            standalone_mode=False,
+            catch_exceptions=False,
+        )
+
+
+def test_a_damaged_timeline_is_named(run):
+    (path,) = (run / "timeline").iterdir()
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"step-00000002\.json: this is no timeline"):
+        report.read(run)
+
+
+def test_the_mean_does_not_lag():
+    means, reach = report.centred_means([float(k) for k in range(500)])
+    assert reach == 5 and means == pytest.approx(range(500))
+    assert report.centred_means([3.0, 1.0]) == ([3.0, 1.0], 0)
+
+
 def test_what_follows_the_pipeline_is_no_bubble(run):
     (path,) = (run / "timeline").iterdir()
     timeline = Timeline.from_json(path.read_text())

@@ -8,6 +8,7 @@ from ptdmpi.terminal.program import Group, run
 
 # name -> whether all ranks of a job work on it
 COMMANDS = {
+    "init": False,
     "train": True,
     "plan": False,
     "probe": True,

@@ -14,6 +14,13 @@ LLAMA = {
     "max_position_embeddings": 16,
     "vocab_size": V,
 }
+DECODERS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+}
 BERT = {
     "num_hidden_layers": 3,
     "hidden_size": 32,
@@ -33,8 +40,10 @@ def model(family: str, dtype: str = "float32", masked_only: bool = False, **chan
     torch.manual_seed(0)
     if family == "gpt2":
         made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**COMMON, **GPT2 | changes))
-    elif family == "llama":
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, **LLAMA | changes))
+    elif family in DECODERS:
+        name = DECODERS[family]
+        config = getattr(transformers, f"{name}Config")(**COMMON, **LLAMA | changes)
+        made = getattr(transformers, f"{name}ForCausalLM")(config)
     else:
         name = "Bert" if family == "bert" else "MegatronBert"
         kind = f"{name}For{'MaskedLM' if masked_only else 'PreTraining'}"

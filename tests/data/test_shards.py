@@ -244,6 +244,16 @@ def test_a_text_whose_type_is_damaged_is_not_given_to_hdf5(shard):
         read_header(shard)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_shard_cut_while_it_is_open(shard, mapped):
+    """A line that names it, where the map alone would end the process by a bus error."""
+    dataset = Dataset(shard.parent, use_mmap=mapped)
+    dataset.read(np.array([0]), 8)
+    os.truncate(shard, dataset.headers[0].byte_offset + 2)
+    with pytest.raises(InputError, match=rf"shard {shard}: was truncated while it was read"):
+        dataset.read(np.array([1]), 8)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 5000, 0.5, 0.99])
 def test_truncated_shard(shard, keep):
     size = shard.stat().st_size

@@ -136,3 +136,33 @@ def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     if sent == signal.SIGINT:
         assert error.strip() == "ptdmpi-data: interrupted; the same command again goes on"
         assert not (tmp_path / "o").exists()
+
+
+def test_too_little_text_is_noted(corpus, tmp_path, monkeypatch, capsys):
+    arguments = ("--output", tmp_path / "t.json", "--vocab-size", 100_000)
+    monkeypatch.setattr(
+        sys, "argv", ["ptdmpi-data", "train-tokenizer", str(corpus), *map(str, arguments)]
+    )
+    main()
+    out, error = capsys.readouterr()
+    entries = int(out.split()[-2])
+    assert 257 <= entries < 1000
+    assert f"too few different pairs for --vocab-size 100000: {entries} entries" in error
+
+
+def test_bad_lines_are_left_out_and_counted(tmp_path, monkeypatch, capsys):
+    good = [json.dumps({"text": f"line {number}"}) for number in range(5)]
+    bad = ["{", "[]", '{"text": 3}', '{"text": "\\ud800"}']
+    text = "\n".join([good[0], *bad, "", *good[1:]]).encode() + b'\n{"text": "\xff"}\n'
+    (tmp_path / "a.jsonl").write_bytes(text)
+    (tmp_path / "b.jsonl").write_text("\n".join(good))
+    tables = []
+    for name in ("a", "b"):
+        words = ("tokenize", tmp_path / f"{name}.jsonl", "--output", tmp_path / name, "--json")
+        words += ("--tokenizer", "bytes", "--skip-bad-lines")
+        tables.append(json.loads(run(monkeypatch, capsys, *words)))
+    assert [table["bad_lines"] for table in tables] == [5, 0]
+    assert [table["documents"] for table in tables] == [5, 5]
+    assert tables[0]["train_tokens"] == tables[1]["train_tokens"]
+    words = ("train-tokenizer", tmp_path / "a.jsonl", "--output", tmp_path / "t.json")
+    run(monkeypatch, capsys, *words, "--vocab-size", "260", "--skip-bad-lines")

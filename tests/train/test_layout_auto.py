@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from ptdmpi.commands.train import _unused
 from ptdmpi.config import resolve, to_toml
 from tests._configs import tree
 from tests._runs import SIZES, corpus
@@ -46,3 +47,10 @@ def test_a_run_is_laid_out_once(tmp_path):
     assert "layout auto: as run has it" in output and "resumed after step 2" in output
     after = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert after["parallel"] == parallel and after["run"]["cluster"] == "run/cluster.toml"
+
+
+def test_a_measured_cluster_is_never_overwritten(tmp_path):
+    path = tmp_path / "cluster.toml"
+    for name in ("cluster.toml", "cluster-2.toml", "cluster-3.toml"):
+        assert _unused(path) == tmp_path / name
+        (tmp_path / name).touch()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
+from ptdmpi.train.runner import OpHook
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel
@@ -64,6 +65,27 @@ def test_a_failure_shows_its_place_in_the_schedule(comm):
         (note,) = caught.value.__notes__
         assert note.startswith("in op F0.0 of this rank's schedule:")
         assert "  F0.0   <-- here" in note.splitlines()
+
+
+@parallel(ranks=[1])
+def test_a_hook_goes_with_its_context_whatever_happens_in_it(comm):
+    engine = engine_of(comm, "1f1b", 1)
+    (policy,) = engine.runner.hooks
+    heard: list[str] = []
+
+    class Listener(OpHook):
+        def begin(self, op):
+            heard.append(f"{op} begins")
+
+        def end(self, op):
+            heard.append(f"{op} ends")
+
+    with pytest.raises(RuntimeError), engine.runner.hooked(Listener()):
+        steps_of(engine, 1)
+        raise RuntimeError
+    assert engine.runner.hooks == [policy]
+    told = [f"{op} {what}" for op in engine.schedule.orders[0] for what in ("begins", "ends")]
+    assert heard == told
 
 
 def steps_of_without_messages(engine) -> None:

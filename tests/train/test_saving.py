@@ -7,6 +7,7 @@ import pytest
 from ptdmpi.checkpoint.save import Saved, SaveFailed
 from ptdmpi.config import CheckpointConfig
 from ptdmpi.train.saving import Saving
+from ptdmpi.watch.requests import Save
 
 
 class _Disk:
@@ -44,7 +45,7 @@ def _run(disk: _Disk, last_step: int, stop: int = 0) -> tuple[list[str], list[in
     records: list[dict] = []
     saving = Saving(disk, last_step, lines.append, lambda **values: records.append(values))
     for step in range(1, (stop or last_step) + 1):
-        saving.after_step(step, now=step == stop)
+        saving.after_step(step, Save.NOW if step == stop else Save.NO)
     return lines, [record["step"] for record in records]
 
 

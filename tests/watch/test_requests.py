@@ -1,11 +1,15 @@
 """Stopping well: signals at any moment, files, the time limit, and the marker of a complete run."""
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from ptdmpi.watch.requests import Requests, StopRequest, process_age_s
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.watch import requests as module
+from ptdmpi.watch.requests import Requests, Save, StopRequest, process_age_s
 from tests._runs import after, log, loop, records
 from tests.parallel import parallel
 
@@ -161,3 +165,48 @@ def test_the_most_urgent_reason_and_its_lowest_rank_are_told(tmp_path):
         votes += [requests.mine(rank)[0] for rank in (2, 1)]
         assert requests.reason(max(votes)) == f"{number.name} on rank 1 (b)"
     assert requests.reason(0) == ""
+
+
+def test_a_save_is_due_by_the_clock(tmp_path, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    requests = Requests(StopRequest(), tmp_path, ["a"], 0.0, 15.0)
+    votes = []
+    for now in (101.0, 999.0, 1000.0, 1001.0):
+        clock[0] = now
+        votes.append(requests.mine(0)[1])
+    assert votes == [Save.NO, Save.NO, Save.DUE, Save.DUE]
+    requests.saved(3.0)
+    assert requests.mine(0)[1] == Save.NO and requests.mine(1)[1] == Save.NO
+    (tmp_path / "SAVE").touch()
+    clock[0] += 901.0
+    assert requests.mine(0)[1] == Save.NOW
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_directory_that_is_gone_or_another(tmp_path, again):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    requests = Requests(StopRequest(), folder, ["a"], 0.0)
+    assert requests.reason(requests.mine(0)[0]) == ""
+    folder.rename(tmp_path / "moved")
+    if again:
+        folder.mkdir()
+    requests.obeyed("STOP")  # looks at once
+    with pytest.raises(SharedInputError, match="run was deleted or replaced while"):
+        requests.reason(requests.mine(0)[0])
+
+
+def test_nobody_reads_what_is_printed():
+    """`ptdmpi train ... | head`: the first line that finds no reader asks for a stop."""
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from ptdmpi.watch.requests import Requests, StopRequest\n"
+        "signals = StopRequest()\n"
+        "for _ in range(20000): signals.show('a line')\n"
+        "requests = Requests(signals, Path('.'), ['a'], 0.0)\n"
+        "sys.stderr.write(requests.reason(requests.mine(0)[0]))\n"
+    )
+    command = f'{sys.executable} -c "$0" | head -n 1; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "nobody reads the output")

@@ -180,6 +180,8 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
     Raises InputError where the file system has not the space.
     """
+    if not directory.parent.is_dir():
+        raise InputError(f"{directory.parent} is gone")
     remove_leftovers(directory)
     require_space(directory, needed_bytes)
     temporary = directory / (name_of(step) + ".tmp")

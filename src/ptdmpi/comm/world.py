@@ -20,6 +20,7 @@ from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
+from ptdmpi.terminal.program import mendable_paths
 
 T = TypeVar("T")
 
@@ -145,11 +146,13 @@ class World:
         )
 
     def on_root(self, work: Callable[[], T]) -> T:
-        """`work()` done by rank 0 for everyone; its InputError is raised on every rank."""
+        """`work()` done by rank 0 for everyone; its InputError is raised on every rank, and so is a
+        path that is not there or not readable, as one."""
         result: tuple[bool, T | str] = (True, "")
         if self.rank == 0:
             try:
-                result = (True, work())
+                with mendable_paths():
+                    result = (True, work())
             except InputError as error:
                 result = (False, str(error))
         fine, value = self.control.bcast(result, root=0)

@@ -54,7 +54,7 @@ def command(parity: bool, short: bool, as_json: bool) -> None:
     """
     if short and not parity:
         raise click.UsageError("--short belongs to --parity")
-    launch.prepare()
+    launch.begin("doctor")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 

@@ -8,7 +8,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.commands.generate import shared
-from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.program import Command, mendable_paths
 
 PATH = click.Path(path_type=Path)
 
@@ -40,12 +40,12 @@ def command(run: Path, **options: Any) -> None:
 
     mpirun -n 4 ptdmpi evaluate runs/demo --data runs/demo-data/valid --layout t=2,p=2
     """
-    launch.prepare()
+    launch.begin("evaluate")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 
     world = World()
-    with fail_together(world):
+    with fail_together(world), mendable_paths():
         from ptdmpi.evaluate.run import evaluate
 
         as_json = options.pop("as_json")

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.program import Command, mendable_paths
 
 SHARED = (
     click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
@@ -39,12 +39,12 @@ def command(run: Path, **options) -> None:
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
     """
-    launch.prepare()
+    launch.begin("generate")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 
     world = World()
-    with fail_together(world):
+    with fail_together(world), mendable_paths():
         from ptdmpi.generate.write import write
 
         samples = write(run, world, **{k: v for k, v in options.items() if k != "as_json"})

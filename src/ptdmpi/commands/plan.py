@@ -3,11 +3,12 @@
 import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, load
 from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.counts import parameter_count
@@ -68,8 +69,9 @@ def _options(function: Any) -> Any:
 
 
 @click.command("plan", cls=Command)
-@click.option("--model", required=True, help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
-@click.option("--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file.")
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--model", help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
+@click.option("--cluster", help=f"{', '.join(cluster_names())}, or a .toml file.")
 @click.option("--ranks", type=Number(1), help="How many; in --layout d may say it.")
 @click.option("--batch", type=Number(1), help="Sequences per step; default: as published.")
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
@@ -88,8 +90,21 @@ def _options(function: Any) -> Any:
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def command(model: str, cluster: str, batch: int | None, as_json: bool, **options: Any) -> None:
-    """Predict layouts of a model on a cluster: time, memory, and what they are spent on."""
+def command(
+    config: Path | None, model: str, cluster: str, batch: int | None, **options: Any
+) -> None:
+    """Predict layouts of a model on a cluster: time, memory, and what they are spent on.
+
+    With CONFIG, a file for ptdmpi train, it previews that run instead, as ptdmpi train --dry-run
+    does: data, sizes, memory, time, the first batch. Of the options --ranks, --cluster and --json
+    go with it; nothing is written, and no MPI is needed.
+    """
+    as_json: bool = options.pop("as_json")
+    if config is not None:
+        _preview(config, model or batch, cluster, options["ranks"], as_json)
+        return
+    if model is None or cluster is None:
+        raise InputError("give --model and --cluster, or a configuration to preview")
     for key in ("png", "memory_png"):
         if options[key] is not None:
             draw.check_picture(options[key])
@@ -124,6 +139,16 @@ def command(model: str, cluster: str, batch: int | None, as_json: bool, **option
     result["train"] = _train(pricer, prices[0].layout)
     _draw(pricer, prices[0].layout, options)
     click.echo(json.dumps(result) if as_json else table.report(result))
+
+
+def _preview(
+    config: Path, other: Any, cluster: str | None, ranks: int | None, as_json: bool
+) -> None:
+    if other:
+        raise InputError("--model and --batch stand in the configuration that is previewed")
+    from ptdmpi.commands.dry_run import show
+
+    show(load(config), ranks, cluster, as_json)
 
 
 def _published_batch(model: str) -> int:

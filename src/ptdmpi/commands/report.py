@@ -8,33 +8,44 @@ from pathlib import Path
 import click
 
 from ptdmpi import report
+from ptdmpi.config import InputError
+from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.report import compare
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 
 
 @click.command(cls=Command, short_help="Table, plots and trace of a run.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--cluster", help="Predict on this one; default: what run.cluster of the run names.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory for pictures and trace [default: RUN].",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def command(run: Path, cluster: str | None, as_json: bool) -> None:
+def command(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> None:
     """Sum up the run directory RUN (such as runs/demo).
 
     Where a cluster is known (ptdmpi probe writes one of a machine), the step that is predicted on
     it stands beside the measured one. Writes loss.png, timeline.png and trace.json (for Perfetto or
-    chrome://tracing) into it.
+    chrome://tracing) into it, or into --output DIR; a run that may only be read keeps its table.
     """
     loaded = report.read(run)
     numbers = report.summary(loaded)
     foreseen = compare.foreseen(
         run, loaded.measured_config, loaded.steps[-1].get("vocab_size"), cluster
     )
-    paths = report.write(loaded, foreseen)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+    paths, unwritten = _written(loaded, foreseen, output)
     compared = None
     if foreseen and loaded.measured:
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
     if as_json:
         print(json.dumps({**numbers, "files": [str(path) for path in paths]}))
+        note_all(unwritten)
         return
     if loaded.measured:
         columns = min(120, shutil.get_terminal_size((120, 24)).columns)
@@ -50,3 +61,22 @@ def command(run: Path, cluster: str | None, as_json: bool) -> None:
         print()
     for path in paths:
         print(f"wrote {path}")
+    note_all(unwritten)
+
+
+def _written(
+    loaded: report.Run, foreseen: Timeline | None, output: Path | None
+) -> tuple[list[Path], list[str]]:
+    """The files that were written, and a line on why none were: into a run of somebody else, the
+    table matters more than its pictures."""
+    try:
+        return report.write(loaded, foreseen, output or loaded.path), []
+    except InputError as error:
+        if output is not None:
+            raise
+        return [], [f"no pictures: {error}; --output DIR draws them elsewhere"]
+
+
+def note_all(lines: list[str]) -> None:
+    for line in lines:
+        note(line)

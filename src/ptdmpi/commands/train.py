@@ -1,13 +1,15 @@
 """`ptdmpi train`: started by mpirun or srun, once for each rank."""
 
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.config import load
+from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key.")
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
-def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> None:
+@click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
+@click.option("--ranks", type=click.IntRange(1), help="For --dry-run without mpirun: how many.")
+@click.option("--json", "as_json", is_flag=True, help="Of --dry-run: print JSON, for programs.")
+def command(
+    config: Path, overrides: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
+) -> None:
     """Train the model that the TOML file CONFIG describes, for example
 
     mpirun -n 4 ptdmpi train CONFIG --set parallel.tensor=2
@@ -32,8 +39,20 @@ def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> Non
     With --layout auto the sizes of the axes, the schedule, the microbatch and recomputation are
     those that ptdmpi plan finds best on run.cluster, or on this machine, which is then measured
     first.
+
+    With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
+    opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
-    launch.prepare()
+    launch.begin("train")
+    if dry_run:
+        from ptdmpi.commands.dry_run import show
+
+        if layout is not None:
+            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
+        show(load(config, overrides), dry["ranks"], as_json=dry["as_json"])
+        return
+    if dry["ranks"] or dry["as_json"]:
+        raise InputError("--ranks and --json belong to --dry-run")
     # from here on, so that a signal during the start-up is not lost
     with StopRequest() as signals:
         # MPI is initialised by this import: before torch starts its threads
@@ -43,6 +62,7 @@ def command(config: Path, overrides: tuple[str, ...], layout: str | None) -> Non
         with fail_together(world):
             from ptdmpi.train import recover
 
+            note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
                 tree = _laid_out(tree, world)
@@ -86,7 +106,7 @@ def _probed(config: "Config", world: "World") -> str:
     from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
 
-    path = Path(config.run.dir) / "cluster.toml"
+    path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir) / "cluster.toml"))))
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
@@ -94,3 +114,10 @@ def _probed(config: "Config", world: "World") -> str:
     head = f"# Measured by `ptdmpi train --layout auto` on {world.size} ranks.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
+
+
+def _unused(path: Path) -> Path:
+    """The path, or where there is such a file, of another machine or number of ranks, with the next
+    number in it: what was predicted there is read again by `ptdmpi report`."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
+    return next(one for one in chain([path], names) if not one.exists())

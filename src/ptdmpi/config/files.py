@@ -103,7 +103,8 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
         elif key == "data.train":
             yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each'
         else:  # of a union every branch complains about the same value
-            values.setdefault(key, (mistake["input"], []))[1].append(mistake["msg"])
+            text = mistake["msg"].removeprefix("Value error, ")
+            values.setdefault(key, (mistake["input"], []))[1].append(text)
     for key, (value, messages) in values.items():
         first, *others = dict.fromkeys(messages)
         text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])

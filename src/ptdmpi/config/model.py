@@ -92,6 +92,7 @@ class ModelConfig(Section):
     head_size: NonNegative
     ffn_hidden: Positive
     seq_length: Positive
+    vocab_size: NonNegative = 0
     norm: Literal["layernorm", "rmsnorm"]
     zero_centered_norm: bool = False
     qk_norm: bool = False

@@ -2,12 +2,22 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
+
+
+def _is_below(name: str) -> str:
+    """A run's name is that of its directory below runs/."""
+    if not name.isprintable() or any(part.strip() in ("", ".", "..") for part in name.split("/")):
+        raise ValueError("legal: a name such as first or tries/first, without . and .. as parts")
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_is_below)]
 
 
 class Section(BaseModel):

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
-from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, Section
+from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, RunName, Section
 
 
 class RunConfig(Section):
     """Which run this is, how long it goes, and the seed of all its randomness."""
 
-    name: str = "run"
+    name: RunName = "run"
     dir: str = ""
     seed: NonNegative = 1234
     steps: Positive
@@ -130,10 +130,12 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """`every_steps = 0` saves at the end only; `keep = 0` keeps every checkpoint, and `keep_every`
-    those at its multiples besides the newest ones."""
+    """Besides at the end, a run saves every `every_steps` steps and `every_minutes` minutes, 0:
+    never; `keep = 0` keeps every checkpoint, and `keep_every` those at its multiples besides the
+    newest ones."""
 
     every_steps: NonNegative = 0
+    every_minutes: Annotated[float, Field(ge=0)] = 15.0
     keep: NonNegative = 2
     keep_every: NonNegative = 0
     asynchronous: bool = False

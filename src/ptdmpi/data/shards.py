@@ -5,6 +5,7 @@ metadata and the byte offset of `tokens` in the file; after that the tokens are 
 `np.memmap`, without HDF5.
 """
 
+import mmap
 import os
 import resource
 import weakref
@@ -104,6 +105,28 @@ def _open_limit(shards: int) -> int:
     return min(_OPEN_SHARDS, max(1, soft // _OPEN_SHARE))
 
 
+class _MappedTokens:
+    """The tokens of a shard, mapped. A file that was cut while it is mapped would end the process
+    by a bus error, without a word: so its size is looked at (1 us) before it is read."""
+
+    def __init__(self, header: ShardHeader):
+        self._path = header.path
+        self._tokens = map_tokens(header)
+        mapped = self._tokens.base
+        while not isinstance(mapped, mmap.mmap):
+            mapped = mapped.base
+        self._size = mapped.size  # of the file, now
+        self._end = header.byte_offset + self._tokens.nbytes
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        if self._size() < self._end:
+            raise InputError(
+                f"shard {self._path}: was truncated while it was read, to {self._size():,} bytes; "
+                'bring it back (data.reader = "pread" reads what is there still)'
+            )
+        return self._tokens[part]
+
+
 class _PreadTokens:
     """The tokens of a shard, read by pread as they are sliced."""
 
@@ -120,6 +143,9 @@ class _PreadTokens:
         if len(piece) != size_bytes:
             raise InputError(f"shard {header.path}: was truncated while it was read")
         return np.frombuffer(piece, header.dtype)
+
+
+_Tokens = _MappedTokens | _PreadTokens
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
@@ -164,9 +190,9 @@ class Dataset:
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
-        open_tokens = map_tokens if use_mmap else _PreadTokens
+        open_tokens = _MappedTokens if use_mmap else _PreadTokens
         headers = self.headers
-        self.shard_tokens: Callable[[int], np.ndarray] = lru_cache(_open_limit(len(headers)))(
+        self.shard_tokens: Callable[[int], _Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: open_tokens(_confirm(headers, shard))
         )
         self._first_samples = lru_cache(4)(partial(_first_samples, headers))

@@ -102,7 +102,7 @@ class InferenceModel:
         return None
 
     def _send(self, x: Tensor) -> None:
-        """Without waiting: the next stage may still be busy with what was sent before."""
+        """Send activations on without waiting: the next stage may be busy with those before."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
         following = self.placed.rank_of(self.number + 1)

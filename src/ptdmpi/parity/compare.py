@@ -62,7 +62,7 @@ def left_out(models: Iterable[Model]) -> list[str]:
     A key bias adds the same number to all scores of a query, which the softmax does not see: its
     true gradient is zero, and what is computed is rounding alone.
     """
-    layers = max((model.layers for model in models if model.kind != "llama"), default=0)
+    layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
 
 

@@ -240,3 +240,17 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     ]
     cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]
     return [case for case in cases if refusal(case, ranks) is None]
+
+
+def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """A model with windows, caps, norms of queries and keys, and one key head for all tensor ranks,
+    where these meet what divides, recomputes or cuts into documents."""
+    model = Model(kind="gemma2", documents=True)
+    layouts = [
+        Layout(tensor=4, sequence_parallel=True, recompute="full", micro_size=2),
+        Layout(tensor=2, pipeline=2, data=2, schedule="1f1b", scatter_gather=True, micro_size=2),
+        Layout(pipeline=2, virtual=3, schedule="interleaved", recompute="selective", micro_size=4),
+    ]
+    models = [replace(model, dropout=True), model, replace(model, documents=False)]
+    cases = [Case(*both) for both in zip(layouts, models, strict=True)]
+    return [case for case in cases if refusal(case, ranks) is None]

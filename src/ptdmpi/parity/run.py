@@ -25,6 +25,19 @@ INIT_STD = 0.1
 # that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
 EPSILON = 1e-6
 
+# Beside the defaults of a kind: at this size, all that models after LLaMA brought.
+MORE = {
+    "gemma2": {
+        "kv_heads": 1,
+        "head_size": 6,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "query_scalar": 4.0,
+        "attention_softcap": 0.5,
+        "logit_softcap": 0.5,
+    }
+}
+
 # name -> (this rank's pieces: where each stands in the logical tensor, and its values)
 Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
@@ -63,6 +76,7 @@ def configuration(task: Task) -> Config:
         "run": {"seed": SEED, "steps": task.steps, "reproducible": layout.reproducible},
         "model": {
             "kind": model.kind,
+            **MORE.get(model.kind, {}),
             "layers": model.layers,
             "hidden": HIDDEN,
             "heads": HEADS,

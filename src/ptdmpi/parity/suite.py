@@ -14,6 +14,7 @@ SHORT_STEPS, SHORT_ROWS = 3, slice(1, 3)  # the first row is one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
+MODERN = "Windows, caps, and a key head that all tensor ranks share"
 TWICE = "A second run of one layout"
 
 
@@ -76,18 +77,20 @@ def comparisons(ranks: int, *, short: bool = False) -> list[Comparison]:
     """All comparisons that `ranks` ranks can make; `short`: a few of each kind that need little
     time."""
     covering = layouts.covering_set(ranks)
-    reproducible = layouts.reproducible_cases(ranks)
+    reproducible, modern = layouts.reproducible_cases(ranks), layouts.modern_cases(ranks)
     # most ranks, and of these most effects: as much as possible can go wrong
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
     if short:
         covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
+        modern = modern[:1]
+    sections = {COVERING: covering, REPRODUCIBLE: reproducible, MODERN: modern}
     return [
-        *(Comparison(COVERING, case, replace(case, layout=case.layout.base)) for case in covering),
         *(
-            Comparison(REPRODUCIBLE, case, replace(case, layout=case.layout.base))
-            for case in reproducible
+            Comparison(section, case, replace(case, layout=case.layout.base))
+            for section, cases in sections.items()
+            for case in cases
         ),
         *(Comparison(TWICE, case, case, attempt=1) for case in twice),
     ]

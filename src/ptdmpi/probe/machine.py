@@ -15,6 +15,7 @@ from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Case, Layers
+from ptdmpi.terminal.say import note
 from ptdmpi.train.capacity import rank_memory_bytes
 
 UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
@@ -49,8 +50,10 @@ def probe(
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
+    note("probe: products of matrices")
     launch = kernels.launch_s(bench)
     gemm = kernels.products(bench, compute, extent.sides, launch)
+    note("probe: memory, messages, attention")
     stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
     tree = {
         "name": f"probed-{world.places[0].host}",
@@ -83,6 +86,7 @@ def probe(
             "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
         },
     }
+    note("probe: whole layers")
     tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.found
 

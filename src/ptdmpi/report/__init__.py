@@ -84,10 +84,17 @@ def read(path: Path) -> Run:
         trained.config_at(owed, None, config),
         steps,
         [record for record in records if "validation_loss" in record],
-        Timeline.from_json(timelines[-1].read_text(encoding="utf-8")) if timelines else None,
+        _timeline(timelines[-1]) if timelines else None,
         trained.config_at(owed, at, config),
         owed,
     )
+
+
+def _timeline(path: Path) -> Timeline:
+    try:
+        return Timeline.from_json(path.read_text(encoding="utf-8"))
+    except (InputError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
@@ -213,13 +220,13 @@ def table(numbers: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
-def write(run: Run, foreseen: Timeline | None = None) -> list[Path]:
-    """Draw the pictures and the trace into the run directory; returns their paths. `foreseen`, if
-    there is one, is drawn above what was measured."""
-    paths = [run.path / "loss.png"]
+def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
+    """Draw the pictures and the trace into `folder`; returns their paths. `foreseen`, if there is
+    one, is drawn above what was measured. Raises InputError where the folder cannot be written."""
+    paths = [folder / "loss.png"]
     loss_curve(run, paths[0])
     if run.measured:
-        paths += [run.path / "timeline.png", run.path / "trace.json"]
+        paths += [folder / "timeline.png", folder / "trace.json"]
         above = [] if foreseen is None else [compute_window(foreseen)]
         draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
         draw.chrome_trace(run.measured, paths[2])
@@ -236,16 +243,17 @@ def compute_window(timeline: Timeline) -> Timeline:
 def loss_curve(run: Run, path: Path) -> None:
     """Training loss of each step, its running mean, validation points and the bigram's line."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     tokens = [record["tokens"] for record in run.steps]
     losses = [record["loss"] for record in run.steps]
     axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
-    window = max(1, len(losses) // 50)
-    means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
-    if window > 1:
-        axes.plot(tokens, means, color="#1f4e8c", label=f"mean of {window} steps")
+    means, reach = centred_means(losses)
+    if reach:
+        label = f"mean of {2 * reach + 1} steps, centred"
+        axes.plot(tokens, means, color="#1f4e8c", label=label)
     at = {record["step"]: record["tokens"] for record in run.steps}
     points = [(at[r["step"]], r["validation_loss"]) for r in run.validations if r["step"] in at]
     if points:
@@ -260,6 +268,14 @@ def loss_curve(run: Run, path: Path) -> None:
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value else "0")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12k, 3.5M, 2G
     axes.legend(frameon=False)
-    figure.savefig(path)
+    draw.save(figure, path)
+
+
+def centred_means(losses: list[float]) -> tuple[list[float], int]:
+    """(the mean around each step, how many steps on either side it has): so that it neither lags
+    behind the curve nor runs ahead of it, it has fewer on both sides near the ends."""
+    last, reach = len(losses) - 1, len(losses) // 100
+    nearby = (min(reach, i, last - i) for i in range(len(losses)))
+    return [statistics.fmean(losses[i - k : i + k + 1]) for i, k in enumerate(nearby)], reach

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.config import InputError, resolve
+from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.layout import Layout
@@ -59,19 +59,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     checked = resolve({**config, "run": run}, ranks)
-    layout = Layout(
-        parallel["tensor"],
-        parallel["pipeline"],
-        parallel["data"],
-        parallel["virtual"],
-        config["batch"]["micro_size"],
-        parallel["schedule"],
-        config["recompute"]["mode"],
-        parallel["sequence_parallel"],
-        parallel["scatter_gather"],
-    )
-    model, batch = Model(run["name"], checked.model, vocab_size), config["batch"]["global_size"]
-    pricer = Pricer(load_cluster(cluster), model, batch, checked.precision.compute)
+    batch = checked.batch.global_size
+    pricer, layout = priced(checked, vocab_size, cluster)
     price, times = pricer.price(layout), pricer.stage_times(layout)
     microbatches = layout.microbatches(batch)
     title = f"predicted on {pricer.cluster.name}"
@@ -87,6 +76,25 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
         spans.append(Span(rank, "reduce", "", end_s, behind_s))
         spans.append(Span(rank, "optimizer", "", behind_s, behind_s + price.parts.optimizer))
     return replace(timeline, spans=tuple(spans), tensor_s=tensor_s)
+
+
+def priced(config: Config, vocab_size: int, cluster: str) -> tuple[Pricer, Layout]:
+    """The layout of a resolved configuration, and what prices it on a cluster by name or file.
+    Raises InputError where the cluster cannot be used."""
+    parallel = config.parallel
+    layout = Layout(
+        parallel.tensor,
+        parallel.pipeline,
+        config.data_size,
+        parallel.virtual,
+        config.batch.micro_size,
+        parallel.schedule,
+        config.recompute.mode,
+        parallel.sequence_parallel,
+        parallel.scatter_gather,
+    )
+    model, batch = Model(config.run.name, config.model, vocab_size), config.batch.global_size
+    return Pricer(load_cluster(cluster), model, batch, config.precision.compute), layout
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """One start of a run: what it goes on from, what it says of that, and what is kept of it."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,12 +69,13 @@ class Attempt:
             self.how = f"begins from the weights of {checkpoints.begin_from(initial, known)}"
         return 0
 
-    def open(self, concluded: int) -> RunDirectory | None:
-        """Rank 0's run directory, with what the new steps are trained on; `concluded` steps have
-        their records. None where nothing is left to train. Raises InputError."""
+    def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
+        """Rank 0's run directory, which prints by `show`, with what the new steps are trained on;
+        `concluded` steps have their records. None where nothing is left to train. Raises
+        InputError."""
         if self.idle or self.world.rank:
             return None
-        directory = RunDirectory(self.path, to_toml(self.config), concluded)
+        directory = RunDirectory(self.path, to_toml(self.config), concluded, show)
         self.history = History(self.path)
         changed = list(self.course.answer.changed)
         self._keep(
@@ -109,7 +111,7 @@ class Attempt:
 
     def _keep(self, work: Callable[[History], None]) -> None:
         """A disk that fails does not end a run."""
-        if self.history is not None:
+        if self.history is not None and self.path.is_dir():
             try:
                 work(self.history)
             except OSError as error:
@@ -126,6 +128,11 @@ class Attempt:
         """What is said at the start."""
         config, world = self.config, self.world
         parameters = parameter_count(config.model, vocab_size)
+        if not self.idle:
+            yield (
+                f"to stop and keep all: kill -USR1 {os.getpid()} on {world.host}, or "
+                f"touch {self.path / 'STOP'}{', or Ctrl-C' if world.size == 1 else ''}"
+            )
         yield (
             f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
             f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "

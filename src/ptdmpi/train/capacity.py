@@ -4,15 +4,18 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
+
+if TYPE_CHECKING:  # it starts MPI
+    from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
@@ -26,7 +29,9 @@ class Memory:
     Raises InputError on every rank if a node cannot hold what its ranks need.
     """
 
-    def __init__(self, config: Config, vocab_size: int, world: World, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, vocab_size: int, world: "World", device: torch.device
+    ) -> None:
         self.config, self.vocab_size = config, vocab_size
         self.wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]

@@ -85,6 +85,7 @@ class Engine:
             number: Stage(config, vocab_size, layers[number], axis)
             for number in self.schedule.stages_of(pipeline.rank)
         }
+        # first stages first: of a tied table the embedding's use comes before the head's
         named = []
         for stage in self.stages.values():
             named += stage.named_logical_parameters()
@@ -118,6 +119,7 @@ class Engine:
             loss = total / valid
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
+            # the norm, and so clipping, is of the gradients without fp16's loss scale
             if scale != 1.0:
                 self.buffer.gradients.mul_(1.0 / scale)
             norm = self.reduction.global_norm()
@@ -150,6 +152,8 @@ class Engine:
 
         Returns what happened when, and the valid tokens and sentence orders of the global batch.
         """
+        # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
+        # microbatches with unequal numbers of tokens need no weights of their own in any sum
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
@@ -161,8 +165,8 @@ class Engine:
         return self.runner.run(self.schedule, self.program), valid, orders
 
     def evaluate(self, batches: Sequence[Batch]) -> Sums:
-        """Of all data ranks' `batches`; equal on all ranks. `loss` is that of tokens alone, so that
-        its exponential is a perplexity."""
+        """The losses of all data ranks' `batches`, without training; equal on all ranks. `loss` is
+        that of tokens alone, so that its exponential is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
@@ -173,7 +177,8 @@ class Engine:
         return Sums(loss, tokens, order_loss, orders)
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
-        """Valid tokens of the global batch; counted only where something is masked."""
+        """Valid tokens (weights, where labels have some) of the global batch; equal on all
+        ranks."""
         mine = sum(
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
@@ -202,12 +207,12 @@ class Engine:
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:
-    """In order of the microbatches."""
+    """The losses of one rank's microbatches, in their order, in nats."""
     return torch.stack([losses[i] for i in sorted(losses)]).double().tolist() if losses else []
 
 
 def _added(parts: Iterable[list[float]]) -> float:
-    """One after the other, in the same order on every layout."""
+    """The sum of all ranks' losses, one after the other, in the same order on every layout."""
     total = 0.0
     for losses in parts:
         for loss in losses:

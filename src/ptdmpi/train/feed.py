@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.batches import Microbatch, Prefetcher, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
@@ -18,6 +18,9 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 
+if TYPE_CHECKING:  # it starts MPI, and data is also opened where there is none
+    from ptdmpi.comm.world import Axes
+
 # Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
 VALIDATION_GROUP = 16
 
@@ -25,14 +28,13 @@ VALIDATION_GROUP = 16
 class Feed:
     """The data of a run, as one data rank sees it."""
 
-    def __init__(self, config: Config, axes: Axes, device: torch.device) -> None:
+    def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
         self.config, self.axes, self.device = config, axes, device
         self.train, self.valid = open_datasets(config)
-        self.vocab_size = self.train[0].vocab_size
         self.masked: MaskedSamples | None = None
         if config.model.masked:
             self.masked = masked_samples(config, self.train[0])
-            self.vocab_size = self.masked.vocabulary.size
+        self.vocab_size = vocabulary(config, self.train[0], self.masked)
         world = axes.world
         now = world.broadcast_object(None if world.rank else begun(config, self.train))
         self.course = Course(config, now)
@@ -156,6 +158,19 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
+
+
+def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = None) -> int:
+    """How many rows the vocabulary's tables have. Raises InputError where these are too few for the
+    ids of the shards (and the special tokens of a masked model)."""
+    needed = dataset.vocab_size if masked is None else masked.vocabulary.size
+    rows = config.model.vocab_size or needed
+    if rows < needed:
+        raise InputError(
+            f"model.vocab_size = {rows}, but {dataset.directory} needs {needed}; legal: {needed} "
+            "or more, or 0: just as many"
+        )
+    return rows
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

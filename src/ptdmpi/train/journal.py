@@ -1,5 +1,6 @@
 """What a run says and records: a record and a line of each step, and its timeline at the end."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ class Journal:
     terminal alone: a run that cannot begin leaves no log.
     """
 
-    def __init__(self, config: Config, axes: Axes) -> None:
-        self.config = config
+    def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
+        """`show` prints a line."""
+        self.config, self.show = config, show
         self.recent = RecentSteps(axes)
         self._first_rank = axes.world.rank == 0
         self.directory: RunDirectory | None = None
@@ -29,7 +31,7 @@ class Journal:
         if self.directory is not None:
             self.directory.say(line)
         elif self._first_rank:
-            print(line, flush=True)
+            self.show(line)
 
     def keep(self, **values: Any) -> None:
         """One record of metrics.jsonl."""

@@ -24,7 +24,7 @@ from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.engine import Engine, StepResult
-from ptdmpi.train.feed import Feed, open_datasets
+from ptdmpi.train.feed import Feed, open_datasets, vocabulary
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
@@ -32,7 +32,7 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
-from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, StopRequest
+from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
 from ptdmpi.watch.stopwatch import Stopwatch
 
 
@@ -54,7 +54,7 @@ class Loop:
         self.config, self.world = config, world
         torch.set_num_threads(config.run.threads)
         self.axes = world.split(grid_of(config))
-        self.journal = Journal(config, self.axes)
+        self.journal = Journal(config, self.axes, signals.show)
         self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)
         try:
             self._set_up(handover)
@@ -82,7 +82,7 @@ class Loop:
         self.concluded = self.first - (self.completed is not None)
         if self.first < config.run.steps:
             checkpoints.check_space()
-        self.journal.directory = self.attempt.open(self.concluded)
+        self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
         self.validation = Validation(config, self.feed, self.engine, self.journal, self._vote)
         for line in self.attempt.lines(vocab_size) if handover is None else ():
@@ -184,9 +184,11 @@ class Loop:
         """Save if it is due or asked for; returns what the ranks want by then."""
         if asked.stop and step < self.config.run.steps:
             code = STOPPED_EXIT_CODE
+            self.lookout.stops()
+            self.attempt.why = f"stopped: {asked.stop}"
             self.journal.say(f"{asked.stop}: saving after step {step}, then exit code {code}")
         self.lookout.place.enter("saving")
-        saved = self.saving.after_step(step, now=bool(asked.stop or asked.save))
+        saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)
         self.lookout.place.enter("training")
         if not saved:
             return asked
@@ -200,8 +202,10 @@ class Loop:
         self.lookout.obeyed("STOP")
         anew = self.config.checkpoint.resume == "never"
         then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
+        self.lookout.stops()
+        reason = "" if self.attempt.why else f"{asked.stop}: "  # told once
         self.attempt.why = f"stopped: {asked.stop}"
-        self.journal.say(f"{asked.stop}: stopped on request after step {step}; {then}")
+        self.journal.say(f"{reason}stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
 
@@ -226,4 +230,4 @@ def checked_data(config: Config) -> int:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return train[0].vocab_size
+    return vocabulary(config, train[0])

@@ -126,6 +126,10 @@ class RecentSteps:
             say(f"the timeline of step {step} is not kept: {error}")
 
 
+def _show(line: str) -> None:
+    print(line, flush=True)
+
+
 class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
@@ -135,10 +139,13 @@ class RunDirectory:
     memory: it is said once, and lines wait.
     """
 
-    def __init__(self, path: Path, config_text: str, resumed_step: int) -> None:
+    def __init__(
+        self, path: Path, config_text: str, resumed_step: int, show: Callable[[str], None] = _show
+    ) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
+        self.show = show
         self._waiting: dict[Path, str] = {}
         self._sinks: Sinks | None = None
         self._resumed_step, self._dropped = resumed_step, False
@@ -173,7 +180,7 @@ class RunDirectory:
             self._sinks.close()
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        self.show(line)
         self._append(self.log, line)
 
     def _append(self, path: Path, line: str) -> None:

@@ -77,6 +77,7 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
+        # a step is over when its messages are: the next one reuses what they were made of
         for handle, _, peer in self._leaving:
             self._timed("send", "", handle.wait, peer)
         self._leaving = []
@@ -98,12 +99,14 @@ class Runner:
     def _act(self, schedule: Schedule, action: Action) -> None:
         match action:
             case Receive(op, peer):
+                # posted only: who needs it waits for it, and computes meanwhile what comes before
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
                 self._arriving[op] = (self.axis.irecv(buffer, peer), buffer, peer)
             case Send(op, peer):
                 message = self.boundary.pack(self._ready.pop(op))
+                # a buffer stays alive as long as its message is under way
                 self._leaving = [kept for kept in self._leaving if not kept[0].done()]
                 self._leaving.append((self.axis.isend(message, peer), message, peer))
             case Compute(op):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
+from ptdmpi.watch.requests import Save
 
 
 class Saving:
@@ -29,14 +30,14 @@ class Saving:
         self.newest: tuple[int, str] | None = None  # step and path of what was saved last
         self.last_write_s = 0.0  # how long the newest save took, for those who plan for one
 
-    def after_step(self, step: int, now: bool = False) -> bool:
-        """Save if it is due; with `now`, and after the last step, at once and to the end. Returns
-        whether it was due, the same on all ranks.
+    def after_step(self, step: int, asked: Save = Save.NO) -> bool:
+        """Save if it is due, or asked for; under `Save.NOW`, and after the last step, at once and
+        to the end. Returns whether it was due, the same on all ranks.
 
         Raises SaveFailed, on every rank, where the run must not go on without.
         """
-        must = now or step == self.last_step
-        due = must or step == self.retry_step
+        must = asked is Save.NOW or step == self.last_step
+        due = must or asked is Save.DUE or step == self.retry_step
         due = due or (self.every_steps > 0 and step % self.every_steps == 0)
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:

@@ -229,6 +229,7 @@ class Judge:
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False
+        self.stopping = False  # the training itself has said that it stops
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
@@ -307,7 +308,8 @@ class Judge:
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
-            self.say(f"{who}: stops after this step; one more from 5 s on stops it at once")
+            if not self.stopping:
+                self.say(f"{who}: stops after this step; one more from 5 s on stops it at once")
         elif came_s - self._acknowledged_s >= SECOND_SIGNAL_S and not self.stop_at_once:
             self.stop_at_once = True
             self.say(f"{who}, again: stopped at once; the same command goes on from what is saved")

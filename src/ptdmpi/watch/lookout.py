@@ -11,7 +11,7 @@ from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.watch.heartbeat import Heartbeat, Judge
 from ptdmpi.watch.lock import RunLock
-from ptdmpi.watch.requests import Asked, Requests, StopRequest
+from ptdmpi.watch.requests import Asked, Requests, Save, StopRequest
 from ptdmpi.watch.slow import SlowRanks
 from ptdmpi.watch.stopwatch import Place
 from ptdmpi.watch.whereabouts import Ranks
@@ -39,7 +39,8 @@ class Lookout:
         self.place = Place()
         self.ranks = Ranks(axes.grid, hosts)
         self.durations: deque[float] = deque(maxlen=LAST_STEPS)
-        self.requests = Requests(signals, self.path, hosts, run.max_minutes)
+        minutes = (run.max_minutes, config.checkpoint.every_minutes)
+        self.requests = Requests(signals, self.path, hosts, *minutes)
         self.judge: Judge | None = None
         self.slow: SlowRanks | None = None
         if world.rank == 0:
@@ -59,7 +60,7 @@ class Lookout:
 
         Raises InputError if another run holds the directory.
         """
-        self._lock = RunLock(self.path, lambda line: print(line, flush=True))
+        self._lock = RunLock(self.path, self.requests.signals.show)
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
         """A step is computed: how long this rank's own work in it took, and all of it."""
@@ -82,12 +83,17 @@ class Lookout:
         of them. One small message: every rank votes behind every step."""
         world = self.axes.world
         stop, save, memory = world.greatest((*self.requests.mine(world.rank), memory_bytes))
-        return Asked(self.requests.reason(stop), bool(save), memory)
+        return Asked(self.requests.reason(stop), Save(save), memory)
 
     def obeyed(self, name: str) -> None:
         """The file "STOP" or "SAVE" has done its work; rank 0 removes it: it counts once."""
         if self.axes.world.rank == 0:
             self.requests.obeyed(name)
+
+    def stops(self) -> None:
+        """The training says itself that it stops: the wish for it needs no other answer."""
+        if self.judge is not None:
+            self.judge.stopping = True
 
     def finish(self) -> None:
         """The orderly end, on all ranks together."""

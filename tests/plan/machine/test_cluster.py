@@ -49,6 +49,28 @@ ROUNDED = {
     "bert-336m": 0.336,
     "bert-1.3b": 1.3,
     "bert-3.9b": 3.9,
+    # model cards, and Table 2 of Gemma 2's report
+    "llama3.1-8b": 8.03,
+    "llama3.1-70b": 70.6,
+    "llama3.2-1b": 1.23,
+    "llama3.2-3b": 3.21,
+    "mistral-7b": 7.24,
+    "qwen2.5-0.5b": 0.49,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7,
+    "qwen2.5-32b": 32.5,
+    "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.7,
+    "qwen3-4b": 4.0,
+    "qwen3-8b": 8.2,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "gemma2-2b": 2.614,
+    "gemma2-9b": 9.242,
+    "gemma2-27b": 27.227,
 }
 
 

@@ -288,12 +288,16 @@ def load_model(text: str) -> Model:
         if not equals:
             raise InputError(f'model {text}: "{part}" is no size; write l=96,h=12288,a=96')
         key = SHORT_KEYS.get(key, key)
-        keys[key] = int(value) if value.isdigit() else _word(value)
+        keys[key] = _value(value)
     return model_of(text, keys)
 
 
-def _word(value: str) -> Any:
-    return {"true": True, "false": False}.get(value, value)
+def _value(text: str) -> Any:
+    """A whole number, true, false, or the text itself: the section says what is legal."""
+    try:
+        return int(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text, text)
 
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:

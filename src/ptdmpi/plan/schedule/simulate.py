@@ -124,12 +124,16 @@ class Timeline:
         return timeline
 
 
+# What an op may cost: far from the ends of a float, so that sums and ratios of costs are numbers.
+LEAST_COST, MOST_COST = 1e-12, 1e12
+
+
 @dataclass(frozen=True)
 class Costs:
     """What an op through one chunk costs, and a tensor's way to the next rank.
 
-    Raises InputError unless the computing times are positive and the transfer time is not
-    negative, all finite.
+    Raises InputError unless the computing times are LEAST_COST to MOST_COST, and the transfer time
+    is 0 to MOST_COST.
     """
 
     forward_s: float = 1.0
@@ -138,10 +142,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, cost in (("forward", self.forward_s), ("backward", self.backward_s)):
-            if not 0 < cost < math.inf:
-                raise InputError(f"{name} cost {cost}: must be a positive, finite number")
-        if not 0 <= self.transfer_s < math.inf:
-            raise InputError(f"transfer cost {self.transfer_s}: must be 0 or positive, and finite")
+            if not LEAST_COST <= cost <= MOST_COST:
+                raise InputError(f"{name} cost {cost}: legal are {LEAST_COST:g} to {MOST_COST:g}")
+        if not 0 <= self.transfer_s <= MOST_COST:
+            raise InputError(f"transfer cost {self.transfer_s}: legal are 0 to {MOST_COST:g}")
 
     def duration_s(self, op: Op) -> float:
         """How long `op` computes; always positive."""

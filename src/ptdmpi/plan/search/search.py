@@ -24,6 +24,7 @@ from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
 from ptdmpi.plan.layout.layout import LETTERS, RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.schedule.orders import default_kind
+from ptdmpi.terminal.progress import progress
 
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
@@ -128,16 +129,18 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     layouts = [layout for group in legal for layout in chunked(space, group, layers)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
     found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
-    for rough_s, number in [*rough, (math.inf, -1)]:
-        while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
-            found.offer(pricer.price(heapq.heappop(waiting)[-1]))
-        if rough_s >= found.limit_s or number < 0:
-            break
-        if not pricer.fits(layouts[number]):
-            continue
-        for way, layout in enumerate(variants(space, layouts[number])):
-            if way == 0 or pricer.fits(layout):
-                heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
+    with progress("searching", len(layouts), "layouts") as advance:
+        for rough_s, number in [*rough, (math.inf, -1)]:
+            while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
+                found.offer(pricer.price(heapq.heappop(waiting)[-1]))
+            if rough_s >= found.limit_s or number < 0:
+                break
+            advance(1)
+            if not pricer.fits(layouts[number]):
+                continue
+            for way, layout in enumerate(variants(space, layouts[number])):
+                if way == 0 or pricer.fits(layout):
+                    heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
     if not found.prices:
         raise InputError(_nothing_fits(pricer, space, legal))
     return found.prices

@@ -1,0 +1,220 @@
+"""What a configuration would do here: `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
+
+Without MPI: the number of ranks is a number. Torch is asked for the memory of a GPU alone.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.examine import newest
+from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.cost import relief
+from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.cost.price import Price
+from ptdmpi.preview import text
+from ptdmpi.report.compare import cluster_of, priced
+from ptdmpi.report.status import Watched
+from ptdmpi.sinks.sinks import require
+from ptdmpi.train.capacity import rank_memory_bytes
+from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
+
+STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks, why so many, and how many of them share this host; 0: not known."""
+
+    count: int
+    source: str
+    local: int
+
+
+def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -> dict[str, Any]:
+    """Everything that is known before the start; "mistake" says what keeps the run from it.
+
+    `cluster` by name or file: instead of `run.cluster`. Raises InputError as the run would, for
+    whatever does not depend on the machine.
+    """
+    config = resolve(tree, ranks.count)
+    require(config.log)
+    train, valid = open_datasets(config)
+    masked = masked_samples(config, train[0]) if config.model.masked else None
+    vocab_size = vocabulary(config, train[0], masked)
+    _require_writable(Path(config.run.dir))
+    course = Course(config, begun(config, train))
+    resumed = _resumed(config, course)
+    course.check()
+    first = min(resumed["step"], config.run.steps)
+    named = cluster or cluster_of(Path(config.run.dir), config.model_dump())
+    price = None
+    if named:
+        pricer, layout = priced(config, vocab_size, named)
+        price = pricer.price(layout)
+    found: dict[str, Any] = {
+        "run": config.run.name,
+        "directory": config.run.dir,
+        "ranks": ranks.count,
+        "ranks_from": ranks.source,
+        "layout": _layout(config),
+        "precision": config.precision.compute,
+        "parameters": parameter_count(config.model, vocab_size),
+        "vocab_size": vocab_size,
+        "steps": config.run.steps,
+        "tokens_per_step": config.batch.global_size * config.model.seq_length,
+        "tokens": course.tokens(config.run.steps),
+        "train": _drawn(course, config.run.steps),
+        "valid": [
+            {"path": path, "samples": dataset.samples(config.model.text_length)}
+            for path, dataset in zip(config.data.valid_paths, valid, strict=True)
+        ],
+        "resume": resumed,
+        "memory": _memory(config, vocab_size, ranks, price),
+        "time": _time(config, price, config.run.steps - first),
+        "checkpoint": _checkpoint(config, vocab_size),
+        "batch": text.samples(config, train, course, first, vocab_size),
+    }
+    memory = found["memory"]
+    if memory["fits"] is False:
+        explained = relief.explain(config, vocab_size, memory["capacity_bytes"])
+        found["mistake"] = f"the model does not fit into memory\n{explained}"
+    elif not found["checkpoint"]["fits"]:
+        checkpoint = found["checkpoint"]
+        found["mistake"] = (
+            f"a checkpoint needs {checkpoint['bytes'] / 1e6:,.1f} MB, {config.run.dir} has "
+            f"{checkpoint['free_bytes'] / 1e6:,.1f} MB free"
+        )
+    return found
+
+
+def _layout(config: Config) -> str:
+    parallel = config.parallel
+    return (
+        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},v={parallel.virtual},"
+        f"b={config.batch.micro_size}, {parallel.schedule}, recompute {config.recompute.mode}"
+    )
+
+
+def _require_writable(path: Path) -> None:
+    there = _existing(path)
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise InputError(f"run.dir = {path}: {there} is no directory that can be written to")
+
+
+def _existing(path: Path) -> Path:
+    """The directory itself, or what there is above it."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
+
+
+def _resumed(config: Config, course: Course) -> dict[str, Any]:
+    """From which checkpoint the run would go on, what has changed since, and what happens to those
+    that are there. Raises InputError if it may not go on."""
+    own, wanted = Path(config.run.dir) / "checkpoints", config.checkpoint.resume
+    there = files.checkpoints_in(own)
+    if wanted == "never" or (wanted == "auto" and not there):
+        said = "begins anew"
+        if there:
+            said += f"; the {len(there)} checkpoint(s) of {own} will be set aside"
+        elif config.checkpoint.initial:
+            said += f", from the weights of {newest(Path(config.checkpoint.initial))}"
+        return {"step": 0, "path": None, "changed": [], "says": said}
+    named = Path(wanted) if wanted != "auto" else own
+    if wanted != "auto" and files.went_on_from(own, files.named(named)):
+        named = own
+    path = newest(named)
+    manifest = files.sound_manifest(path)
+    course.judge("resume", path, manifest)
+    step, changed = manifest["progress"]["step"], list(course.answer.changed)
+    said = f"resumes after step {step} from {path}"
+    if step >= config.run.steps:
+        said = f"has nothing to train: {path} has {step} steps"
+    if changed:
+        said += f"; changed since: {', '.join(changed)}"
+    return {"step": step, "path": str(path), "changed": changed, "says": said}
+
+
+def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
+    """What the whole run takes of each training dataset."""
+    return [
+        {
+            "path": one.path,
+            "samples": one.samples,
+            "drawn": one.drawn,
+            "epochs": one.drawn / one.samples,
+        }
+        for one in course.trained_on.last.drawn(course.order, steps)
+    ]
+
+
+def _memory(config: Config, vocab_size: int, ranks: Ranks, price: Price | None) -> dict[str, Any]:
+    """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
+    ranks are known to be on it. "fits" is None where that is not known."""
+    need = relief.largest(config, vocab_size)
+    capacity, source = None, "not known: give --cluster, or start it by mpirun as the run"
+    if price is not None:
+        capacity, source = price.capacity_bytes, "of the cluster"
+    elif ranks.local:
+        capacity, source = _here(ranks.local), f"of this host, shared by {ranks.local} rank(s)"
+    return {
+        "pipeline_rank": need.pipeline_rank,
+        "parts_bytes": need.parts,
+        "bytes": need.total,
+        "capacity_bytes": capacity,
+        "capacity_from": source,
+        "fits": None if capacity is None else need.total <= capacity,
+    }
+
+
+def _here(local_ranks: int) -> int:
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return rank_memory_bytes(device, local_ranks)
+
+
+def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
+    """A step's time as the cluster file foresees it, else as this run took it before."""
+    step_s, source = None, "not known: ptdmpi probe measures a machine for run.cluster"
+    if price is not None:
+        step_s, source = price.step_time_s, "predicted"
+    elif (Path(config.run.dir) / "metrics.jsonl").is_file():
+        status = _status(Path(config.run.dir))
+        if status.get("rank_count") and status["layout"] == _layout(config).partition(", ")[0]:
+            step_s, source = status["step_time_s"], "as the run took before"
+    total = None if step_s is None else steps * step_s
+    return {"step_s": step_s, "from": source, "steps": steps, "total_s": total}
+
+
+def _status(path: Path) -> dict[str, Any]:
+    try:
+        return Watched(path).status()
+    except InputError:
+        return {}
+
+
+def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Its size, and how often one is written."""
+    element = 8 if config.precision.compute == "fp64" else 4
+    size = STATE_KINDS * element * parameter_count(config.model, vocab_size)
+    there = os.statvfs(_existing(Path(config.run.dir)))
+    free = there.f_bavail * there.f_frsize
+    every = config.checkpoint.every_steps
+    return {"bytes": size, "free_bytes": free, "fits": size <= free, "every_steps": every}
+
+
+def needed_ranks(tree: Mapping[str, Any]) -> int:
+    """How many ranks a configuration speaks of; d counts as 1 where it is what remains."""
+
+    def whole(section: str, key: str, default: int) -> int:
+        keys = tree.get(section)
+        value = keys.get(key, default) if isinstance(keys, Mapping) else default
+        return value if type(value) is int and value > 0 else default
+
+    sizes = [whole("parallel", key, 1) for key in ("tensor", "pipeline", "data")]
+    return sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)

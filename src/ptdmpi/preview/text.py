@@ -1,0 +1,56 @@
+"""The first samples of a run as text, by the tokenizer that made its shards."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.config import Config, InputError
+from ptdmpi.data.shards import Dataset
+from ptdmpi.generate.text import Text, find_text
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.lineage.course import Course
+from ptdmpi.model.stage import TIED_NAME
+
+SHOWN = 2  # samples of the batch
+CHARACTERS = 400  # of each
+IDS = 16
+
+
+def samples(
+    config: Config, train: list[Dataset], course: Course, step: int, vocab_size: int
+) -> dict[str, Any]:
+    """The first samples of the batch of `step` (from 0), read and checked as the run would."""
+    count = min(SHOWN, config.batch.global_size)
+    ids = course.samples(step) + np.arange(count)
+    numbers, places = course.order.locate(ids)
+    found, why = _text(config, course, vocab_size)
+    shown = []
+    for sample, number, place in zip(ids.tolist(), numbers.tolist(), places, strict=True):
+        length = config.model.text_length
+        tokens = train[number].read(np.array([place]), length)[0, :length].tolist()
+        shown.append(
+            {
+                "sample": sample,
+                "dataset": config.data.train[number].path,
+                "ids": tokens[:IDS],
+                "text": found.decode(tokens[:CHARACTERS]) if found else None,
+            }
+        )
+    return {"step": step + 1, "samples": shown, "no_text": why}
+
+
+def _text(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
+    """The tokenizer of the shards, or why there is none: as of the model that the run would
+    save."""
+    manifest = {
+        "tensors": {f"weights/{TIED_NAME}": {"shape": [vocab_size]}},
+        "progress": {"step": 0, "samples": 0, "seed": config.run.seed},
+        "model": config.model.model_dump(),
+        **course.in_manifest(),
+    }
+    model = StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
+    try:
+        return find_text(model), None
+    except InputError as error:
+        return None, str(error)

@@ -1,0 +1,58 @@
+"""A preview for the eye."""
+
+from typing import Any
+
+from ptdmpi.plan.cost.relief import size
+from ptdmpi.report.live import duration
+
+
+def words(found: dict[str, Any]) -> str:
+    """Line by line; what keeps the run from its start is said elsewhere."""
+    memory, times, checkpoint = found["memory"], found["time"], found["checkpoint"]
+    rows = [
+        ("run", f"{found['run']} in {found['directory']}: {found['resume']['says']}"),
+        ("ranks", f"{found['ranks']} ({found['ranks_from']})"),
+        ("layout", f"{found['layout']}; {found['precision']}"),
+        (
+            "model",
+            f"{found['parameters'] / 1e6:,.1f}M parameters, vocabulary {found['vocab_size']:,}",
+        ),
+        (
+            "length",
+            f"{found['steps']:,} steps of {found['tokens_per_step']:,} tokens, "
+            f"{found['tokens']:,} in all",
+        ),
+    ]
+    rows += [
+        (
+            "data",
+            f"{one['path']}: {one['drawn']:,} of {one['samples']:,} samples, "
+            f"{one['epochs']:.3g} epochs",
+        )
+        for one in found["train"]
+    ]
+    rows += [("validation", f"{one['path']}: {one['samples']:,} samples") for one in found["valid"]]
+    has = "" if memory["capacity_bytes"] is None else f" of {size(memory['capacity_bytes'])}"
+    parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
+    rows.append(("memory", f"{size(memory['bytes'])} a rank{has} ({memory['capacity_from']})"))
+    rows.append(("", parts))
+    step_s = times["step_s"]
+    said = "" if step_s is None else f"{duration(step_s)} a step, {duration(times['total_s'])} for "
+    said += "" if step_s is None else f"{times['steps']:,} steps, "
+    rows.append(("time", f"{said}{times['from']}"))
+    every = checkpoint["every_steps"]
+    often = f"every {every:,} steps" if every else "at the end only"
+    rows.append(("checkpoint", f"{checkpoint['bytes'] / 1e6:,.1f} MB, {often}"))
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    return "\n".join([*lines, "", *_batch(found["batch"])])
+
+
+def _batch(batch: dict[str, Any]) -> list[str]:
+    lines = [f"the batch of step {batch['step']:,} begins with"]
+    if batch["no_text"]:
+        lines.append(f"  (ids alone: {batch['no_text']})")
+    for one in batch["samples"]:
+        lines.append(f"  sample {one['sample']:,} of {one['dataset']}, ids {one['ids']} ...")
+        if one["text"] is not None:
+            lines += [f"  | {line}" for line in one["text"].splitlines()[:8]]
+    return lines

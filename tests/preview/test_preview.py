@@ -1,0 +1,197 @@
+"""A run before it starts: what --dry-run, `ptdmpi plan CONFIG` and `ptdmpi init` say and leave."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from click.testing import CliRunner
+
+from ptdmpi.commands.init import command as init
+from ptdmpi.commands.plan import command as plan
+from ptdmpi.commands.train import command as train
+from ptdmpi.config import InputError, resolve
+from ptdmpi.data.batches import TrainBatches
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.cost import relief
+from ptdmpi.preview.draft import SMALL, Wish, draft
+from ptdmpi.preview.preview import Ranks, needed_ranks, preview
+from ptdmpi.train.feed import open_datasets
+from tests._configs import tree
+from tests.parallel import mpirun
+from tests.report._made import made, record
+
+ONE = Ranks(1, "this one", 1)
+WORDS = "the quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Shards of text in bytes: data/train and data/valid."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [json.dumps({"text": f"{number}: {WORDS * 4}"}) for number in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(texts))
+    where = ["--output", folder / "data/train", "--valid-output", folder / "data/valid"]
+    words = ["tokenize", folder / "text.jsonl", "--tokenizer", "bytes", *where]
+    code = "import sys; from data_prep.cli import main; main()"
+    options = ["--valid-fraction", "0.1"]
+    subprocess.run([sys.executable, "-c", code, *map(str, words), *options], check=True, timeout=60)
+    return folder
+
+
+def configured(corpus: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    where = {
+        "data.train": [{"path": str(corpus / "data/train")}],
+        "data.valid": str(corpus / "data/valid"),
+        "run.dir": str(corpus / "run"),
+    }
+    return tree({**where, **(changes or {})})
+
+
+def snapshot(folder: Path) -> dict[str, float]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
+    asked = configured(corpus)
+    before = snapshot(corpus)
+    found = preview(asked, ONE)
+    assert snapshot(corpus) == before
+    config = resolve(asked, 1)
+    datasets, _ = open_datasets(config)
+    order = Course(config, begun(config, datasets)).order
+    batches = TrainBatches(datasets, order, 16, 8, 2, 0, 1)
+    drawn = batches.step(0)[0].inputs
+    shown = found["batch"]["samples"]
+    assert [one["ids"] for one in shown] == drawn[:2].tolist()
+    for one, row in zip(shown, drawn.tolist(), strict=False):
+        assert one["text"] == "".join(chr(id) if id < 256 else "<|endoftext|>" for id in row)
+    assert found["memory"]["bytes"] == relief.largest(config, 257).total
+    assert found["memory"]["fits"] is True and "mistake" not in found
+    assert found["train"][0]["drawn"] == 40 and found["tokens"] == 5 * 8 * 16
+    assert found["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
+    assert found["time"]["step_s"] is None and found["checkpoint"]["fits"]
+
+
+def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
+    monkeypatch.setattr("ptdmpi.preview.preview.rank_memory_bytes", lambda *machine: 1000)
+    found = preview(configured(corpus), ONE)
+    assert found["memory"]["fits"] is False
+    assert "does not fit into memory" in found["mistake"] and "weights" in found["mistake"]
+    found = preview(configured(corpus), Ranks(1, "given", 0))
+    assert found["memory"]["fits"] is None and "mistake" not in found
+
+
+def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
+    asked = configured(corpus, {"run.dir": str(tmp_path / "run"), "precision.compute": "fp32"})
+    found = preview(asked, ONE, "cpu-avx2")["time"]
+    assert found["from"] == "predicted" and found["total_s"] == 5 * found["step_s"] > 0
+    layout = "t=1,p=1,d=1,v=1,b=2"
+    made(tmp_path / "run", 5, record(1, 3.0, layout=layout, step_time_s=7.0))
+    assert preview(asked, ONE)["time"]["step_s"] == 7.0
+    asked["batch"]["micro_size"] = 4
+    assert preview(asked, ONE)["time"]["step_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("data.valid", "nowhere", "nowhere"),
+        ("model.heads", 5, "model.heads = 5"),
+        ("run.dir", "text.jsonl/run", "no directory that can be written to"),
+        ("checkpoint.resume", "nowhere", "nowhere"),
+    ],
+)
+def test_mistakes_are_those_of_the_run(corpus, monkeypatch, key, value, words):
+    monkeypatch.chdir(corpus)
+    with pytest.raises(InputError, match=words):
+        preview(configured(corpus, {key: value}), ONE)
+
+
+def test_how_many_ranks_a_configuration_speaks_of():
+    assert needed_ranks(tree({"parallel.tensor": 2, "parallel.pipeline": 2})) == 4
+    assert needed_ranks(tree({"parallel.data": 3, "run.spare_ranks": 1})) == 4
+    assert needed_ranks({"parallel": "no section", "run": {"spare_ranks": "many"}}) == 1
+
+
+def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypatch):
+    """The commands as a user types them; one training, on two ranks."""
+    monkeypatch.chdir(corpus)
+    sizes = "l=2,h=32,a=4,s=32"
+    words = ["first.toml", "--data", "data", "--ranks", "2", "--model", sizes, "--steps", "4"]
+    made = CliRunner().invoke(init, words)
+    assert made.exit_code == 0 and "wrote first.toml" in made.stdout
+    with pytest.raises(InputError, match="exists already"):
+        CliRunner().invoke(init, words, catch_exceptions=False)
+    written = tomllib.loads(Path("first.toml").read_text())
+    assert written["data"]["valid"] == "data/valid" and written["run"]["name"] == "first"
+    before = snapshot(corpus)
+    for command, options in ((train, ["--dry-run"]), (plan, [])):
+        shown = CliRunner().invoke(command, ["first.toml", *options, "--ranks", "2", "--json"])
+        assert json.loads(shown.stdout)["resume"]["step"] == 0, shown.output
+    shown = CliRunner().invoke(plan, ["first.toml", "--ranks", "2"])
+    assert "begins anew" in shown.stdout and "| " in shown.stdout and "fox" in shown.stdout
+    assert snapshot(corpus) == before
+    mpirun(2, ["-m", "ptdmpi", "train", "first.toml"], cwd=corpus)
+    assert json.loads(Path("runs/first/done").read_text()) == {"steps": 4}
+    assert "validation loss" in Path("runs/first/log.txt").read_text()
+    again = ["first.toml", "--dry-run", "--json", "--ranks", "2", "--set", "run.steps=8"]
+    found = json.loads(CliRunner().invoke(train, again).stdout)
+    assert found["resume"]["step"] == 4 and found["batch"]["step"] == 5
+    assert found["time"]["steps"] == 4 and found["time"]["step_s"] > 0
+    slower = [*again, "--set", "optimizer.learning_rate=1e-5"]
+    found = json.loads(CliRunner().invoke(train, slower).stdout)
+    assert any("optimizer.learning_rate" in one for one in found["resume"]["changed"])
+    with pytest.raises(InputError, match=r"run\.seed 1234 -> 7"):
+        CliRunner().invoke(train, [*again, "--set", "run.seed=7"], catch_exceptions=False)
+    never = [*again, "--set", "checkpoint.resume=never"]
+    assert "set aside" in json.loads(CliRunner().invoke(train, never).stdout)["resume"]["says"]
+
+
+def wish(corpus: Path, **changes: Any) -> Wish:
+    keys = {"file": Path("x.toml"), "model": SMALL, "data": corpus / "data/train", "ranks": 4}
+    return Wish(**{**keys, "memory_bytes": 2**40, **changes})
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6, 8])
+def test_init_finds_a_legal_layout_for_any_number_of_ranks(corpus, ranks):
+    config = resolve(tomllib.loads(draft(wish(corpus, ranks=ranks))), ranks)
+    assert config.data_size == ranks and config.batch.global_size % ranks == 0
+
+
+def test_init_divides_a_model_that_is_too_large_for_a_rank(corpus):
+    whole = resolve(tomllib.loads(draft(wish(corpus))), 4)
+    need = relief.largest(whole, 257).total
+    smaller = tomllib.loads(draft(wish(corpus, memory_bytes=need // 3)))
+    config = resolve(smaller, 4)
+    assert config.parallel.tensor * config.parallel.pipeline > 1 or config.batch.micro_size < 8
+    assert relief.largest(config, 257).total <= need // 3
+    with pytest.raises(InputError, match="does not fit on 4 ranks"):
+        draft(wish(corpus, memory_bytes=1000))
+
+
+def test_init_takes_the_best_layout_of_a_cluster(corpus):
+    found = tomllib.loads(
+        draft(
+            wish(corpus, ranks=8, cluster="selene", model="gpt3-125m", data=corpus / "data/train")
+        )
+    )
+    assert (
+        found["precision"]["compute"] in ("bf16", "fp16")
+        and found["model"]["preset"] == "gpt3-125m"
+    )
+    assert resolve(found, 8).optimizer.learning_rate == 6e-4  # as its source states it
+
+
+def test_previewing_needs_no_mpi(corpus):
+    """On a login node."""
+    code = "import sys; sys.modules['mpi4py'] = None\nfrom ptdmpi.cli import main; main()"
+    (corpus / "c.toml").write_text(tomlkit.dumps(configured(corpus)))
+    words = [sys.executable, "-c", code, "plan", str(corpus / "c.toml")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "  | " in done.stdout, done.stderr

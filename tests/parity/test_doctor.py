@@ -10,7 +10,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
 from ptdmpi.parity import suite
-from ptdmpi.parity.layouts import Case, Layout, Model
+from ptdmpi.parity.layouts import Case, ComparedLayout, Model
 from tests.parallel import mpirun, parallel
 
 CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
@@ -61,7 +61,7 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
 
 @parallel(ranks=[2])
 def test_a_red_row_fails_on_every_rank(comm):
-    layout = Layout(tensor=2, micro_size=4)
+    layout = ComparedLayout(tensor=2, micro_size=4)
     case = Case(layout, Model(layers=2))
     wanted = [suite.Comparison(suite.COVERING, case, Case(layout.base, case.model))]
     with (

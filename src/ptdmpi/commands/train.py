@@ -90,7 +90,7 @@ def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
 
         cluster = load_cluster(tree["run"]["cluster"])
         prices, pricer = choose.choose(config, vocab_size, cluster, ranks)
-        return choose.settings(prices[0].layout), choose.words(prices, pricer)
+        return prices[0].layout.sections(), choose.words(prices, pricer)
 
     chosen, words = world.on_root(best)
     if world.rank == 0:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, RunName, Section
 
@@ -15,7 +16,7 @@ class RunConfig(Section):
 
     name: RunName = "run"
     dir: str = ""
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0)] = 1234
     steps: Positive
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
@@ -41,7 +42,7 @@ class ParallelConfig(Section):
     pipeline: Positive = 1
     virtual: Positive = 1
     data: Positive | Literal["auto"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     sequence_parallel: bool = False
     scatter_gather: bool = True
 
@@ -49,8 +50,8 @@ class ParallelConfig(Section):
     @classmethod
     def _default_schedule(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "schedule" not in values:
-            interleaved = values.get("virtual", 1) not in (1, None)
-            return {**values, "schedule": "interleaved" if interleaved else "1f1b"}
+            virtual = values.get("virtual", 1)
+            return {**values, "schedule": default_schedule(1 if virtual is None else virtual)}
         return values
 
 
@@ -72,7 +73,7 @@ class PrecisionConfig(Section):
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward."""
 
-    mode: Literal["none", "selective", "full"] = "none"
+    mode: RecomputeMode = "none"
     layers: Positive | Literal["all"] = "all"
 
 
@@ -183,9 +184,14 @@ class Config(Section):
         return self.parallel.data
 
     @property
+    def layout(self) -> Layout:
+        """How the run is spread over its ranks; only after `resolve`."""
+        return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
+
+    @property
     def microbatches(self) -> int:
         """m = B / (d b), microbatches per pipeline per step."""
-        return self.batch.global_size // (self.data_size * self.batch.micro_size)
+        return self.layout.microbatches(self.batch.global_size)
 
     def replace(self, section: str, **values: Any) -> Self:
         changed = getattr(self, section).model_copy(update=values)

@@ -15,15 +15,15 @@ from ptdmpi.checkpoint.load import load_tensors
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.world import Axes, SharedInputError, World
 from ptdmpi.config import Config, InputError
+from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
 from ptdmpi.model.transformer import Context
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
-from ptdmpi.plan.layout import layout as layouts
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 
 
@@ -39,7 +39,7 @@ class InferenceModel:
         self.axis = TensorAxis(axes["tensor"])
         model, pipeline = config.model, axes["pipeline"]
         self.placed = schedules.placement("forward", pipeline.size, 1)
-        layers = split_layers(model.layers, self.placed, head_in_layers(model, vocab_size))
+        layers = split_model(model, vocab_size, self.placed)
         (self.number,) = self.placed.stages_of(pipeline.rank)
         self.stage = Stage(config, vocab_size, layers[self.number], self.axis)
         self.buffer = ParameterBuffer(

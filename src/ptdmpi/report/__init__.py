@@ -180,8 +180,8 @@ def _ops_of(timeline: Timeline) -> list[str]:
     return [kind.span for kind in OP_KINDS.values() if kind.span in found]
 
 
-def table(numbers: dict[str, Any]) -> str:
-    """The summary as lines of text."""
+def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as names and texts."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
         if key in ("step_shares", "comparison", "attempts"):
@@ -215,7 +215,12 @@ def table(numbers: dict[str, Any]) -> str:
     if "step_shares" in numbers:
         for key, share in numbers["step_shares"].items():
             rows.append((f"step: {PARTS.get(key, key)}", f"{share:.1%}"))
-    rows += trained.rows(numbers["attempts"]) if "attempts" in numbers else []
+    return rows + (trained.rows(numbers["attempts"]) if "attempts" in numbers else [])
+
+
+def table(numbers: dict[str, Any]) -> str:
+    """The summary as lines of text."""
+    rows = rows_of(numbers)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -12,7 +12,7 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
@@ -78,9 +78,7 @@ class Engine:
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
         # by the schedule's own placement, so that no two places say which rank holds what
-        layers = split_layers(
-            model.layers, self.schedule.placement, head_in_layers(model, vocab_size)
-        )
+        layers = split_model(model, vocab_size, self.schedule.placement)
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
             for number in self.schedule.stages_of(pipeline.rank)

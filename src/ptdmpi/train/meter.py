@@ -20,8 +20,8 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan.cost.counts import hardware_flops, model_flops
 from ptdmpi.plan.schedule.simulate import Span, Timeline
+from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.train.engine import Sums
 

@@ -8,12 +8,14 @@ from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
+    CommConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
 )
+from ptdmpi.config.wires import wire_mistakes
 
 MIN_MASKED_LENGTH = 8
 
@@ -53,6 +55,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
                 f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
                 f"samples than 64 bits number; legal: at most {most} steps"
             )
+    if isinstance(comm := sections.get("comm"), CommConfig):
+        yield from wire_mistakes(comm.wire)
     if isinstance(optimizer, OptimizerConfig):
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield "optimizer.min_learning_rate is above learning_rate"

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, RunName, Section
+from ptdmpi.config.wires import AUTO
 
 
 class RunConfig(Section):
@@ -168,7 +169,9 @@ class LogConfig(Section):
 
 
 class CommConfig(Section):
-    wire: Literal["auto", "mpi"] = "auto"
+    """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
+
+    wire: str = AUTO
 
 
 class Config(Section):

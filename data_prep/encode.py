@@ -82,10 +82,12 @@ class _BadLine(ValueError):
     """What is wrong with a line."""
 
 
-def _field(line: str, options: EncodeOptions) -> bytes:
-    """The UTF-8 text of one JSON line."""
+def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
+    """The UTF-8 text of one JSON line, which lies at byte `start` of its file."""
+    line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
+        del line  # perhaps most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
@@ -124,17 +126,15 @@ def _documents(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
         try:
-            line = _decode(data, chunk.path, chunk.start + start, options.errors)
-            try:
-                document = _field(line, options)
-            except _BadLine as error:
+            document = _field(data, chunk.path, chunk.start + start, options)
+        except (_BadLine, InputError) as error:
+            if options.skip_bad_lines:
+                bad.append(number)
+            elif isinstance(error, InputError):
+                raise
+            else:
                 place = f"{chunk.path}:{_lines_before(chunk) + number}"
                 raise InputError(f"{place}: {error}") from error
-            del line
-        except InputError:
-            if not options.skip_bad_lines:
-                raise
-            bad.append(number)
         else:
             yield document
             del document

@@ -40,22 +40,16 @@ class Rank:
 
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.checkpoint.share import KINDS, tensor_of
-        from ptdmpi.config import CheckpointConfig, resolve
+        from ptdmpi.config import CheckpointConfig, Layout, synthetic_config
         from ptdmpi.lineage.course import Course
         from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
         from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)
-        tree = {
-            "run": {"steps": 1},
-            "model": {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64},
-            "batch": {"global_size": world.size},
-            "data": {"train": [{"path": "none"}]},
-        }
-        engine = Engine(
-            resolve(tree, world.size), world.split(training_grid(data=world.size)), 4096
-        )
+        shape = {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64}
+        config = synthetic_config(Layout(1, 1, world.size), shape)
+        engine = Engine(config, world.split(training_grid(data=world.size)), 4096)
         self.folder, self.world, self.control = folder, world, world.control
         course = Course(engine.config, synthetic(engine.config))
         self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1), course)

@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks.launch import ROOT
 from benchmarks.planning.rows import published, read
 from ptdmpi.base.disk import write_whole
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, Efficiency, load_cluster, load_model
 from ptdmpi.plan.machine.fit import descend, distance, fit_rings
 from ptdmpi.plan.machine.kernels import Machine

@@ -8,8 +8,8 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
+from ptdmpi.config.layout import complete, parse
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.layout import complete, parse
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model
 
 RUNS = Path(__file__).parent / "outside.csv"

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.config.layout import Layout, default_schedule
 from ptdmpi.plan.machine.cluster import Model, model_of
-from ptdmpi.plan.schedule.orders import default_kind
 
 PUBLISHED = Path(__file__).parent / "published"
 JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures")
@@ -66,7 +65,7 @@ def _row(raw: dict[str, str]) -> Row:
         data=int(raw["d"]),
         virtual=virtual,
         micro_size=int(raw["b"]),
-        schedule=default_kind(virtual),
+        schedule=default_schedule(virtual),
         recompute="full" if full else "none",
         scatter_gather="OFF" not in raw["notes"],
         zero=int(raw["zero"]),

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.launch import answer
 from benchmarks.turns import round_of
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.show.table import lines
 
@@ -75,29 +75,19 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
 
     import torch
 
-    from ptdmpi.config import resolve
+    from ptdmpi.config import synthetic_config
     from ptdmpi.model.stage import Batch
     from ptdmpi.plan.layout.grid import training_grid
     from ptdmpi.train.engine import Engine
 
     model = load_model(job["model"])
-    keys = ("kind", "layers", "hidden", "heads", "seq_length")
-    tree = {
-        "run": {"steps": job["steps"]},
-        "model": {key: getattr(model.config, key) for key in keys},
-        "parallel": {
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "virtual": layout.virtual,
-            "schedule": layout.schedule,
-            "sequence_parallel": layout.sequence_parallel,
-        },
-        "batch": {"global_size": job["batch"], "micro_size": layout.micro_size},
-        "precision": {"compute": PRECISION},
-        "recompute": {"mode": layout.recompute},
-        "data": {"train": [{"path": "unused"}]},
-    }
-    config = resolve(tree, world.size)
+    config = synthetic_config(
+        layout,
+        model.config.model_dump(),
+        run={"steps": job["steps"]},
+        batch={"global_size": job["batch"]},
+        precision={"compute": PRECISION},
+    )
     axes = world.split(
         training_grid(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
     )

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from benchmarks.planning.outside import outside_table
 from benchmarks.planning.rows import Row, published
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.show.table import lines
 
@@ -96,7 +96,7 @@ def memory_table() -> list[list[str]]:
     (zero,) = [r for r in runs if r.layout.zero == 3 and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
-        memory = Pricer(cluster, zero.model, 4 * data, PRECISION).memory(layout)
+        memory = Pricer(cluster, zero.model, 4 * data, PRECISION).footprint(layout)
         rows.append(
             [
                 f"Table 2, ZeRO-3, 530B, b=4 on {data} GPUs: "

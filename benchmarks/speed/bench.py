@@ -132,7 +132,7 @@ def measure(row: Row, wanted: int, steps: int, trials: Trials) -> Result:
         peer_losses=peer_losses,
         peer_trials=tried,
     )
-    names = (row.layout, row.precision, f"{row.sizes.peer}, {variant.name}")
+    names = (row.layout, row.precision, f"{row.peer}, {variant.name}")
     return measuring.summarise(names, done, wanted, sample, row.case.tokens)
 
 
@@ -164,7 +164,7 @@ def measure_alone(row: Row, wanted: int, steps: int, tried: dict[str, Trial]) ->
         peer_losses=[],
         peer_trials=tried,
     )
-    names = (row.layout, row.precision, f"{row.sizes.peer}, bf16: no way finished")
+    names = (row.layout, row.precision, f"{row.peer}, bf16: no way finished")
     return measuring.summarise(names, done, wanted, sample, row.case.tokens)
 
 

@@ -2,10 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config, InputError, Layout, synthetic_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,27 +14,20 @@ PRECISIONS = ("fp32", "bf16")
 CASTS = ("microbatch", "step", "masters")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the axes, and what plain torch calls its way of doing the same."""
-
-    peer: str
-    tensor: int = 1
-    pipeline: int = 1
-    virtual: int = 1
-    data: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-
 LAYOUTS = {
-    "single": Layout("torch"),
-    "d=2": Layout("torch DistributedDataParallel", data=2),
-    "t=2": Layout("torch DTensor", tensor=2),
-    "p=2": Layout("torch pipelining Schedule1F1B", pipeline=2),
-    "p=2,v=2": Layout("torch pipelining ScheduleInterleaved1F1B", pipeline=2, virtual=2),
+    "single": Layout(1, 1, 1),
+    "d=2": Layout(1, 1, 2),
+    "t=2": Layout(2, 1, 1),
+    "p=2": Layout(1, 2, 1),
+    "p=2,v=2": Layout(1, 2, 1, 2, schedule="interleaved"),
+}
+# What plain torch calls its way of doing the same.
+PEERS = {
+    "single": "torch",
+    "d=2": "torch DistributedDataParallel",
+    "t=2": "torch DTensor",
+    "p=2": "torch pipelining Schedule1F1B",
+    "p=2,v=2": "torch pipelining ScheduleInterleaved1F1B",
 }
 
 
@@ -76,23 +69,23 @@ class Row:
         return LAYOUTS[self.layout]
 
     @property
+    def peer(self) -> str:
+        return PEERS[self.layout]
+
+    @property
     def config(self) -> Config:
         """Clipping is off: torch has no call for the norm over all stages of a pipeline."""
         model = asdict(self.case)
         del model["vocab_size"]  # it comes from the data, not from the configuration
         global_size, micro_size = model.pop("global_size"), model.pop("micro_size")
-        tree = {
-            "run": {"steps": 1000, "threads": 1, "reproducible": self.reproducible},
-            "model": {**model, "tie_embeddings": False},
-            "parallel": {
-                key: getattr(self.sizes, key) for key in ("tensor", "pipeline", "virtual")
-            },
-            "batch": {"global_size": global_size, "micro_size": micro_size},
-            "precision": {"compute": self.precision},
-            "optimizer": {"decay": "constant", "clip_norm": 0.0},
-            "data": {"train": [{"path": "synthetic"}]},
-        }
-        return resolve(tree, self.sizes.ranks)
+        return synthetic_config(
+            replace(self.sizes, micro_size=micro_size),
+            {**model, "tie_embeddings": False},
+            run={"steps": 1000, "threads": 1, "reproducible": self.reproducible},
+            batch={"global_size": global_size},
+            precision={"compute": self.precision},
+            optimizer={"decay": "constant", "clip_norm": 0.0},
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

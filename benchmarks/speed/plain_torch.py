@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.speed.case import Row, Variant, synthetic_ids
 from benchmarks.speed.gpt_torch import Gpt, mean_loss
 from ptdmpi.config import Config
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule.orders import placement
 
 

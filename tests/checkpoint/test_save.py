@@ -97,10 +97,14 @@ def test_resume_has_the_same_bits(comm, tmp_path, sizes, then, changes, asynchro
 
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("compute", ["fp32", "fp64"])
-def test_other_layouts_hold_the_same_tensors(comm, tmp_path, compute):
-    """What one layout writes, another reads and writes again: equal to the bit."""
+@pytest.mark.parametrize("kind", ["gpt", "qwen3"])
+def test_other_layouts_hold_the_same_tensors(comm, tmp_path, compute, kind):
+    """What one layout writes, another reads and writes again: equal to the bit. The second kind has
+    one key head for all tensor ranks, which is written once."""
     world = World(comm)
-    settings = {**CHANGES, "precision.compute": compute}
+    settings = {**CHANGES, "precision.compute": compute, "model.kind": kind}
+    if kind == "qwen3":
+        settings |= {"model.kv_heads": 1, "model.ffn_hidden": 48}
     first = build(world, {**settings, **layout(t=2, d=2)})
     _step(first, range(1))
     _checkpoints(first, tmp_path).save(1)
@@ -117,7 +121,7 @@ def test_other_layouts_hold_the_same_tensors(comm, tmp_path, compute):
     assert len(sizes) == 4
     for pipeline_rank in (0, 1):  # its two data replicas
         mine = sizes[2 * pipeline_rank : 2 * pipeline_rank + 2]
-        assert min(mine) / max(mine) > 0.95
+        assert min(mine) / max(mine) > 0.9  # small tensors stay whole
 
 
 def _fail(path, blocks):

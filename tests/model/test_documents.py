@@ -5,7 +5,7 @@ import torch
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch, Stage
-from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.shape.parameters import parameter_count
 from tests import _reference as reference
 from tests._configs import small
 from tests._layers import CPU, TOLERANCES, Placed, difference, tensor_axis

@@ -46,6 +46,25 @@ def test_boxes_take_the_same_share_of_each_part():
     assert rows == [[[0, 1], [4], [6]], [[2, 3], [5], [7]]]
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_shares_that_several_ranks_hold_count_once(size):
+    """Eight queries and two keys and values: with eight ranks four hold one key each."""
+    split = Split(0, (8, 2, 2), (8, 2, 2))
+    declaration = Declaration((12, 3), split, init=1.0, decay=True)
+    held, counted = torch.zeros(12), torch.zeros(12)
+    for rank in range(size):
+        rows = declaration.local_shape(size)[0]
+        assert rows == 8 // size + 2 * max(1, 2 // size)
+        for part, box in enumerate(declaration.boxes(rank, size)):
+            assert box.copies == (max(1, size // 2) if part else 1)
+            held[box.logical[0]] += 1
+            counted[box.logical[0]] += box.counts
+            if part:  # the key that the queries of this rank belong to
+                assert box.logical[0].start - 6 - 2 * part == rank * 2 // size
+    assert (counted == 1).all()
+    assert held.tolist() == [1] * 8 + [max(1, size // 2)] * 4
+
+
 def test_what_is_not_split_is_whole_on_every_rank():
     declaration = Declaration((5, 2), None, init=1.0, decay=True)
     for rank in range(3):

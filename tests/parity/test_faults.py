@@ -6,14 +6,16 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from ptdmpi.comm.communicator import DONE, Handle
 from ptdmpi.comm.world import World
 from ptdmpi.model import stage
 from ptdmpi.model.random import Stream
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.parity import suite
-from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout, Model
+from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, ComparedLayout, Model
 from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import Op
@@ -23,13 +25,13 @@ from tests.parallel import parallel
 
 STEPS = 2
 MODEL = Model(layers=4, dropout=True)  # tied, masked, a vocabulary that 2 does not divide
-PIPELINE = Layout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
-CHUNKS = Layout(tensor=2, pipeline=2, virtual=2, schedule="interleaved", micro_size=4)
-SEQUENCE = Layout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
-NO_SUM = Layout(tensor=2, pipeline=2, micro_size=4)
+PIPELINE = ComparedLayout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
+CHUNKS = ComparedLayout(tensor=2, pipeline=2, virtual=2, schedule="interleaved", micro_size=4)
+SEQUENCE = ComparedLayout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
+NO_SUM = ComparedLayout(tensor=2, pipeline=2, micro_size=4)
 
 
-def red(comm, layout: Layout, model: Model = MODEL) -> list[str]:
+def red(comm, layout: ComparedLayout, model: Model = MODEL) -> list[str]:
     """The broken bars of one row; on every rank."""
     case = Case(layout, model)
     comparison = Comparison(suite.COVERING, case, replace(case, layout=layout.base))
@@ -69,7 +71,10 @@ def test_fault_of_masked_models_turns_a_row_red(comm):
 
 @contextlib.contextmanager
 def forgotten_tensor_all_reduce() -> Iterator[None]:
-    with patch.object(TensorAxis, "reduce", lambda axis, partial: partial.contiguous()):
+    def alone(axis: TensorAxis, partial: Tensor) -> tuple[Tensor, Handle]:
+        return partial.contiguous(), DONE
+
+    with patch.object(TensorAxis, "reduce_begin", alone):
         yield
 
 

@@ -1,13 +1,21 @@
 """The covering set: every legal pair stands in it, and it holds nothing that cannot be trained."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.parity import layouts
-from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Case, Layout, pairs, refusal
+from ptdmpi.parity.layouts import (
+    LAYOUT_FACTORS,
+    MODEL_FACTORS,
+    Case,
+    ComparedLayout,
+    pairs,
+    refusal,
+)
 from ptdmpi.parity.run import Task, configuration
 
 COVERING = layouts.covering_set()
@@ -38,7 +46,7 @@ def test_no_legal_case_of_the_models_has_a_pair_of_effects_that_is_not_covered(l
         layouts.models(),
         key=lambda known: sum(a != b for a, b in zip(vars(known).values(), model, strict=True)),
     )
-    case = Case(Layout(*layout), nearest)
+    case = Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, layout, strict=True))), nearest)
     if refusal(case, layouts.MOST_RANKS) is None:
         assert set(pairs(case.settings | case.effects)) <= HELD
 
@@ -100,8 +108,8 @@ def test_missing_pairs_are_those_of_a_case_taken_out():
 
 
 def test_base_keeps_what_decides_the_order_of_sums():
-    layout = Layout(2, 2, 3, 2, "interleaved", True, True, "full", 4)
-    assert layout.base == Layout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
-    reproducible = Layout(2, 2, 3, 2, "interleaved", True, True, "full", 4, reproducible=True)
+    layout = ComparedLayout(2, 2, 2, 3, 4, "interleaved", "full", True, True)
+    assert layout.base == ComparedLayout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
+    reproducible = replace(layout, reproducible=True)
     assert reproducible.base.data == 1
     assert reproducible.base.reproducible

@@ -71,7 +71,7 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     assert [one["ids"] for one in shown] == drawn[:2].tolist()
     for one, row in zip(shown, drawn.tolist(), strict=False):
         assert one["text"] == "".join(chr(id) if id < 256 else "<|endoftext|>" for id in row)
-    assert found["memory"]["bytes"] == relief.largest(config, 257).total
+    assert found["memory"]["bytes"] == relief.Step.of(config, 257).largest()[1].total
     assert found["memory"]["fits"] is True and "mistake" not in found
     assert found["train"][0]["drawn"] == 40 and found["tokens"] == 5 * 8 * 16
     assert found["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
@@ -166,11 +166,11 @@ def test_init_finds_a_legal_layout_for_any_number_of_ranks(corpus, ranks):
 
 def test_init_divides_a_model_that_is_too_large_for_a_rank(corpus):
     whole = resolve(tomllib.loads(draft(wish(corpus))), 4)
-    need = relief.largest(whole, 257).total
+    need = relief.Step.of(whole, 257).largest()[1].total
     smaller = tomllib.loads(draft(wish(corpus, memory_bytes=need // 3)))
     config = resolve(smaller, 4)
     assert config.parallel.tensor * config.parallel.pipeline > 1 or config.batch.micro_size < 8
-    assert relief.largest(config, 257).total <= need // 3
+    assert relief.Step.of(config, 257).largest()[1].total <= need // 3
     with pytest.raises(InputError, match="does not fit on 4 ranks"):
         draft(wish(corpus, memory_bytes=1000))
 

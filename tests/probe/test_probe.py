@@ -10,20 +10,20 @@ import torch
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.config.layout import Layout
 from ptdmpi.model import kernels as model_kernels
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.probe import bench, kernels
 from ptdmpi.probe.bench import ProbeError
-from ptdmpi.probe.layers import Case
+from ptdmpi.probe.layers import ProbedModel
 from ptdmpi.probe.machine import Effort, probe
 from tests.parallel import mpirun, parallel
 
 TINY = Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
     (1 << 8, 1 << 12, 1 << 17),
-    (Case(2, 16, 8, 8, 64, 1), Case(2, 32, 8, 16, 64, 2)),
+    (ProbedModel(2, 16, 8, 8, 64, 1), ProbedModel(2, 32, 8, 16, 64, 2)),
 )
 
 
@@ -54,9 +54,10 @@ def test_wrong_results_end_the_probe_on_every_rank(comm):
     right_sum, right_product = MpiCommunicator._all_reduce, model_kernels.linear
 
     def wrong_sum(axis, flat, op):
-        right_sum(axis, flat, op)
+        handle = right_sum(axis, flat, op)
         if axis.rank == 1:
             flat[-1] += 1
+        return handle
 
     with (
         patch.object(MpiCommunicator, "_all_reduce", wrong_sum),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ptdmpi.comm import launch
 from ptdmpi.terminal.launched import launched_rank, launched_size
 
 
@@ -19,3 +20,11 @@ from ptdmpi.terminal.launched import launched_rank, launched_size
 )
 def test_ranks_of_a_launcher(environ, size, rank):
     assert (launched_size(environ), launched_rank(environ)) == (size, rank)
+
+
+def test_a_start_is_said_at_once_and_by_one_rank(monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        launch.begin("train")
+    assert capsys.readouterr().err == "ptdmpi train: 4 ranks, loading MPI and PyTorch\n"

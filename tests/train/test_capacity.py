@@ -7,7 +7,7 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.plan.cost import relief
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
 from tests._configs import small
@@ -18,7 +18,8 @@ CPU = torch.device("cpu")
 
 def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
     config = small({"batch.micro_size": 8})
-    needed = relief.largest(config, 53).total
+    model = MemoryModel.of(config, 53)
+    needed = model.largest(config.layout, config.microbatches)[1].total
     monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: needed)
     memory = Memory(config, 53, World(), CPU)
     monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: needed - 1)
@@ -26,7 +27,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
         Memory(config, 53, World(), CPU)
     text = str(caught.value)
     assert "activations" in text and "batch.micro_size = 4" in text
-    assert text.count("\n  ") == 4 + 3
+    assert text.count("\n  ") == 5 + 3
 
     allocator = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), allocator):

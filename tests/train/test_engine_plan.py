@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.comm.world import World
-from ptdmpi.plan.cost.counts import (
+from ptdmpi.plan.layout.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule.orders import placement
+from ptdmpi.plan.shape.flops import (
     hardware_flops,
     head_forward_flops,
     layer_forward_flops,
     model_flops,
-    parameter_count,
 )
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
-from ptdmpi.plan.schedule.orders import placement
+from ptdmpi.plan.shape.parameters import parameter_count
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, build, logical
 from tests.parallel import parallel

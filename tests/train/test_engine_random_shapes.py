@@ -22,7 +22,7 @@ from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.cost.counts import parameter_count
+from ptdmpi.plan.shape.parameters import parameter_count
 from tests._engines import build, load, logical, logits_of
 from tests._layers import difference
 from tests.train.test_engine_bert import microbatches, samples

@@ -17,7 +17,7 @@ bench.TRIALS, bench.TRIAL_S = 2, 1e-4
 machine.CPU_EFFORT = machine.Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
     (1 << 8, 1 << 12, 1 << 17),
-    (layers.Case(2, 16, 8, 8, 64, 1), layers.Case(2, 32, 8, 16, 64, 2)),
+    (layers.ProbedModel(2, 16, 8, 8, 64, 1), layers.ProbedModel(2, 32, 8, 16, 64, 2)),
 )
 from ptdmpi.cli import main
 main()

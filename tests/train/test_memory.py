@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from ptdmpi.comm.world import World
 from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan.cost import memory
-from ptdmpi.plan.cost.state import state_bytes
+from ptdmpi.plan.cost import activations
+from ptdmpi.plan.cost.memory import MemoryModel
 from tests._engines import build, microbatches
 from tests.parallel import parallel
 
@@ -61,7 +61,9 @@ def check(comm, changes) -> None:
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
     rank = engine.axes["pipeline"].rank
     compute = PRECISIONS[engine.config.precision.compute].compute
-    sizes = memory.Sizes(engine.config, kernels.widens("cpu", compute))
+    layout, m = engine.config.layout, engine.config.microbatches
+    memory = MemoryModel.of(engine.config, VOCAB_SIZE, kernels.widens("cpu", compute))
+    foreseen = memory.peak(layout, rank, m)
     batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
     engine.step(0, batches)  # whatever is made once is there now
     for stage in engine.stages.values():
@@ -70,18 +72,16 @@ def check(comm, changes) -> None:
         (stage,) = engine.stages.values()
         left, _ = measured(lambda: stage.forward_microbatch(0, None))
         stage.backward_microbatch(0, None)
-        items = memory.stage_activations(sizes, VOCAB_SIZE, range(SHAPE["model.layers"]))
-        assert left == pytest.approx(memory.total_bytes(items), rel=KEPT)
-    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program))
-    expected = memory.peak_activation_bytes(sizes, VOCAB_SIZE, rank)
-    assert peak == pytest.approx(expected, rel=PEAK)
+        assert left == pytest.approx(memory.kept_bytes(layout, 0), rel=KEPT)
+    watch = engine.stopwatch()
+    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
+    assert peak == pytest.approx(foreseen.activations + foreseen.working, rel=PEAK)
 
     moments = [engine.optimizer.adam.state[tensor] for _, tensor in engine.optimizer.flat]
     buffer = engine.buffer
     buffers = {id(flat): flat for flat in (buffer.master, buffer.weights, buffer.gradients)}
     held = [*buffers.values(), *(of[k] for of in moments for k in ("exp_avg", "exp_avg_sq"))]
-    expected = memory.total_bytes(state_bytes(sizes, VOCAB_SIZE, rank))
-    assert sum(tensor.nbytes for tensor in held) == pytest.approx(expected, rel=KEPT)
+    assert sum(tensor.nbytes for tensor in held) == pytest.approx(foreseen.standing, rel=KEPT)
 
 
 @parallel(ranks=[1])
@@ -125,7 +125,7 @@ def test_pipeline_axis(comm, kind, virtual, mode):
 
 
 def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():
-    assert memory.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
+    assert activations.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
 
 
 def test_the_allocator_is_seen():

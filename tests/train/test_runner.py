@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
+from ptdmpi.train.runner import OpHook
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel
@@ -66,7 +67,28 @@ def test_a_failure_shows_its_place_in_the_schedule(comm):
         assert "  F0.0   <-- here" in note.splitlines()
 
 
+@parallel(ranks=[1])
+def test_a_hook_goes_with_its_context_whatever_happens_in_it(comm):
+    engine = engine_of(comm, "1f1b", 1)
+    (policy,) = engine.runner.hooks
+    heard: list[str] = []
+
+    class Listener(OpHook):
+        def begin(self, op):
+            heard.append(f"{op} begins")
+
+        def end(self, op):
+            heard.append(f"{op} ends")
+
+    with pytest.raises(RuntimeError), engine.runner.hooked(Listener()):
+        steps_of(engine, 1)
+        raise RuntimeError
+    assert engine.runner.hooks == [policy]
+    told = [f"{op} {what}" for op in engine.schedule.orders[0] for what in ("begins", "ends")]
+    assert heard == told
+
+
 def steps_of_without_messages(engine) -> None:
     for stage in engine.stages.values():
         stage.begin_step(0, microbatches(engine.config, 0, 0), 1.0)
-    engine.runner.run(engine.schedule, engine.program)
+    engine.runner.run(engine.schedule, engine.program, engine.stopwatch())

@@ -11,6 +11,7 @@ import numpy as np
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Damaged, Reader, Slices, box_of, header, piece_bytes
 from ptdmpi.config import InputError
+from ptdmpi.terminal.progress import progress
 
 # So much of a tensor is compared at a time.
 SLAB_BYTES = 1 << 25
@@ -61,12 +62,15 @@ def problems(directory: Path) -> list[str]:
         found += [
             f"{directory / name}: {text}" for text in _misfits(directory, name, file, manifest)
         ]
-    with Reader(directory, manifest) as reader:
+    size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+    with Reader(directory, manifest) as reader, progress("verifying", size_bytes, "B") as advance:
+        share_bytes = size_bytes / max(1, len(reader.pieces))
         for number in range(len(reader.pieces)):
             try:
                 reader.check(number)
             except Damaged as error:
                 found.append(str(error))
+            advance(share_bytes)
     return list(dict.fromkeys(found))
 
 

@@ -9,9 +9,18 @@ from collections.abc import Mapping, MutableMapping
 
 from ptdmpi.config import InputError
 from ptdmpi.terminal import launched
+from ptdmpi.terminal.say import note
 
 # Each launcher's word for "this many ranks were started".
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
+
+
+def begin(what: str) -> None:
+    """Say at once what starts, before the seconds in which MPI and PyTorch are loaded, and set the
+    environment. Call before importing mpi4py, torch or h5py."""
+    size = launched.launched_size()
+    note(f"ptdmpi {what}: {size} rank{'s' * (size > 1)}, loading MPI and PyTorch")
+    prepare()
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -40,7 +40,7 @@ def command(run: Path, **options: Any) -> None:
 
     mpirun -n 4 ptdmpi evaluate runs/demo --data runs/demo-data/valid --layout t=2,p=2
     """
-    launch.prepare()
+    launch.begin("evaluate")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 

@@ -39,7 +39,7 @@ def command(run: Path, **options) -> None:
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
     """
-    launch.prepare()
+    launch.begin("generate")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 

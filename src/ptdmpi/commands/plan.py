@@ -9,14 +9,11 @@ from typing import Any
 import click
 
 from ptdmpi.config import InputError, load
+from ptdmpi.config.layout import RECOMPUTE_MODES, SCHEDULES, Layout, complete, parse
 from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.plan.cost import pipeline
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.layout import Layout, complete, mistakes, parse
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
-from ptdmpi.plan.schedule.orders import KINDS
-from ptdmpi.plan.search import choose
 from ptdmpi.plan.search.search import (
     Space,
     compute_optimal,
@@ -26,6 +23,7 @@ from ptdmpi.plan.search.search import (
     microbatch_model,
     search,
 )
+from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.terminal.program import Command
 
@@ -76,8 +74,8 @@ def _options(function: Any) -> Any:
 @click.option("--batch", type=Number(1), help="Sequences per step; default: as published.")
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
-@click.option("--schedule", type=click.Choice([kind for kind in KINDS if kind != "forward"]))
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]))
+@click.option("--schedule", type=click.Choice(SCHEDULES))
+@click.option("--recompute", type=click.Choice(RECOMPUTE_MODES))
 @_options
 @click.option("--zero", type=Number(0, 3), default=0, show_default=True)
 @click.option(
@@ -168,7 +166,7 @@ def _precision(machine: Any, wanted: str | None) -> str:
 def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
     keys = ("schedule", "recompute", "sequence_parallel", "scatter_gather", "zero", "dp_overlap")
     layout = complete(parse(text), options["ranks"], **{key: options[key] for key in keys})
-    found = list(mistakes(layout, pricer.model.config, pricer.batch))
+    found = list(layout.mistakes(pricer.model.config, pricer.batch))
     if found:
         raise InputError(f"layout {layout}: {'; '.join(found)}")
     return layout
@@ -215,7 +213,7 @@ def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
         return None
     name = pricer.model.name
     sections = {"model": {"preset": name}} if name in model_presets() else {}
-    sections |= {"precision": {"compute": pricer.machine.dtype}, **choose.settings(layout)}
+    sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
     sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
     return sections
 

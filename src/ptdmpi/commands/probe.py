@@ -31,7 +31,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
 
     Start as many ranks as a training would have: they share memory and network.
     """
-    launch.prepare()
+    launch.begin("probe")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 

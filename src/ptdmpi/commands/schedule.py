@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import click
 
-from ptdmpi.plan.schedule.orders import KINDS, Schedule, build, default_kind
+from ptdmpi.config.layout import default_schedule
+from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw
 from ptdmpi.terminal.program import Command
@@ -33,7 +34,7 @@ def command(
     **options: float | str | None,
 ) -> None:
     """Draw a pipeline schedule, with its bubble and its activations in flight."""
-    schedule = build(kind or default_kind(virtual), pipeline, virtual, microbatches)
+    schedule = build(kind or default_schedule(virtual), pipeline, virtual, microbatches)
     costs = Costs(options["forward_cost"], options["backward_cost"])
     title = f"{schedule.kind}: p={pipeline}, v={virtual}, m={microbatches}"
     timeline = replace(simulate(schedule, costs), title=title, time_unit="units of cost")

@@ -9,6 +9,7 @@ import click
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def command(
     With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
-    launch.prepare()
+    launch.begin("train")
     if dry_run:
         from ptdmpi.commands.dry_run import show
 
@@ -61,6 +62,7 @@ def command(
         with fail_together(world):
             from ptdmpi.train import recover
 
+            note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
                 tree = _laid_out(tree, world)
@@ -88,7 +90,7 @@ def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
 
         cluster = load_cluster(tree["run"]["cluster"])
         prices, pricer = choose.choose(config, vocab_size, cluster, ranks)
-        return choose.settings(prices[0].layout), choose.words(prices, pricer)
+        return prices[0].layout.sections(), choose.words(prices, pricer)
 
     chosen, words = world.on_root(best)
     if world.rank == 0:

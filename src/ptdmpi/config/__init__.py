@@ -1,11 +1,12 @@
 """Configuration of a run: one TOML file, typed, frozen, validated once.
 
-Every rule about sizes that must divide each other stands in `rules`, so that a mistake is found
-before any rank allocates memory, and all mistakes of a file are reported together.
+Rules about the layout stand in `Layout`, all others that tie keys together in `rules`, so that a
+mistake is found before any rank allocates memory, and all of a file are reported together.
 """
 
 from ptdmpi.config.errors import InputError
-from ptdmpi.config.files import load, resolve, to_toml
+from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
+from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import (
@@ -30,6 +31,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "InputError",
+    "Layout",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -41,5 +43,6 @@ __all__ = [
     "load",
     "resolve",
     "rules",
+    "synthetic_config",
     "to_toml",
 ]

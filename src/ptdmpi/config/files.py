@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptdmpi.config.errors import InputError
+from ptdmpi.config.layout import Layout
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import Config, Section, TrainDataConfig
@@ -68,6 +69,26 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     config = Config.model_construct(**sections)
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+
+
+def synthetic_config(
+    layout: Layout,
+    model: Mapping[str, Any],
+    ranks: int | None = None,
+    **sections: Mapping[str, Any],
+) -> Config:
+    """A checked configuration of work that reads no shards: parity, probes, benchmarks, inference.
+
+    `model` is the table [model]; `sections` set any other keys. What is left out: one step, of one
+    microbatch per data rank; as many ranks as the layout has. Raises InputError as `resolve` does.
+    """
+    tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}
+    tree["data"] = {"train": [{"path": "synthetic"}]}
+    tree["batch"] = {"global_size": layout.data * layout.micro_size}
+    for given in (layout.sections(), sections):
+        for name, keys in given.items():
+            tree[name] = {**tree.get(name, {}), **keys}
+    return resolve(tree, layout.ranks if ranks is None else ranks)
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:

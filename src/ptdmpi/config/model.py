@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ptdmpi.config.section import Fraction, NonNegative, Positive, Section
+from ptdmpi.config.section import MOST, Fraction, NonNegative, Positive, Section
 
 # What each kind of model means; a key given explicitly wins over its kind.
 _DECODER = {
@@ -74,6 +74,8 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+# Each is a module of its own. The deepest networks that were trained have some 10,000.
+MOST_LAYERS = 100_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 GATED = ("swiglu", "geglu")  # activations of two parts, one of which gates the other
 
@@ -85,7 +87,7 @@ class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
     kind: Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"] = "gpt"
-    layers: Positive
+    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Positive
     heads: Positive
     kv_heads: Positive
@@ -135,14 +137,14 @@ class ModelConfig(Section):
         # A wrong value is told of as such, not by the keys that depend on it: any stands in.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads, hidden = filled.get("heads"), filled.get("hidden")
-        sound = type(hidden) is int and hidden > 0
-        counted = type(heads) is int and heads > 0
+        sound, counted = _sound(hidden), _sound(heads)
         filled.setdefault("kv_heads", heads if counted else 1)
         if "head_size" not in filled:  # 0 where heads do not divide: a rule speaks of it
             whole = sound and counted and hidden % heads == 0
             filled["head_size"] = hidden // heads if whole else 0
         if "ffn_hidden" not in filled:
-            filled["ffn_hidden"] = default_ffn_hidden(filled) if sound else 1
+            ffn_hidden = default_ffn_hidden(filled) if sound else 1
+            filled["ffn_hidden"] = min(ffn_hidden, MOST)
         return filled
 
     @property
@@ -189,6 +191,18 @@ class ModelConfig(Section):
         return self.sliding_window if slides and self.sliding_window < self.seq_length else 0
 
     @property
+    def mean_keys(self) -> float:
+        """Keys that a query may see, the mean over the layers: s, or the window."""
+        if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
+            return self.seq_length
+        if self.sliding_layers == "all":
+            return self.sliding_window
+        layers = self.sliding_layers
+        sliding = -(-self.layers // 2) if layers == "even" else len(set(layers))
+        whole = self.layers - sliding
+        return (sliding * self.sliding_window + whole * self.seq_length) / self.layers
+
+    @property
     def masked(self) -> bool:
         """Trained on masked tokens: what sees both sides of a token cannot be asked for the
         next."""
@@ -206,6 +220,11 @@ class ModelConfig(Section):
         if not self.masked:
             return self.seq_length
         return max(1, round(mask_fraction * self.text_length))
+
+
+def _sound(size: Any) -> bool:
+    """Whether others may be derived from it; if not, it is told of itself."""
+    return type(size) is int and 0 < size <= MOST
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:

@@ -1,33 +1,23 @@
 """Every rule that ties two keys together, such as sizes that must divide each other."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
+    CommConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
 )
+from ptdmpi.config.wires import wire_mistakes
 
-MOST_TRIED = 10**6
 MIN_MASKED_LENGTH = 8
-
-
-def divisors(number: int) -> list[int]:
-    """In ascending order; above MOST_TRIED**2, where a size is a slip of the pen, only those that
-    are found by trying MOST_TRIED numbers."""
-    small = [k for k in range(1, min(math.isqrt(number), MOST_TRIED) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
-
-
-def _nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
-    chosen = sorted(sorted(set(legal), key=lambda k: (abs(k - number), k))[:count])
-    return " or ".join(map(str, chosen))
 
 
 def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
@@ -38,6 +28,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     model, parallel = sections.get("model"), sections.get("parallel")
     run, optimizer = sections.get("run"), sections.get("optimizer")
     spare = run.spare_ranks if isinstance(run, RunConfig) else 0
+    if isinstance(run, RunConfig) and run.profile_steps and not run.profiled:
+        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
     if spare and run.on_failure != "shrink":
         yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
     if spare >= ranks:
@@ -54,13 +46,17 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
             yield "log.bigram_baseline predicts the next token, not masked ones"
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
-    if isinstance(model, ModelConfig) and isinstance(parallel, ParallelConfig):
-        yield from _split_rules(model, parallel)
-        recompute = sections.get("recompute")
-        if isinstance(recompute, RecomputeConfig):
-            yield from _recompute_rules(recompute, model)
-    if isinstance(parallel, ParallelConfig) and isinstance(sections.get("batch"), BatchConfig):
-        yield from _batch_rules(sections["batch"], parallel, ranks)
+        yield from _layout_mistakes(sections, parallel, ranks)
+    batch = sections.get("batch")
+    if isinstance(run, RunConfig) and isinstance(batch, BatchConfig):
+        most = (2**63 - 1) // batch.global_size
+        if run.steps > most:
+            yield (
+                f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
+                f"samples than 64 bits number; legal: at most {most} steps"
+            )
+    if isinstance(comm := sections.get("comm"), CommConfig):
+        yield from wire_mistakes(comm.wire)
     if isinstance(optimizer, OptimizerConfig):
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield "optimizer.min_learning_rate is above learning_rate"
@@ -75,7 +71,7 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
     if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
-            f"legal nearby: heads {_nearest(model.heads, divisors(model.hidden))}, or a "
+            f"legal nearby: heads {nearest(model.heads, divisors(model.hidden))}, or a "
             "model.head_size of its own"
         )
     elif model.positions == "rope" and model.head_size % 2:
@@ -83,7 +79,7 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
-            f"legal nearby: {_nearest(model.kv_heads, divisors(model.heads))}"
+            f"legal nearby: {nearest(model.kv_heads, divisors(model.heads))}"
         )
     if isinstance(model.sliding_layers, tuple):
         beyond = [layer for layer in model.sliding_layers if layer >= model.layers]
@@ -132,7 +128,7 @@ def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterato
                 f"{ranks} ranks{beside} cannot be split: parallel.tensor * pipeline = "
                 f"{parallel.tensor} * {parallel.pipeline} = {model_ranks} must divide the number "
                 f"of ranks; start {max(1, ranks // model_ranks) * model_ranks + spare}, or use "
-                f"tensor * pipeline = {_nearest(model_ranks, divisors(ranks))}"
+                f"tensor * pipeline = {nearest(model_ranks, divisors(ranks))}"
             )
     elif model_ranks * parallel.data != ranks:
         yield (
@@ -141,60 +137,24 @@ def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterato
             f"{beside}; "
             f'start {model_ranks * parallel.data + spare}, or set parallel.data = "auto"'
         )
-    if parallel.virtual > 1 and parallel.schedule == "1f1b":
-        yield (
-            f'parallel.schedule = "1f1b" has virtual = 1, not {parallel.virtual}; '
-            'legal: schedule = "interleaved" or virtual = 1'
-        )
 
 
-def _split_rules(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual
-    for key in ("heads", "ffn_hidden"):
-        value = getattr(model, key)
-        if value % tensor:
-            yield (
-                f"parallel.tensor = {tensor} does not divide model.{key} = {value}; "
-                f"legal nearby: tensor {_nearest(tensor, divisors(value))}"
-            )
-    # ranks beyond the key heads share one: whole ranks for each, or whole heads for each rank
-    if not model.heads % tensor and model.kv_heads % tensor and tensor % model.kv_heads:
-        legal = [
-            k for k in divisors(model.heads) if not (model.kv_heads % k and k % model.kv_heads)
-        ]
-        yield (
-            f"parallel.tensor = {tensor} neither divides model.kv_heads = {model.kv_heads} nor is "
-            f"a multiple of it; legal nearby: tensor {_nearest(tensor, legal)}"
-        )
-    if parallel.sequence_parallel and model.seq_length % tensor:
-        yield (
-            f"sequence_parallel: parallel.tensor = {tensor} does not divide model.seq_length = "
-            f"{model.seq_length}; legal nearby: {_nearest(tensor, divisors(model.seq_length))}"
-        )
-    if stages > model.layers:
-        yield (
-            f"parallel.pipeline * virtual = {stages} stages, but model.layers = {model.layers}; "
-            f"at most one stage per layer"
-        )
-
-
-def _recompute_rules(recompute: RecomputeConfig, model: ModelConfig) -> Iterator[str]:
-    if recompute.layers != "all":
-        if recompute.mode != "full":
-            yield 'recompute.layers belongs to recompute.mode = "full"'
-        elif recompute.layers > model.layers:
-            yield f"recompute.layers = {recompute.layers}: the model has {model.layers} layers"
-
-
-def _batch_rules(batch: BatchConfig, parallel: ParallelConfig, ranks: int) -> Iterator[str]:
+def _layout_mistakes(
+    sections: Mapping[str, Section], parallel: ParallelConfig, ranks: int
+) -> Iterator[str]:
+    """What `Layout` says of the sections that did parse."""
+    model, batch = sections.get("model"), sections.get("batch")
+    recompute = sections.get("recompute")
     data = parallel.data
     if data == "auto":
         data = max(1, ranks // (parallel.tensor * parallel.pipeline))
-    unit = data * batch.micro_size
-    if batch.global_size % unit:
-        below = batch.global_size // unit * unit
-        yield (
-            f"batch.global_size = {batch.global_size} is no multiple of data * micro_size = "
-            f"{data} * {batch.micro_size} = {unit}; legal nearby: "
-            f"{_nearest(batch.global_size, [n for n in (below, below + unit) if n])}"
-        )
+    known = isinstance(batch, BatchConfig)
+    layout = Layout.of(
+        parallel,
+        batch if known else BatchConfig(global_size=1),
+        recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(),
+        data,
+    )
+    yield from layout.mistakes(
+        model if isinstance(model, ModelConfig) else None, batch.global_size if known else None
+    )

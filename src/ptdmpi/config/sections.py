@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, RunName, Section
+from ptdmpi.config.wires import AUTO
 
 
 class RunConfig(Section):
@@ -15,7 +17,7 @@ class RunConfig(Section):
 
     name: RunName = "run"
     dir: str = ""
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0)] = 1234
     steps: Positive
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
@@ -25,6 +27,16 @@ class RunConfig(Section):
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
     cluster: str = ""
+    profile_steps: Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")] = ""
+    profile_ranks: (
+        Annotated[tuple[NonNegative, ...], Field(min_length=1, strict=False)] | Literal["all"]
+    ) = (0,)
+
+    @property
+    def profiled(self) -> range:
+        """The steps (from 1) that are profiled, perhaps none."""
+        first, _, last = self.profile_steps.partition(":")
+        return range(int(first), int(last) + 1) if first else range(0)
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +53,7 @@ class ParallelConfig(Section):
     pipeline: Positive = 1
     virtual: Positive = 1
     data: Positive | Literal["auto"] = "auto"
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     sequence_parallel: bool = False
     scatter_gather: bool = True
 
@@ -49,8 +61,8 @@ class ParallelConfig(Section):
     @classmethod
     def _default_schedule(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "schedule" not in values:
-            interleaved = values.get("virtual", 1) not in (1, None)
-            return {**values, "schedule": "interleaved" if interleaved else "1f1b"}
+            virtual = values.get("virtual", 1)
+            return {**values, "schedule": default_schedule(1 if virtual is None else virtual)}
         return values
 
 
@@ -72,7 +84,7 @@ class PrecisionConfig(Section):
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward."""
 
-    mode: Literal["none", "selective", "full"] = "none"
+    mode: RecomputeMode = "none"
     layers: Positive | Literal["all"] = "all"
 
 
@@ -157,7 +169,9 @@ class LogConfig(Section):
 
 
 class CommConfig(Section):
-    wire: Literal["auto", "mpi"] = "auto"
+    """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
+
+    wire: str = AUTO
 
 
 class Config(Section):
@@ -183,9 +197,14 @@ class Config(Section):
         return self.parallel.data
 
     @property
+    def layout(self) -> Layout:
+        """How the run is spread over its ranks; only after `resolve`."""
+        return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
+
+    @property
     def microbatches(self) -> int:
         """m = B / (d b), microbatches per pipeline per step."""
-        return self.batch.global_size // (self.data_size * self.batch.micro_size)
+        return self.layout.microbatches(self.batch.global_size)
 
     def replace(self, section: str, **values: Any) -> Self:
         changed = getattr(self, section).model_copy(update=values)

@@ -3,8 +3,8 @@
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
 from ptdmpi.model.parameters import Declaration
+from ptdmpi.terminal.progress import progress
 
 # These hold weights, in whatever form; everything else of a model directory is kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
@@ -119,11 +120,18 @@ def _ours(
 def _write_checkpoint(directory: Path, blocks: list[Block], model: Mapping) -> int:
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
-    written = write(temporary / "rank-00000.safetensors", blocks)
-    progress = Progress(step=0, samples=0, updates=0, loss_scale=1.0, good_steps=0, seed=0)
-    files.write_manifest(temporary, asdict(progress), dict(model), [written])
+    with progress("converting", sum(block.nbytes for block in blocks), "B") as advance:
+        told = [replace(block, values=partial(_told, block, advance)) for block in blocks]
+        written = write(temporary / "rank-00000.safetensors", told)
+    state = Progress(step=0, samples=0, updates=0, loss_scale=1.0, good_steps=0, seed=0)
+    files.write_manifest(temporary, asdict(state), dict(model), [written])
     files.publish(temporary, ())
     return written["bytes"]
+
+
+def _told(block: Block, advance: Callable[[float], object]) -> np.ndarray:
+    advance(block.nbytes)
+    return block.values()
 
 
 def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> None:

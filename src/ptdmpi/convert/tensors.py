@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ptdmpi.checkpoint.boxes import Slices
 from ptdmpi.config import InputError
+from ptdmpi.terminal.progress import progress
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -182,7 +183,8 @@ def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
 def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
     """Write and sync one file: `values` gives a tensor's elements in order, in any pieces."""
     text = header.encode()
-    with open(path, "xb") as file:
+    size_bytes = sum(stored.nbytes for _, stored in entries(header))
+    with open(path, "xb") as file, progress("converting", size_bytes, "B") as advance:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, stored in entries(header):
             left = stored.nbytes
@@ -190,6 +192,7 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
                 data = piece.contiguous().reshape(-1).view(torch.uint8).numpy()
                 file.write(memoryview(data))
                 left -= data.size
+                advance(data.size)
             if left:
                 raise AssertionError(f"{name}: {left} bytes are missing")
         file.flush()

@@ -11,6 +11,7 @@ from torch import Tensor
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
+from ptdmpi.terminal.progress import progress
 
 # A batch is as large as both allow: enough tokens for efficient products, and not more logits.
 BATCH_TOKENS = 4096
@@ -49,9 +50,12 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
     found: dict[int, Score] = {}
-    for group in mine:
-        answer = model.log_probabilities(*_batch([fitted[i] for i in group], model.device))
-        if answer is not None:
+    with progress("scoring", len(mine), "batches") as advance:
+        for group in mine:
+            answer = model.log_probabilities(*_batch([fitted[i] for i in group], model.device))
+            advance(1)
+            if answer is None:
+                continue
             values, greedy = (part.cpu().numpy() for part in answer)
             for column, i in enumerate(group):
                 place = slice(fitted[i].first - 1, len(fitted[i].ids) - 1)

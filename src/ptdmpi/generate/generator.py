@@ -9,6 +9,7 @@ import torch
 from ptdmpi.comm.world import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.inference.model import InferenceModel
+from ptdmpi.terminal.progress import progress
 
 # Prompts that are continued together.
 ROWS = 16
@@ -76,9 +77,12 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
-    for group in groups[data.rank :: data.size]:
-        found = _continue([prompts[i] for i in group], model, sampling, ends)
-        done.update(zip(group, found, strict=True))
+    mine = groups[data.rank :: data.size]
+    with progress("generating", len(mine), "batches") as advance:
+        for group in mine:
+            found = _continue([prompts[i] for i in group], model, sampling, ends)
+            done.update(zip(group, found, strict=True))
+            advance(1)
     model.finish()
     for part in data.all_gather_object(done):
         done |= part

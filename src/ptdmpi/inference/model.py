@@ -15,15 +15,15 @@ from ptdmpi.checkpoint.load import load_tensors
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.world import Axes, SharedInputError, World
 from ptdmpi.config import Config, InputError
+from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
 from ptdmpi.model.transformer import Context
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
-from ptdmpi.plan.layout import layout as layouts
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 
 
@@ -39,7 +39,7 @@ class InferenceModel:
         self.axis = TensorAxis(axes["tensor"])
         model, pipeline = config.model, axes["pipeline"]
         self.placed = schedules.placement("forward", pipeline.size, 1)
-        layers = split_layers(model.layers, self.placed, head_in_layers(model, vocab_size))
+        layers = split_model(model, vocab_size, self.placed)
         (self.number,) = self.placed.stages_of(pipeline.rank)
         self.stage = Stage(config, vocab_size, layers[self.number], self.axis)
         self.buffer = ParameterBuffer(
@@ -102,7 +102,7 @@ class InferenceModel:
         return None
 
     def _send(self, x: Tensor) -> None:
-        """Without waiting: the next stage may still be busy with what was sent before."""
+        """Send activations on without waiting: the next stage may be busy with those before."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
         following = self.placed.rank_of(self.number + 1)

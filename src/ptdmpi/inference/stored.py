@@ -11,7 +11,7 @@ from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.comm.communicator import OneRank
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config, InputError, Layout, synthetic_config
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
 from ptdmpi.model.parameters import Declaration
@@ -90,16 +90,9 @@ def config_of(
     model: Mapping[str, Any], ranks: int = 1, precision: str = "fp32", **parallel: int
 ) -> Config:
     """A configuration for work without training. Raises InputError."""
-    data = max(1, ranks // (parallel.get("tensor", 1) * parallel.get("pipeline", 1)))
-    tree = {
-        "run": {"steps": 1},
-        "model": model,
-        "parallel": parallel,
-        "batch": {"global_size": data},
-        "precision": {"compute": precision},
-        "data": {"train": [{"path": "none"}]},
-    }
-    return resolve(tree, ranks)
+    sizes = {"tensor": 1, "pipeline": 1, **parallel}
+    sizes.setdefault("data", max(1, ranks // (sizes["tensor"] * sizes["pipeline"])))
+    return synthetic_config(Layout(**sizes), model, ranks, precision={"compute": precision})
 
 
 def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:

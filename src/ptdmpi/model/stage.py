@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.config import Config, ModelConfig
+from ptdmpi.model import built
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import Stream
 from ptdmpi.model.tensor_parallel import (
     TensorAxis,
-    VocabularyHead,
     cross_entropy,
     select_positions,
 )
@@ -30,6 +30,7 @@ from ptdmpi.model.transformer import (
     SentenceOrder,
     rotary_table,
 )
+from ptdmpi.plan.shape import parameters
 
 TIED_NAME = "embedding.word.weight"
 
@@ -120,21 +121,14 @@ class Stage(nn.Module):
             return
         # masked positions are few: each rank of the tensor axis takes all of them
         axis = TensorAxis(self.axis.comm) if model.masked else self.axis
-        mlm = model.output_head == "mlm"
-        if model.block_norm != "post":
+        parts = parameters.head(model, vocab_size)
+        if "final_norm" in parts:
             self.final_norm = Norm(model)
-        if mlm:
-            self.mlm = MaskedTransform(model)
-        self.head = VocabularyHead(
-            axis,
-            vocab_size,
-            model.hidden,
-            model.init_std,
-            bias=mlm and model.head_bias,
-            softcap=model.logit_softcap,
-        )
-        if model.sentence_order:
-            self.sentence = SentenceOrder(model)
+        if "mlm.dense" in parts:
+            self.mlm = MaskedTransform(model, parts)
+        self.head = built.output_head(parts["head"], axis, model.logit_softcap)
+        if "sentence.order" in parts:
+            self.sentence = SentenceOrder(parts)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""

@@ -13,20 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
-from ptdmpi.model import kernels
+from ptdmpi.model import built, kernels
 from ptdmpi.model.attention_core import Scores, attention, hidden_keys
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import Stream, dropout
-from ptdmpi.model.tensor_parallel import (
-    ColumnParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-    Table,
-    TensorAxis,
-    VocabularyEmbedding,
-)
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import Parts
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,8 @@ class Norm(nn.Module):
         self.zero_centered = model.zero_centered_norm
         sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
         self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
-        layernorm = model.norm == "layernorm"
-        self.bias = declare(1, self.shape, "zeros", **sums) if layernorm else None
+        shift = parameters.norm(model).shift
+        self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -124,23 +119,14 @@ class Attention(nn.Module):
             model.attention_softcap,
         )
         self.selective = selective
-        query, key_value = model.attention_width, model.kv_heads * model.head_size
-        self.qkv = ColumnParallelLinear(
-            axis,
-            model.hidden,
-            (query, key_value, key_value),
-            model.qkv_bias,
-            model.init_std,
-            most=(model.heads, model.kv_heads, model.kv_heads),
-        )
+        parts = parameters.layer(model)
+        self.qkv = built.column_linear(parts["attention.qkv"], axis)
         self.query_norm = self.key_norm = None
-        if model.qk_norm:
+        if "attention.query_norm" in parts:
             self.query_norm, self.key_norm = (
                 Norm(model, False, model.head_size, partial_gradient=True) for _ in range(2)
             )
-        self.out = RowParallelLinear(
-            axis, query, model.hidden, model.attention_bias, _residual_std(model)
-        )
+        self.out = built.row_linear(parts["attention.out"], axis)
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -194,11 +180,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.activation = model.activation
         self.gated = model.gates == 2
-        parts = (model.ffn_hidden,) * model.gates
-        self.up = ColumnParallelLinear(axis, model.hidden, parts, model.mlp_bias, model.init_std)
-        self.down = RowParallelLinear(
-            axis, model.ffn_hidden, model.hidden, model.mlp_bias, _residual_std(model)
-        )
+        parts = parameters.layer(model)
+        self.up = built.column_linear(parts["mlp.up"], axis)
+        self.down = built.row_linear(parts["mlp.down"], axis)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -211,11 +195,6 @@ def gelu(x: Tensor, activation: str) -> Tensor:
     """Its tanh form, as in GPT-2, or ("gelu_exact") that of the error function, as in BERT
     (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
     return F.gelu(x, approximate="none" if activation == "gelu_exact" else "tanh")
-
-
-def _residual_std(model: ModelConfig) -> float:
-    """Smaller by sqrt(2 l) where outputs add up in the residual stream (GPT-2, section 2.3)."""
-    return model.init_std / math.sqrt(2 * model.layers)
 
 
 class Block(nn.Module):
@@ -282,12 +261,12 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.rate = model.dropout
-        h, std, learned = model.hidden, model.init_std, model.positions == "learned"
-        self.word = VocabularyEmbedding(axis, vocab_size, h, std)
-        self.scale = math.sqrt(h) if model.scale_embedding else None
-        self.position = Table(model.seq_length, h, std) if learned else None
-        self.token_type = Table(model.token_types, h, std) if model.token_types else None
-        self.norm = Norm(model) if model.embedding_norm else None
+        parts = parameters.embedding(model, vocab_size)
+        self.word = built.word_embedding(parts[parameters.WORD_TABLE], axis)
+        self.scale = math.sqrt(model.hidden) if model.scale_embedding else None
+        self.position = built.table(parts["position"]) if "position" in parts else None
+        self.token_type = built.table(parts["token_type"]) if "token_type" in parts else None
+        self.norm = Norm(model) if "norm" in parts else None
 
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
         x = self.word(ids)
@@ -312,10 +291,10 @@ class MaskedTransform(nn.Module):
     """What BERT puts before its output head: linear, GELU, norm, on [..., h] that every rank of the
     tensor axis holds (Devlin et al. 2019)."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, parts: Parts) -> None:
         super().__init__()
         self.activation = model.activation
-        self.dense = ReplicatedLinear(model.hidden, model.hidden, model.head_bias, model.init_std)
+        self.dense = built.replicated_linear(parts["mlm.dense"])
         self.norm = Norm(model, shared_gradient=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -328,10 +307,10 @@ class SentenceOrder(nn.Module):
     The pooler of Devlin et al. 2019 with the objective of Lan et al. 2020 (arXiv 1909.11942).
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.pooler = ReplicatedLinear(model.hidden, model.hidden, model.head_bias, model.init_std)
-        self.order = ReplicatedLinear(model.hidden, 2, model.head_bias, model.init_std)
+        self.pooler = built.replicated_linear(parts["sentence.pooler"])
+        self.order = built.replicated_linear(parts["sentence.order"])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.order(self.pooler(x).tanh())

@@ -9,10 +9,14 @@ same set on every machine.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from ptdmpi.config import Layout, ModelConfig
+
+HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 MOST_RANKS = 16  # a pair of settings needs no more: t = 4 with p = 4, say
 GLOBAL_SIZE = 16  # sequences: every d and b below divides it
 
@@ -38,6 +42,19 @@ MODEL_FACTORS: dict[str, tuple] = {
     "documents": (False, True),
 }
 
+# Beside the defaults of a kind: at this size, all that models after LLaMA brought.
+MORE = {
+    "gemma2": {
+        "kv_heads": 1,
+        "head_size": 6,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "query_scalar": 4.0,
+        "attention_softcap": 0.5,
+        "logit_softcap": 0.5,
+    }
+}
+
 
 @dataclass(frozen=True)
 class Model:
@@ -51,43 +68,45 @@ class Model:
     masked: bool = True
     documents: bool = False
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Its keys of [model]."""
+        return {
+            "kind": self.kind,
+            **MORE.get(self.kind, {}),
+            "layers": self.layers,
+            "hidden": HIDDEN,
+            "heads": HEADS,
+            "ffn_hidden": 2 * HIDDEN,
+            "seq_length": SEQ_LENGTH,
+            "tie_embeddings": self.tied,
+        }
+
 
 @dataclass(frozen=True)
-class Layout:
+class ComparedLayout(Layout):
     """How it is trained. The defaults are the plainest layout: one rank, nothing recomputed."""
 
     tensor: int = 1
     pipeline: int = 1
-    virtual: int = 1
     data: int = 1
     schedule: str = "gpipe"
-    sequence_parallel: bool = False
     scatter_gather: bool = False
-    recompute: str = "none"
-    micro_size: int = 1
     reproducible: bool = False
 
     @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline * self.virtual
-
-    @property
-    def reference(self) -> "Layout":
+    def reference(self) -> "ComparedLayout":
         """One rank and the whole global batch in one microbatch: nothing is divided or summed."""
-        return Layout(micro_size=GLOBAL_SIZE)
+        return ComparedLayout(micro_size=GLOBAL_SIZE)
 
     @property
-    def base(self) -> "Layout":
+    def base(self) -> "ComparedLayout":
         """The plainest layout whose training must have the same bits.
 
         It keeps what decides the order of a sum: t, b, sequence parallelism and, unless the run is
         reproducible, d.
         """
-        return Layout(
+        return ComparedLayout(
             tensor=self.tensor,
             data=1 if self.reproducible else self.data,
             sequence_parallel=self.sequence_parallel,
@@ -100,7 +119,7 @@ class Layout:
 class Case:
     """One model in one layout."""
 
-    layout: Layout
+    layout: ComparedLayout
     model: Model
 
     @property
@@ -138,6 +157,8 @@ class Case:
         }
 
 
+# A rule of layouts by its name -> why a case breaks it, in the words of the table.
+REASONS = {"chunks": "1f1b has one chunk per rank", "stages": "more stages than layers"}
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
@@ -151,11 +172,14 @@ def refusal(case: Case, ranks: int) -> str | None:
     layout = case.layout
     if layout.ranks > ranks:
         return f"more than {ranks} rank{'s' if ranks > 1 else ''}"
-    if layout.schedule == "1f1b" and layout.virtual > 1:
-        return "1f1b has one chunk per rank"
-    if layout.stages > case.model.layers:
-        return "more stages than layers"
-    return None
+    rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
+    broken = next((rule.name for rule in rules if rule.broken), None)
+    return REASONS.get(broken, broken)
+
+
+@cache
+def _shape(model: Model) -> ModelConfig:
+    return ModelConfig.model_validate(model.keys)
 
 
 def models() -> list[Model]:
@@ -167,7 +191,10 @@ def models() -> list[Model]:
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Cases of at most `ranks` ranks that hold every pair of settings and effects that any legal
     case holds. The first few hold most for the time they take."""
-    layouts = [Layout(*values) for values in itertools.product(*LAYOUT_FACTORS.values())]
+    layouts = [
+        ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True)))
+        for values in itertools.product(*LAYOUT_FACTORS.values())
+    ]
     few = models()
     candidates = [
         case
@@ -199,7 +226,7 @@ def _mildest(values: dict[str, Any]) -> Case:
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     of_model = {k: v for k, v in (most_layers | values).items() if k in MODEL_FACTORS}
     of_layout = {k: v for k, v in values.items() if k in LAYOUT_FACTORS}
-    return Case(Layout(**of_layout), Model(**of_model))
+    return Case(ComparedLayout(**of_layout), Model(**of_model))
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
@@ -233,10 +260,10 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Layouts whose bits must not depend on d either; the model has all that could disturb them."""
     model = Model(dropout=True)
     layouts = [
-        Layout(data=2, pipeline=2, schedule="1f1b"),
-        Layout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
-        Layout(data=4, micro_size=2),
-        Layout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
+        ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
+        ComparedLayout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
+        ComparedLayout(data=4, micro_size=2),
+        ComparedLayout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
     ]
     cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]
     return [case for case in cases if refusal(case, ranks) is None]

@@ -8,15 +8,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ptdmpi.comm.world import Axes, World
-from ptdmpi.config import Config, ModelConfig, resolve
+from ptdmpi.config import Config, Layout, ModelConfig, synthetic_config
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Batch
-from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, Layout
+from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
 from ptdmpi.train.engine import Engine
 
-HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 SEED = 1234
 MEAN_DOCUMENT = 6  # tokens, where sequences hold documents
 # At this width the usual 0.02 leaves the residual stream almost alone, and faults would drown.
@@ -25,18 +24,6 @@ INIT_STD = 0.1
 # that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
 EPSILON = 1e-6
 
-# Beside the defaults of a kind: at this size, all that models after LLaMA brought.
-MORE = {
-    "gemma2": {
-        "kv_heads": 1,
-        "head_size": 6,
-        "qk_norm": True,
-        "sliding_window": 5,
-        "query_scalar": 4.0,
-        "attention_softcap": 0.5,
-        "logit_softcap": 0.5,
-    }
-}
 
 # name -> (this rank's pieces: where each stands in the logical tensor, and its values)
 Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
@@ -72,37 +59,14 @@ def configuration(task: Task) -> Config:
     """The configuration of a task, checked like a user's."""
     layout, model = task.case.layout, task.case.model
     rate = 0.1 if model.dropout else 0.0
-    tree = {
-        "run": {"seed": SEED, "steps": task.steps, "reproducible": layout.reproducible},
-        "model": {
-            "kind": model.kind,
-            **MORE.get(model.kind, {}),
-            "layers": model.layers,
-            "hidden": HIDDEN,
-            "heads": HEADS,
-            "ffn_hidden": 2 * HIDDEN,
-            "seq_length": SEQ_LENGTH,
-            "tie_embeddings": model.tied,
-            "init_std": INIT_STD,
-            "dropout": rate,
-            "attention_dropout": rate,
-        },
-        "parallel": {
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "virtual": layout.virtual,
-            "data": layout.data,
-            "schedule": layout.schedule,
-            "sequence_parallel": layout.sequence_parallel,
-            "scatter_gather": layout.scatter_gather,
-        },
-        "batch": {"global_size": GLOBAL_SIZE, "micro_size": layout.micro_size},
-        "precision": {"compute": task.compute},
-        "recompute": {"mode": layout.recompute},
-        "optimizer": {"warmup_steps": min(5, task.steps), "eps": EPSILON},
-        "data": {"train": [{"path": "synthetic"}]},
-    }
-    return resolve(tree, layout.ranks)
+    return synthetic_config(
+        layout,
+        {**model.keys, "init_std": INIT_STD, "dropout": rate, "attention_dropout": rate},
+        run={"seed": SEED, "steps": task.steps, "reproducible": layout.reproducible},
+        batch={"global_size": GLOBAL_SIZE},
+        precision={"compute": task.compute},
+        optimizer={"warmup_steps": min(5, task.steps), "eps": EPSILON},
+    )
 
 
 def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Batch]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ptdmpi.config import Layout
 from ptdmpi.parity.compare import BARS, Difference, left_out
-from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Layout, Model, missing_pairs
+from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Model, missing_pairs
 from ptdmpi.parity.suite import COVERING, Row
 
 WIDTH = 120

@@ -141,7 +141,7 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
         bare = choose.bare(_divisible(base, wish.ranks))
         cluster = load_cluster(wish.cluster)
         found, _ = choose.choose(bare, vocab_size, cluster, wish.ranks)
-        tree = choose.applied(base, choose.settings(found[0].layout))
+        tree = choose.applied(base, found[0].layout.sections())
         return resolve(_divisible(tree, wish.ranks), wish.ranks)
     smallest: Config | None = None
     why = ""
@@ -151,12 +151,12 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
         except InputError as error:
             why = why or str(error)
             continue
-        if relief.largest(config, vocab_size).total <= wish.memory_bytes:
+        if relief.Step.of(config, vocab_size).largest()[1].total <= wish.memory_bytes:
             return config
         smallest = config
     if smallest is None:
         raise InputError(f"no layout of {wish.ranks} ranks is legal: {why}")
-    explained = relief.explain(smallest, vocab_size, wish.memory_bytes)
+    explained = relief.explain(relief.Step.of(smallest, vocab_size), wish.memory_bytes)
     raise InputError(f"the model does not fit on {wish.ranks} ranks\n{explained}")
 
 

@@ -5,7 +5,7 @@ Without MPI: the number of ranks is a number. Torch is asked for the memory of a
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.cost.price import Price
+from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
-from ptdmpi.report.compare import cluster_of, priced
+from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import rank_memory_bytes
@@ -55,8 +55,7 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
     named = cluster or cluster_of(Path(config.run.dir), config.model_dump())
     price = None
     if named:
-        pricer, layout = priced(config, vocab_size, named)
-        price = pricer.price(layout)
+        price = pricer_of(config, vocab_size, named).price(config.layout)
     found: dict[str, Any] = {
         "run": config.run.name,
         "directory": config.run.dir,
@@ -82,7 +81,7 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
     }
     memory = found["memory"]
     if memory["fits"] is False:
-        explained = relief.explain(config, vocab_size, memory["capacity_bytes"])
+        explained = relief.explain(relief.Step.of(config, vocab_size), memory["capacity_bytes"])
         found["mistake"] = f"the model does not fit into memory\n{explained}"
     elif not found["checkpoint"]["fits"]:
         checkpoint = found["checkpoint"]
@@ -94,11 +93,7 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
 
 
 def _layout(config: Config) -> str:
-    parallel = config.parallel
-    return (
-        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},v={parallel.virtual},"
-        f"b={config.batch.micro_size}, {parallel.schedule}, recompute {config.recompute.mode}"
-    )
+    return f"{config.layout}, {config.parallel.schedule}, recompute {config.recompute.mode}"
 
 
 def _require_writable(path: Path) -> None:
@@ -155,15 +150,16 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 def _memory(config: Config, vocab_size: int, ranks: Ranks, price: Price | None) -> dict[str, Any]:
     """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
     ranks are known to be on it. "fits" is None where that is not known."""
-    need = relief.largest(config, vocab_size)
+    rank, need = relief.Step.of(config, vocab_size).largest()
+    parts = {name: n for name, n in asdict(need).items() if n or name != "runtime"}
     capacity, source = None, "not known: give --cluster, or start it by mpirun as the run"
     if price is not None:
         capacity, source = price.capacity_bytes, "of the cluster"
     elif ranks.local:
         capacity, source = _here(ranks.local), f"of this host, shared by {ranks.local} rank(s)"
     return {
-        "pipeline_rank": need.pipeline_rank,
-        "parts_bytes": need.parts,
+        "pipeline_rank": rank,
+        "parts_bytes": parts,
         "bytes": need.total,
         "capacity_bytes": capacity,
         "capacity_from": source,

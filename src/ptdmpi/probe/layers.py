@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ptdmpi.comm.world import World
-from ptdmpi.config import Config, resolve
+from ptdmpi.config import Config, synthetic_config
+from ptdmpi.config.layout import Layout
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 from ptdmpi.plan.show.table import count
@@ -31,8 +31,9 @@ MOST_FACTOR, MOST_LINK_FACTOR = 100.0, 4.0
 
 
 @dataclass(frozen=True)
-class Case:
-    """A small model: l layers of `hidden`, heads of `head_size`, on b sequences of s tokens."""
+class ProbedModel:
+    """What is timed: a small model of l layers of `hidden`, heads of `head_size`, on b sequences of
+    s tokens."""
 
     layers: int
     hidden: int
@@ -41,10 +42,10 @@ class Case:
     vocab_size: int
     micro_size: int
 
-    def scaled(self, tensor: int) -> "Case":
+    def scaled(self, tensor: int) -> "ProbedModel":
         """As wide as `tensor` ranks can share: their heads and columns divide evenly."""
         heads = -(-self.hidden // self.head_size // tensor) * tensor
-        return Case(
+        return ProbedModel(
             self.layers,
             heads * self.head_size,
             self.head_size,
@@ -55,18 +56,18 @@ class Case:
 
 
 CPU_CASES = (
-    Case(2, 128, 32, 128, 512, 1),
-    Case(2, 128, 32, 128, 512, 4),
-    Case(2, 256, 64, 256, 2048, 1),
-    Case(2, 256, 64, 256, 2048, 4),
-    Case(2, 512, 64, 256, 8192, 1),
-    Case(2, 512, 64, 128, 2048, 4),
+    ProbedModel(2, 128, 32, 128, 512, 1),
+    ProbedModel(2, 128, 32, 128, 512, 4),
+    ProbedModel(2, 256, 64, 256, 2048, 1),
+    ProbedModel(2, 256, 64, 256, 2048, 4),
+    ProbedModel(2, 512, 64, 256, 8192, 1),
+    ProbedModel(2, 512, 64, 128, 2048, 4),
 )
 GPU_CASES = (
-    Case(2, 1024, 64, 1024, 8192, 1),
-    Case(2, 1024, 64, 1024, 8192, 8),
-    Case(2, 4096, 128, 2048, 8192, 1),
-    Case(2, 4096, 128, 2048, 8192, 4),
+    ProbedModel(2, 1024, 64, 1024, 8192, 1),
+    ProbedModel(2, 1024, 64, 1024, 8192, 8),
+    ProbedModel(2, 4096, 128, 2048, 8192, 1),
+    ProbedModel(2, 4096, 128, 2048, 8192, 4),
 )
 
 
@@ -84,7 +85,9 @@ class Taken:
 class Layers:
     """Times stages of the trainer and fits a cluster's fractions to them."""
 
-    def __init__(self, bench: Bench, world: World, precision: str, cases: Sequence[Case]) -> None:
+    def __init__(
+        self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
+    ) -> None:
         self.bench, self.world, self.precision, self.cases = bench, world, precision, cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
@@ -156,24 +159,22 @@ class Layers:
         self.bench.note(f"layers over {where}", f"within {off:.1%} at {words}")
         return changed(values)
 
-    def _config(self, case: Case, tensor: int) -> Config:
+    def _config(self, case: ProbedModel, tensor: int) -> Config:
         data = self.world.size // tensor
-        tree = {
-            "run": {"steps": 1, "threads": torch.get_num_threads()},
-            "model": {
-                "layers": case.layers,
-                "hidden": case.hidden,
-                "heads": case.hidden // case.head_size,
-                "seq_length": case.seq_length,
-            },
-            "parallel": {"tensor": tensor, "data": data},
-            "batch": {"global_size": case.micro_size * data, "micro_size": case.micro_size},
-            "precision": {"compute": self.precision},
-            "data": {"train": [{"path": "unused"}]},
+        model = {
+            "layers": case.layers,
+            "hidden": case.hidden,
+            "heads": case.hidden // case.head_size,
+            "seq_length": case.seq_length,
         }
-        return resolve(tree, self.world.size)
+        return synthetic_config(
+            Layout(tensor, 1, data, micro_size=case.micro_size),
+            model,
+            run={"threads": torch.get_num_threads()},
+            precision={"compute": self.precision},
+        )
 
-    def _take(self, case: Case, tensor: int) -> Taken:
+    def _take(self, case: ProbedModel, tensor: int) -> Taken:
         """Of steps in which each rank has its own batch, or t ranks share one."""
         config = self._config(case, tensor)
         axes = self.world.split(training_grid(tensor=tensor, data=self.world.size // tensor))
@@ -219,10 +220,12 @@ class Layers:
         """Of a whole step, what is neither forward, backward, sum nor update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
-        spans = engine.step(step, [batch]).spans
+        result = engine.step(step, [batch])
+        engine.axes.clock.settle()
+        spans = result.spans
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
-    def _batch(self, case: Case) -> Batch:
+    def _batch(self, case: ProbedModel) -> Batch:
         # one seed on all ranks: those of a tensor axis see the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)

@@ -8,13 +8,16 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.memory import COMPUTE_BYTES
+from ptdmpi.plan.cost.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
-from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Case, Layers
+from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
+from ptdmpi.terminal.say import note
 from ptdmpi.train.capacity import rank_memory_bytes
 
 UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
@@ -26,7 +29,7 @@ class Effort:
 
     extent: kernels.Extent
     sizes_bytes: tuple[int, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[ProbedModel, ...]
 
 
 CPU_EFFORT = Effort(kernels.CPU, messages.SIZES_BYTES, CPU_CASES)
@@ -49,21 +52,20 @@ def probe(
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
+    note("probe: products of matrices")
     launch = kernels.launch_s(bench)
     gemm = kernels.products(bench, compute, extent.sides, launch)
+    note("probe: memory, messages, attention")
     stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
     tree = {
         "name": f"probed-{world.places[0].host}",
         "device": _device(bench, precision, gemm, stream, memory) | {"kernel_s": launch},
         "node": _node(world),
-        "software": {
-            "attention": "flash",
-            "dropout": False,
+        "software": TRAINER.model_dump()
+        | {
             "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
             "overlap_pipeline": messages.overlaps(bench, world),
-            "overlap_tensor": False,
-            "balanced_stages": True,
-            "zero_unit": "layer",
+            "wide_products": widens(device.type, compute),
         },
         "efficiency": {
             "gemm_fraction": 1.0,
@@ -83,6 +85,7 @@ def probe(
             "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
         },
     }
+    note("probe: whole layers")
     tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.found
 

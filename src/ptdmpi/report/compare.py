@@ -7,7 +7,6 @@ from typing import Any
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
@@ -59,8 +58,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     checked = resolve({**config, "run": run}, ranks)
-    batch = checked.batch.global_size
-    pricer, layout = priced(checked, vocab_size, cluster)
+    batch, layout = checked.batch.global_size, checked.layout
+    pricer = pricer_of(checked, vocab_size, cluster)
     price, times = pricer.price(layout), pricer.stage_times(layout)
     microbatches = layout.microbatches(batch)
     title = f"predicted on {pricer.cluster.name}"
@@ -78,23 +77,11 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     return replace(timeline, spans=tuple(spans), tensor_s=tensor_s)
 
 
-def priced(config: Config, vocab_size: int, cluster: str) -> tuple[Pricer, Layout]:
-    """The layout of a resolved configuration, and what prices it on a cluster by name or file.
-    Raises InputError where the cluster cannot be used."""
-    parallel = config.parallel
-    layout = Layout(
-        parallel.tensor,
-        parallel.pipeline,
-        config.data_size,
-        parallel.virtual,
-        config.batch.micro_size,
-        parallel.schedule,
-        config.recompute.mode,
-        parallel.sequence_parallel,
-        parallel.scatter_gather,
-    )
+def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
+    """What prices a resolved configuration on a cluster by name or file. Raises InputError where
+    the cluster cannot be used."""
     model, batch = Model(config.run.name, config.model, vocab_size), config.batch.global_size
-    return Pricer(load_cluster(cluster), model, batch, config.precision.compute), layout
+    return Pricer(load_cluster(cluster), model, batch, config.precision.compute)
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:

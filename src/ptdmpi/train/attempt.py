@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import Config, to_toml
+from ptdmpi.config import to_toml
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
@@ -83,7 +83,7 @@ class Attempt:
                 how=self.how,
                 first=self.first,
                 ranks=self.world.size,
-                layout=layout_name(self.config),
+                layout=str(self.config.layout),
                 changed=changed,
                 trained_on=self.course.trained_on.as_json(),
                 config=self.config.model_dump(mode="json"),
@@ -135,7 +135,7 @@ class Attempt:
             )
         yield (
             f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
-            f"{layout_name(config)}, {config.parallel.schedule}, {config.precision.compute}; "
+            f"{config.layout}, {config.parallel.schedule}, {config.precision.compute}; "
             f"{parameters / 1e6:,.1f}M parameters, vocabulary {vocab_size}; "
             f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
             "tokens"
@@ -161,12 +161,3 @@ class Attempt:
         if answer.trained_on.last.step == self.first > 0:
             here = f"from step {self.first + 1} (sample {self.course.samples(self.first)}) on"
             yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
-
-
-def layout_name(config: Config) -> str:
-    """Such as t=2,p=2,d=1,v=2,b=1."""
-    parallel = config.parallel
-    return (
-        f"t={parallel.tensor},p={parallel.pipeline},d={config.data_size},"
-        f"v={parallel.virtual},b={config.batch.micro_size}"
-    )

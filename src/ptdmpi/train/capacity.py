@@ -32,10 +32,10 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        self.config, self.vocab_size = config, vocab_size
-        self.wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        self.step = relief.Step.of(config, vocab_size, wide)
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
-        needed = relief.need(config, vocab_size, pipeline_rank, self.wide).total
+        needed = self.step.peak(pipeline_rank).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)
         mine = (needed, self.capacity_bytes)
         found = world.control.allgather(mine)
@@ -48,7 +48,7 @@ class Memory:
 
     def _require(self, fits: bool) -> None:
         if not fits:
-            text = relief.explain(self.config, self.vocab_size, self.capacity_bytes, self.wide)
+            text = relief.explain(self.step, self.capacity_bytes)
             raise InputError(f"the model does not fit into memory\n{text}")
 
     @contextlib.contextmanager
@@ -60,9 +60,9 @@ class Memory:
         except (MemoryError, RuntimeError) as error:
             if _lacks_memory(error):
                 # something else has the rest of what this rank could have used
-                needed = relief.largest(self.config, self.vocab_size, self.wide).total
+                needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                error.add_note(relief.explain(self.config, self.vocab_size, had, self.wide))
+                error.add_note(relief.explain(self.step, had))
             raise
 
 

@@ -51,7 +51,8 @@ class DataParallel(OpHook):
         was not reduced, such as one that was only looked at, is to be forgotten."""
 
     def end(self, op: Op) -> None:
-        """With split backwards the gradient is complete after the last of them only."""
+        """Calls `leaf` where the gradient of a microbatch is complete: of a backward that is split
+        into several ops, after the last of them."""
         if self.replica.schedule.completes_gradients(op):
             self.leaf(op.stage, op.microbatch)
 

@@ -7,12 +7,12 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes
+from ptdmpi.comm.world import Axes, SharedInputError
 from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
@@ -27,9 +27,10 @@ from ptdmpi.watch.stopwatch import Place, Stopwatch
 class StepResult:
     """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
     ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
-    that is fp16's, and a smaller loss scale may mend it. `spans`: this rank's timeline; `compute_s`
-    of it went into its own F and B, without waiting. `order_loss`, part of `loss`: in nats per
-    sentence order, where the model is asked for any."""
+    that is fp16's, and a smaller loss scale may mend it. `watch` has this rank's timeline;
+    `compute_s` of it went into its own F and B, and `tensor_s` into the collectives of the tensor
+    axis in them. `order_loss`, part of `loss`: in nats per sentence order, where the model is asked
+    for any."""
 
     loss: float
     grad_norm: float
@@ -37,9 +38,15 @@ class StepResult:
     loss_scale: float
     skipped: bool
     overflow: bool
-    spans: list[Span]
+    watch: Stopwatch | None
     compute_s: float
+    tensor_s: float
     order_loss: float | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """This rank's timeline, once its device is done with the step."""
+        return [] if self.watch is None else self.watch.spans
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,12 @@ class Engine:
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
         # by the schedule's own placement, so that no two places say which rank holds what
-        layers = split_layers(
-            model.layers, self.schedule.placement, head_in_layers(model, vocab_size)
-        )
+        layers = split_model(model, vocab_size, self.schedule.placement)
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
             for number in self.schedule.stages_of(pipeline.rank)
         }
+        # first stages first: of a tied table the embedding's use comes before the head's
         named = []
         for stage in self.stages.values():
             named += stage.named_logical_parameters()
@@ -93,7 +99,12 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, pipeline, precision.compute, self.device, self.place)
+        self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
+        if config.run.reproducible and not axes.exact:
+            raise SharedInputError(
+                "run.reproducible = true needs sums in ascending rank order, which "
+                f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+            )
         replica = Replica(axes, self.buffer, self.stages, self.schedule)
         self.policy = data_parallel(config, replica)
         self.runner.hooks.append(self.policy)
@@ -104,23 +115,30 @@ class Engine:
         self.steps_done: int | None = 0
 
     def _program(self, schedule: schedules.Schedule) -> Program:
-        return post_early(programs(schedule)[self.axes["pipeline"].rank])
+        axis = self.axes["pipeline"]
+        program = programs(schedule)[axis.rank]
+        return post_early(program) if axis.posts_early else program
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
+        watch = self.stopwatch()
         scale = self.loss_scale.value
-        spans, valid, orders = self.accumulate(step, batches)
-        watch.spans += spans
+        valid, orders = self.accumulate(step, batches, watch)
         with watch.span("reduce"):
             self.reduction.reduce()
             total, order_total = self._summed_losses()
             loss = total / valid
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
+            # the norm, and so clipping, is of the gradients without fp16's loss scale
             if scale != 1.0:
                 self.buffer.gradients.mul_(1.0 / scale)
             norm = self.reduction.global_norm()
+            # The one place of a step where the host waits for the device: what it decides now
+            # needs loss and norm. Before the update, which must not run on what an abort has left.
+            self.axes.clock.settle()
+            tensor_s = self.runner.tensor_s
+            compute_s = watch.compute_s - tensor_s
             told = self.policy.agreed(float(norm))
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(told))
@@ -140,16 +158,25 @@ class Engine:
             scale,
             skipped,
             overflow,
-            watch.spans,
-            self.runner.compute_s,
+            watch,
+            compute_s,
+            tensor_s,
             order_total / orders if orders else None,
         )
 
-    def accumulate(self, step: int, batches: Sequence[Batch]) -> tuple[list[Span], float, int]:
+    def stopwatch(self) -> Stopwatch:
+        """A new one for what this rank does, by the clock of its device."""
+        return Stopwatch(self.axes["pipeline"].rank, self.place, self.axes.clock)
+
+    def accumulate(
+        self, step: int, batches: Sequence[Batch], watch: Stopwatch
+    ) -> tuple[float, int]:
         """Forward and backward of all microbatches; this rank's sums are left in the buffer.
 
-        Returns what happened when, and the valid tokens and sentence orders of the global batch.
+        Returns the valid tokens and the sentence orders of the global batch.
         """
+        # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
+        # microbatches with unequal numbers of tokens need no weights of their own in any sum
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
@@ -158,22 +185,24 @@ class Engine:
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
             stage.begin_step(step, list(batches), self.loss_scale.value / valid, order_weight)
-        return self.runner.run(self.schedule, self.program), valid, orders
+        self.runner.run(self.schedule, self.program, watch)
+        return valid, orders
 
     def evaluate(self, batches: Sequence[Batch]) -> Sums:
-        """Of all data ranks' `batches`; equal on all ranks. `loss` is that of tokens alone, so that
-        its exponential is a perplexity."""
+        """The losses of all data ranks' `batches`, without training; equal on all ranks. `loss` is
+        that of tokens alone, so that its exponential is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
-            self.runner.run(schedule, self._program(schedule))
+            self.runner.run(schedule, self._program(schedule), self.stopwatch())
         loss, order_loss = self._summed_losses()
         tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
         return Sums(loss, tokens, order_loss, orders)
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
-        """Valid tokens of the global batch; counted only where something is masked."""
+        """Valid tokens (weights, where labels have some) of the global batch; equal on all
+        ranks."""
         mine = sum(
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
@@ -202,12 +231,12 @@ class Engine:
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:
-    """In order of the microbatches."""
+    """The losses of one rank's microbatches, in their order, in nats."""
     return torch.stack([losses[i] for i in sorted(losses)]).double().tolist() if losses else []
 
 
 def _added(parts: Iterable[list[float]]) -> float:
-    """One after the other, in the same order on every layout."""
+    """The sum of all ranks' losses, one after the other, in the same order on every layout."""
     total = 0.0
     for losses in parts:
         for loss in losses:

@@ -162,7 +162,8 @@ class GradientReduction:
         return torch.where(whole, norms, squares.sqrt())
 
     def _norm_of(self, name: str) -> Tensor:
-        """Of this rank's part of a gradient; copies count on the first rank that holds them."""
+        """The norm of this rank's part of one gradient, a scalar; copies count on the first rank
+        that holds them."""
         gradient = self.buffer.gradient(name)
         if name not in self.copied:
             return torch.linalg.vector_norm(gradient)
@@ -173,8 +174,8 @@ class GradientReduction:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Of whole parameters of which each tensor rank sees its heads only, or, under sequence
-    parallelism, its positions."""
+    """The steps for whole parameters of which each tensor rank sees its heads only, or, under
+    sequence parallelism, its positions (Korthikanti et al. 2022, section 4.2)."""
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     shared = [
         entry

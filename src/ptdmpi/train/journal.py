@@ -6,7 +6,6 @@ from typing import Any
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
-from ptdmpi.train.attempt import layout_name
 from ptdmpi.train.live import Completed
 from ptdmpi.train.meter import Rates, RecentSteps, RunDirectory, duration
 
@@ -58,7 +57,7 @@ class Journal:
             skipped=result.skipped,
             **rates,
             rank_count=self.rates.ranks,
-            layout=layout_name(config),
+            layout=str(config.layout),
             **values,
         )
         steps = config.run.steps

@@ -20,7 +20,6 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
-from ptdmpi.train.attempt import layout_name
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
@@ -189,7 +188,7 @@ class Survivors:
             concluded=loop.concluded,
             asked=self.signals.received,
             saved=loop.saving.newest,
-            answer=loop.course.answer,
+            answer=loop.feed.course.answer,
         )
         self.holding = live.hold(loop.engine, report)
 
@@ -226,7 +225,7 @@ class Survivors:
         go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
         return (
             f"{_who(self.news)} lost in step {under_way}; {go} on"
-            f"{f' ({spare} spare)' if spare else ''}: {layout_name(loop.config)} from "
+            f"{f' ({spare} spare)' if spare else ''}: {loop.config.layout} from "
             f"{kind} of {source}, {time.perf_counter() - self.failed_at:.2f} s"
         )
 

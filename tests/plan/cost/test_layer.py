@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import VIEW_S, Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
 

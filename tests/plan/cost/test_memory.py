@@ -6,21 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdmpi.plan.cost.counts import parameter_count
-from ptdmpi.plan.cost.memory import (
+from ptdmpi.plan.cost.activations import (
     Sizes,
-    backward_working_bytes,
     kept,
     korthikanti_layer,
     layer_activations,
-    peak_activation_bytes,
-    stage_activations,
-    stages_of,
     total_bytes,
 )
-from ptdmpi.plan.cost.state import state_bytes
+from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layout.stages import placement_of
+from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.plan.schedule.ops import FORWARD
-from ptdmpi.plan.schedule.orders import build, default_kind
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.shape.parameters import parameter_count
 from tests import _configs
 
 VOCAB_SIZE = 101
@@ -45,6 +43,10 @@ TABLE_2 = {
 
 def _small(changes, ranks: int = 1):
     return _configs.small(SHAPE | changes, ranks)
+
+
+def _sizes(config, software=TRAINER) -> Sizes:
+    return Sizes(config.model, config.layout, config.precision.compute, software)
 
 
 @pytest.mark.parametrize("row", TABLE_2)
@@ -77,7 +79,7 @@ def gpt3_like(**changes) -> Sizes:
         "precision.compute": "fp16",
     }
     tensor = changes.get("parallel.tensor", 1)
-    return Sizes(_small(case | changes, ranks=tensor))
+    return _sizes(_small(case | changes, ranks=tensor))
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -96,11 +98,12 @@ def test_differs_from_korthikanti_only_as_documented(t, sequence_parallel, mode)
 
 
 def test_recomputes_the_first_layers_only():
-    sizes = gpt3_like(**{"recompute.mode": "full", "recompute.layers": 3})
-    per_layer = [
-        total_bytes(stage_activations(sizes, VOCAB_SIZE, range(i, i + 1))) for i in range(1, 7)
-    ]
-    one_input = 32 * 2 * 96 * 2
+    """A layer to a stage, looked at where there is neither embedding nor head."""
+    changes = {"recompute.mode": "full", "recompute.layers": 3, "model.dropout": 0.1}
+    config = _small(changes | _configs.layout(p=8), ranks=8)
+    memory = MemoryModel.of(config, VOCAB_SIZE)
+    per_layer = [memory.kept_bytes(config.layout, stage) for stage in range(1, 7)]
+    one_input = 16 * 32 * 4
     assert per_layer[:2] == [one_input] * 2
     assert len(set(per_layer[2:])) == 1
     assert per_layer[2] > 10 * one_input
@@ -114,14 +117,14 @@ def test_first_rank_holds_what_its_schedule_has_in_flight(p, v, m, schedule, in_
     """1F1B's first rank: p microbatches of l/p layers; interleaved 1 + (p-1)/(p v) of all l
     (Korthikanti et al. 2022, section 4.2.3), whose warm-up is one chunk's forward."""
     changes = _configs.layout(p=p, v=v) | {"parallel.schedule": schedule, "model.layers": p * v}
-    sizes = Sizes(_small(changes | {"batch.global_size": m}, ranks=p))
+    config = _small(changes | {"batch.global_size": m}, ranks=p)
     # a vocabulary of one makes the head too light to shift layers between stages
-    stages = stages_of(sizes.config, 1, 0)
-    assert all(len(layers) == 1 for layers in stages.values())
-    chunk = total_bytes(stage_activations(sizes, 1, stages[0]))
+    memory, layout = MemoryModel.of(config, 1), config.layout
+    assert all(len(layers) == 1 for layers in memory.split(layout))
     boundary = 2 * 16 * 32 * 4 * v  # with one chunk the first rank has no stage before its own
-    working = backward_working_bytes(sizes, 1, stages[0])
-    assert peak_activation_bytes(sizes, 1, 0) == in_flight * chunk + working + boundary
+    found = memory.peak(layout, 0, m)
+    assert found.activations == in_flight * memory.kept_bytes(layout, 0)
+    assert found.working == memory.working_bytes(layout, 0) + boundary
     if schedule == "interleaved":
         assert Fraction(in_flight, p * v) == 1 + Fraction(p - 1, p * v)
     elif schedule == "1f1b":
@@ -133,38 +136,36 @@ def test_many_microbatches_need_no_more_than_a_few(p, v):
     """Op by op through a step that is longer than what is looked at."""
     m = 7 * p + (v == 1)
     changes = _configs.layout(p=p, v=v) | {"model.layers": p * v + 1, "batch.global_size": m}
-    sizes = Sizes(_small(changes, ranks=p))
+    config = _small(changes, ranks=p)
+    memory, layout = MemoryModel.of(config, VOCAB_SIZE), config.layout
     for rank in range(p):
-        stages = stages_of(sizes.config, VOCAB_SIZE, rank)
-        keeps = {
-            s: total_bytes(stage_activations(sizes, VOCAB_SIZE, own)) for s, own in stages.items()
-        }
+        stages = placement_of(layout).stages_of(rank)
         held = peak = 0
-        for kind, stage, _ in build(default_kind(v), p, v, m).orders[rank]:
-            if kind == FORWARD:
-                held += keeps[stage]
-            works = backward_working_bytes(sizes, VOCAB_SIZE, stages[stage])
-            peak = max(peak, held + works * (kind != FORWARD))
-            held -= keeps[stage] * (kind != FORWARD)
-        boundary = sizes.local_tokens * sizes.config.model.hidden * sizes.compute_bytes
+        for kind, stage, _ in build(layout.schedule, p, v, m).orders[rank]:
+            keeps = memory.kept_bytes(layout, stage)
+            held += keeps * (kind == FORWARD)
+            peak = max(peak, held + memory.working_bytes(layout, stage) * (kind != FORWARD))
+            held -= keeps * (kind != FORWARD)
+        sizes = _sizes(config)
         sides = (any(s > 0 for s in stages)) + (any(s + 1 < p * v for s in stages))
-        assert peak_activation_bytes(sizes, VOCAB_SIZE, rank) == peak + 2 * boundary * sides
+        found = memory.peak(layout, rank, m)
+        assert found.activations + found.working == peak + 2 * sizes.boundary_bytes * sides
 
 
 def test_one_stage_has_no_messages():
-    sizes = gpt3_like()
-    layers = range(sizes.config.model.layers)
-    expected = total_bytes(stage_activations(sizes, VOCAB_SIZE, layers))
-    expected += backward_working_bytes(sizes, VOCAB_SIZE, layers)
-    assert peak_activation_bytes(sizes, VOCAB_SIZE, 0) == expected
+    config = _small({"model.dropout": 0.1})
+    memory, layout = MemoryModel.of(config, VOCAB_SIZE), config.layout
+    found = memory.peak(layout, 0, 8)
+    assert found.activations == memory.kept_bytes(layout, 0)
+    assert found.working == memory.working_bytes(layout, 0)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_widened_products_keep_float32_operands(compute):
     config = _small({"precision.compute": compute})
     plain, wide = (
-        {item.name: item for item in layer_activations(Sizes(config, copies), "none")}
-        for copies in (False, True)
+        {item.name: item for item in layer_activations(_sizes(config, software), "none")}
+        for software in (TRAINER, TRAINER.model_copy(update={"wide_products": True}))
     )
     assert wide.keys() - plain.keys() == {
         "attention.query_key_value.copy",
@@ -184,11 +185,11 @@ def test_state_counts_every_parameter_once(kind, tied, bias):
     for p in (1, 2, 4):
         config = _small(changes | _configs.layout(p=p), ranks=p)
         count = parameter_count(config.model, VOCAB_SIZE) + (table if tied and p > 1 else 0)
-        items = [i for r in range(p) for i in state_bytes(Sizes(config), VOCAB_SIZE, r)]
-        masters = [item.elements for item in items if item.name == "master_weights"]
-        gradients = [item.elements for item in items if item.name == "gradients"]
-        assert sum(masters) == count
-        assert sum(gradients) == count + (table if tied and p == 1 else 0)
+        memory = MemoryModel.of(config, VOCAB_SIZE)
+        peaks = [memory.peak(config.layout, rank, 1) for rank in range(p)]
+        assert sum(peak.weights for peak in peaks) == 4 * count
+        again = table if tied and p == 1 else 0
+        assert sum(peak.gradients for peak in peaks) == 4 * (count + again)
 
 
 @pytest.mark.parametrize(
@@ -197,5 +198,5 @@ def test_state_counts_every_parameter_once(kind, tied, bias):
 def test_state_bytes_per_parameter(compute, bytes_per_parameter):
     config = _small({"precision.compute": compute, "model.tie_embeddings": False})
     count = parameter_count(config.model, VOCAB_SIZE)
-    items = state_bytes(Sizes(config), VOCAB_SIZE, 0)
-    assert total_bytes(items) == bytes_per_parameter * count
+    peak = MemoryModel.of(config, VOCAB_SIZE).peak(config.layout, 0, 1)
+    assert peak.standing == bytes_per_parameter * count

@@ -4,23 +4,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdmpi.config.layout import default_schedule
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.pipeline import StageTimes, makespan_s, timeline
-from ptdmpi.plan.schedule.orders import default_kind, placement
+from ptdmpi.plan.schedule.orders import placement
 
 
 def even(p, v, forward, backward, way=0.0, overlap=False):
     stages = p * v
     ways = (0.0, *[way] * (stages - 1))
     costs = ((forward,) * stages, (backward,) * stages, ways, ways[::-1])
-    return StageTimes(*costs, overlap, placement(default_kind(v), p, v))
+    return StageTimes(*costs, overlap, placement(default_schedule(v), p, v))
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 4), (4, 1, 8), (8, 1, 3), (4, 2, 8), (4, 3, 12)])
 def test_closed_form_of_even_stages(p, v, m):
     """(m v + p - 1)(t_f + t_b) of a chunk: Narayanan et al. 2021, sections 2.2.1 and 2.2.2."""
     times = even(p, v, 1.0, 2.0)
-    assert makespan_s(default_kind(v), m, times) == pytest.approx((m * v + p - 1) * 3.0)
+    assert makespan_s(default_schedule(v), m, times) == pytest.approx((m * v + p - 1) * 3.0)
 
 
 def test_messages_that_block_cost_every_microbatch_both_ways():
@@ -53,7 +54,7 @@ def cases(draw):
 @given(cases(), st.sampled_from(["default", "gpipe"]))
 def test_equal_to_the_simulation_that_is_drawn_and_above_its_bound(case, kind):
     v, m, times = case
-    kind = default_kind(v) if kind == "default" else kind
+    kind = default_schedule(v) if kind == "default" else kind
     quick = makespan_s(kind, m, times)
     assert quick == pytest.approx(timeline(kind, m, times, "").makespan_s)
     assert times.lower_bound_s(m) <= quick * (1 + 1e-9)
@@ -83,11 +84,11 @@ def test_a_pipeline_of_very_many_stages_is_visited_by_whole_rounds(monkeypatch):
     for p, v, m in ((6, 1, 45), (6, 2, 60)):
         times = even(p, v, 1.0, 2.0)
         exact = pytest.approx((m * v + p - 1) * 3.0)
-        assert makespan_s(default_kind(v), m, times) == exact
+        assert makespan_s(default_schedule(v), m, times) == exact
 
 
 def test_the_bound_is_the_time_of_even_stages():
     for v, m in ((1, 16), (2, 16)):
         times = even(8 // v, v, 1.0, 2.0)
-        exact = makespan_s(default_kind(v), m, times)
+        exact = makespan_s(default_schedule(v), m, times)
         assert times.lower_bound_s(m) == pytest.approx(exact)

@@ -8,11 +8,9 @@ import pytest
 
 from benchmarks.planning.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
-from ptdmpi.plan.cost import footprint
+from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout, complete, mistakes, parse
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
-from ptdmpi.plan.schedule.orders import build, default_kind
 from ptdmpi.plan.show import draw_memory
 
 SELENE = load_cluster("selene")
@@ -47,45 +45,29 @@ def test_activations_are_korthikantis(gpt3):
     rank, and, in the program of 2021, what that one sent on (appendix B)."""
     s, h, a, t = 2048, 12288, 96, 8
     layer = s * h * (10 + 24 / t + 5 * a * s / (h * t))
-    memory = gpt3.memory(Layout(8, 12, 1))
+    memory = gpt3.footprint(Layout(8, 12, 1))
     embedding = 12 * s * h  # its dropout mask; ids and a mask of the vocabulary's part
     sent = 12 * 2 * s * h
     assert memory.activations == pytest.approx(96 * layer + embedding + sent, rel=5e-4)
     assert memory.runtime == SELENE.device.runtime_bytes > 1e9
 
 
-@pytest.mark.parametrize("v", [1, 2])
-def test_a_peak_is_what_its_stages_keep_and_the_last_one_sends_nothing(gpt3, v):
-    layout = Layout(8, 4, 1, v, schedule=default_kind(v))
-    layers, kept = gpt3.split(layout), gpt3.footprints.kept_by_stage(layout, gpt3.split(layout))
-    for rank in range(4):
-        at_once = footprint.in_flight(layout, 6, rank)
-        expected = sum(n * bytes_ for n, bytes_ in zip(at_once, kept[rank::4], strict=True))
-        assert gpt3.footprints.peak(layout, layers, rank, 6).activations == expected
-    kept_layer, _, _, head = gpt3.footprints.of_microbatch(8, 1, False, "none")
-    assert kept[-1] == len(layers[-1]) * kept_layer + head
-    assert kept[1] == len(layers[1]) * kept_layer + 2 * 2048 * 12288
-
-
-@pytest.mark.parametrize("v", [1, 2, 3])
-def test_microbatches_in_flight_are_those_of_the_schedule(v):
-    for m in (1, 4, 7, 12):
-        peaks = build(default_kind(v), 4, v, m).peak_activations()
-        for rank in range(4):
-            layout = Layout(1, 4, 1, v, schedule=default_kind(v))
-            counted = sum(footprint.in_flight(layout, m, rank))
-            # phantoms of the last group are skipped, so that less may be kept
-            assert counted == peaks[rank] if m % 4 == 0 or v == 1 else counted >= peaks[rank]
+def test_the_last_stage_sends_nothing(gpt3):
+    layout = Layout(8, 4, 1, 2, schedule="interleaved")
+    parts, layers = gpt3.memory.parts(layout), gpt3.memory.split(layout)
+    kept = [gpt3.memory.kept_bytes(layout, stage) for stage in range(8)]
+    each, sent = parts.layers["none"].kept, 2 * 2048 * 12288
+    assert kept[0] == len(layers[0]) * each + parts.embedding + sent
+    assert kept[1] == len(layers[1]) * each + sent
+    assert kept[-1] == len(layers[-1]) * each + parts.head
 
 
 @pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved"), (1, "gpipe")])
 def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, schedule):
     layout = Layout(8, 4, 1, v, schedule=schedule)
     pricer = Pricer(SELENE, load_model("l=16,h=2048,a=16"), 8, "fp16")
-    layers = pricer.split(layout)
     for rank, (moments, amounts) in enumerate(draw_memory.over_time(pricer, layout)):
-        peak = pricer.footprints.peak(layout, layers, rank, 8)
-        assert max(amounts) == pytest.approx(peak.total, rel=0.02)
+        assert max(amounts) == pricer.memory.peak(layout, rank, 8).total
         assert amounts[0] == pytest.approx(amounts[-1])
         assert moments == sorted(moments)
 
@@ -93,7 +75,7 @@ def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, sche
 def test_zero_divides_what_it_says():
     """Rajbhandari et al. 2020, section 5: with 16 bit weights and d ranks."""
     pricer = Pricer(SELENE, load_model("gpt3-13b"), 64, "fp16")
-    at = [pricer.memory(Layout(1, 1, 64, recompute="full", zero=zero)) for zero in range(4)]
+    at = [pricer.footprint(Layout(1, 1, 64, recompute="full", zero=zero)) for zero in range(4)]
     assert at[1].optimizer == pytest.approx(at[0].optimizer / 64)
     assert at[2].gradients == pytest.approx(at[0].gradients / 64)
     assert at[3].weights == pytest.approx(at[0].weights / 64)
@@ -144,12 +126,12 @@ def test_layouts_are_parsed_completed_and_checked():
     for layout, word in (
         (Layout(7, 1, 1), "heads"),
         (Layout(1, 64, 1, 2), "128 stages"),
-        (Layout(1, 1, 5), "d b = 5"),
-        (Layout(1, 2, 1, 2), "1f1b has v = 1"),
+        (Layout(1, 1, 5), "data * micro_size = 5"),
+        (Layout(1, 2, 1, 2), '1f1b" has virtual = 1'),
         (Layout(1, 1, 1, zero=4), "zero = 4"),
         (Layout(1, 1, 1, recompute="some"), '"some" is unknown'),
     ):
-        assert any(word in mistake for mistake in mistakes(layout, config, 48)), word
+        assert any(word in mistake for mistake in layout.mistakes(config, 48)), word
 
 
 def test_unknown_precision_is_refused():

@@ -4,8 +4,8 @@ import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets
-from ptdmpi.plan.cost.counts import parameter_count
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
+from ptdmpi.plan.shape.parameters import parameter_count
 from tests.parallel import ROOT
 
 # Narayanan et al. 2021, Table 1; Brown et al. 2020, Table 2.1; Touvron et al. 2023, Table 2;

@@ -3,8 +3,8 @@
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import MeasuredMachine, interpolate

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from ptdmpi.plan.cost.pipeline import StageTimes, makespan_s, timeline
-from ptdmpi.plan.cost.stages import split_layers
+from ptdmpi.plan.layout.stages import split_layers
 from ptdmpi.plan.schedule.ops import OP_KINDS, Ink, Op, OpKind
 from ptdmpi.plan.schedule.orders import (
     KINDS,

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import default_schedule
 from ptdmpi.plan.schedule.ops import Op
-from ptdmpi.plan.schedule.orders import KINDS, build, default_kind
+from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.simulate import Costs, execute, simulate
 
 P, V, M = st.integers(1, 8), st.integers(1, 4), st.integers(1, 32)
@@ -136,7 +137,10 @@ def test_other_text_is_no_op(text):
         (("1f1b", 0, 1, 8), "pipeline is 0, must be at least 1"),
         (("1f1b", 4, 0, 8), "virtual is 0, must be at least 1"),
         (("gpipe", 4, 1, -1), "microbatches is -1, must be at least 1"),
-        (("1f1b", 4, 2, 8), "virtual is 2, must be 1; interleaved and gpipe"),
+        (
+            ("1f1b", 4, 2, 8),
+            '"1f1b" has virtual = 1, not 2; legal: schedule = "interleaved"',
+        ),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_what_can(arguments, message):
@@ -145,4 +149,4 @@ def test_what_cannot_be_built_is_refused_with_what_can(arguments, message):
 
 
 def test_default_kind_depends_on_the_chunks_alone():
-    assert (default_kind(1), default_kind(2)) == ("1f1b", "interleaved")
+    assert (default_schedule(1), default_schedule(2)) == ("1f1b", "interleaved")

@@ -21,7 +21,7 @@ def test_what_is_chosen_is_the_best_layout_and_resolves():
     given = small(**{"parallel.tensor": 3, "batch.micro_size": 5, "recompute.mode": "full"})
     prices, pricer = choose.choose(choose.bare(given), 53, load_cluster("dgx-h100"), RANKS)
     assert prices[0].step_time_s == min(price.step_time_s for price in prices)
-    config = resolve(choose.applied(given, choose.settings(prices[0].layout)), RANKS)
+    config = resolve(choose.applied(given, prices[0].layout.sections()), RANKS)
     best = prices[0].layout
     assert (config.parallel.tensor, config.parallel.pipeline, config.data_size) == (
         best.tensor,

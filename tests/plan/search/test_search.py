@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import RECOMPUTE_MODES, Layout
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import RECOMPUTE_MODES, Layout, mistakes
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.search.search import (
     Space,
@@ -44,7 +44,7 @@ def everything(pricer, ranks, dp_overlap=False):
                 for sequence, scatter in itertools.product((False, True), repeat=2):
                     sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
                     layout = Layout(*sizes, dp_overlap=dp_overlap)
-                    if not any(mistakes(layout, pricer.model.config, pricer.batch)):
+                    if layout.is_legal(pricer.model.config, pricer.batch):
                         found.append(layout)
     return [pricer.price(layout) for layout in set(found)]
 
@@ -155,7 +155,7 @@ def test_two_changes_where_no_single_one_suffices(memory_bytes):
         assert [other.step_time_s for other in changes] == pytest.approx(times[:3])
     else:
         assert at_once == 1
-        least = min(pricer.memory(layout).total for layout in single)
+        least = min(pricer.footprint(layout).total for layout in single)
         assert changes[0].memory.total == least
     assert bool(times) == (memory_bytes > 1e9)
 
@@ -175,7 +175,7 @@ def test_the_papers_rules():
     assert price.fits and price.layout.tensor == 8
     fewer = replace(price.layout, pipeline=price.layout.pipeline // 2, micro_size=1)
     fewer = replace(fewer, data=2 * price.layout.data)
-    assert pricer.memory(fewer).total > pricer.capacity_bytes
+    assert pricer.footprint(fewer).total > pricer.capacity_bytes
     times = microbatch_model(pricer, price.layout)
     stages = pricer.stage_seconds(replace(price.layout, micro_size=1))
     slowest = max(forward.total + backward.total for forward, backward in stages)

@@ -9,9 +9,10 @@ al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout 
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
+from ptdmpi.plan.shape import parameters
 
 WIDE_BYTES = 4  # softmax of the loss, in float32
 MASK_BYTES = 1
@@ -42,7 +43,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LocalLinear:
     """A product with a weight of (inputs, outputs) on this rank."""
 
     inputs: int
@@ -66,14 +67,17 @@ class LayerTimes:
         self.head_size = config.head_size
         self.kv_heads = max(1, config.kv_heads // t)
         self.ffn = config.ffn_hidden // t
-        self.gates = 2 if config.activation == "swiglu" else 1
-        h = config.hidden
-        in_attention, in_mlp = config.attention_bias, config.mlp_bias
-        self.qkv = Linear(h, (self.heads + 2 * self.kv_heads) * self.head_size, in_attention)
-        self.out = Linear(self.heads * self.head_size, h, in_attention)
-        self.up = Linear(h, self.gates * self.ffn, in_mlp)
-        self.down = Linear(self.ffn, h, in_mlp)
+        self.gates = config.gates
+        self.parts = parameters.layer(config)
+        self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
+        self.up, self.down = self._local("mlp.up"), self._local("mlp.down")
         self.linears = (self.qkv, self.out, self.up, self.down)
+
+    def _local(self, name: str) -> LocalLinear:
+        """A linear of the layer as a tensor rank has it."""
+        part = self.parts[name]
+        assert isinstance(part, parameters.Linear)
+        return LocalLinear(*part.local(self.layout.tensor), part.bias)
 
     def _norm(self, *element_bytes: float, backward: bool = False) -> float:
         elements = self.local_tokens * self.model.hidden
@@ -171,7 +175,7 @@ class LayerTimes:
         compute += self._attention_core(backward=True)
         return Seconds(compute, self._backward_messages_s())
 
-    def _linear_backward(self, weight: Linear, tokens: int) -> float:
+    def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
         """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
         t, gemm = tokens, self.machine.gemm_s
         products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
@@ -206,14 +210,13 @@ class LayerTimes:
     @cached_property
     def tensors(self) -> list[int]:
         """Elements of a layer's weights, biases and norms on this rank."""
-        norms = (4 if self.model.norm == "layernorm" else 2) * [self.model.hidden]
-        biases = [w.outputs for w in self.linears if w.bias]
-        return [*(w.inputs * w.outputs for w in self.linears), *biases, *norms]
+        every = self.parts.values()
+        return [size for part in every for size in part.weights(self.layout.tensor)]
 
     @cached_property
     def table_elements(self) -> int:
         """Of the vocabulary's table on this rank; padded where t does not divide V."""
-        return -(-self.vocab_size // self.layout.tensor) * self.model.hidden
+        return parameters.table_elements(self.model, self.vocab_size, self.layout.tensor)
 
     @cached_property
     def embedding_forward(self) -> Seconds:
@@ -256,6 +259,6 @@ class LayerTimes:
         sizes = (2 * w, *((e + w,) if e != w else ()))
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
-        output = Linear(self.model.hidden, columns, self.model.head_bias)
+        output = LocalLinear(self.model.hidden, columns, self.model.head_bias)
         linear = self._linear_backward(output, self.predicted)
         return Seconds(norm + loss + linear, self._sum_s)

@@ -1,364 +1,272 @@
-"""What a rank keeps of activations: an inventory of tensors, item by item.
+"""What a layout needs of a rank's memory: the one account, of plans and of the guard in training.
 
-The tables list what the backward pass of one microbatch needs, as autograd keeps it for the code in
-`ptdmpi.model`, and, for comparison, for the layer of Korthikanti et al. 2022 (arXiv 2205.05198).
-Tensors that share their storage are one item. docs/memory.md explains where the two differ.
+Parameters are those of the table that the model is built from (`plan.shape.parameters`),
+activations the inventory of `activations`, and what is in flight at once the schedule's own order,
+walked (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv 1910.02054,
+section 5), with a float32 gradient where the summed one is narrower.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from operator import mul
 
-from ptdmpi.config import Config
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
-from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.held import most_held
-
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-MODES = ("none", "selective", "full")
-MASK_CHUNK_ELEMENTS = 2**18  # of a dropout mask, drawn at once (on a CPU)
-
-
-@dataclass(frozen=True)
-class Item:
-    """`elements` of `element_bytes` each; `kept_up_to` is the last of `MODES` that keeps it."""
-
-    name: str
-    elements: int
-    element_bytes: int
-    kept_up_to: str = "selective"
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.element_bytes
-
-
-def kept(items: Sequence[Item], mode: str) -> list[Item]:
-    """Those of `items` that recomputation `mode` keeps until the backward pass."""
-    return [item for item in items if MODES.index(mode) <= MODES.index(item.kept_up_to)]
-
-
-def total_bytes(items: Sequence[Item]) -> int:
-    return sum(item.bytes for item in items)
+from ptdmpi.config import Config, Layout, ModelConfig
+from ptdmpi.plan.cost import activations
+from ptdmpi.plan.cost.activations import WIDE_BYTES, LayerBytes, Sizes, total_bytes
+from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.machine.cluster import TRAINER, Software
+from ptdmpi.plan.schedule.flight import NOTHING, fullest
+from ptdmpi.plan.schedule.ops import ACTIVATIONS
+from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import Linear
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of `config` on one rank, for one microbatch.
+class Footprint:
+    """Bytes of one rank at its peak, by part."""
 
-    `wide_products`: half types are multiplied in float32, on widened copies, as on a CPU without
-    instructions for them.
-    """
-
-    config: Config
-    wide_products: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """s b."""
-        return self.config.model.seq_length * self.config.batch.micro_size
+    weights: float
+    gradients: float
+    optimizer: float  # moments, and masters beside narrower weights
+    activations: float
+    working: float  # what one backward pass needs beside
+    runtime: float = 0.0  # context of the device, buffers of messages
 
     @property
-    def local_tokens(self) -> int:
-        """Positions of this rank between the blocks: s b, or s b / t under sequence parallelism."""
-        parallel = self.config.parallel
-        return self.tokens // (parallel.tensor if parallel.sequence_parallel else 1)
+    def standing(self) -> float:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.optimizer + self.runtime
 
     @property
-    def predicted(self) -> int:
-        """Positions of a microbatch whose tokens are asked for: s b, or the masked ones."""
-        return self.config.model.predictions() * self.config.batch.micro_size
+    def total(self) -> float:
+        return self.standing + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of activations of one microbatch, of what a stage may consist of; by mode of
+    recomputation, of a layer."""
+
+    sizes: Sizes
+    layers: dict[str, LayerBytes]
+    embedding: int
+    head: int
+    loss_works: int
+    sent: int  # of what went on to the next stage
+
+
+class MemoryModel:
+    """Memory of one model in one compute type as a program runs it; what layouts have in common is
+    counted once. `runtime_bytes`: what a rank's memory holds before its first tensor."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        precision: str,
+        software: Software = TRAINER,
+        runtime_bytes: float = 0.0,
+    ) -> None:
+        self.model, self.vocab_size, self.precision = model, vocab_size, precision
+        self.software, self.runtime_bytes = software, runtime_bytes
+        self.compute_bytes = activations.COMPUTE_BYTES[precision]
+        self._parts = cache(self._counted)
+        self._splits = cache(self._split)
+        self._distinct = cache(self._found_distinct)
+        self._elements = cache(self._counted_elements)
+        self._standing = cache(self._counted_standing)
+        # inventory of the op table -> what one microbatch has of it in a stage
+        self._stored_bytes = {ACTIVATIONS: self.kept_bytes}
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "MemoryModel":
+        """That of a training; `wide_products` as of `Software`."""
+        software = TRAINER.model_copy(update={"wide_products": wide_products})
+        return cls(config.model, vocab_size, config.precision.compute, software)
+
+    def split(self, layout: Layout) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return self._splits(placement_of(layout))
+
+    def _split(self, placed: Placement) -> tuple[range, ...]:
+        balanced = self.software.balanced_stages
+        return tuple(split_model(self.model, self.vocab_size, placed, balanced))
+
+    def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
+        """The pipeline ranks one of which needs most: of ranks whose stages are alike, the first
+        has most microbatches in flight."""
+        return self._distinct(placement_of(layout), layout.recompute_layers)
+
+    def _found_distinct(self, placed: Placement, recompute_layers: int | None) -> tuple[int, ...]:
+        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
+        layers, first = self._splits(placed), {}
+        for rank in range(placed.pipeline):
+            stages = placed.stages_of(rank)
+            alike = tuple(tuple(_segments(layout, layers[stage])) for stage in stages)
+            ends = 0 in stages, placed.stages - 1 in stages
+            first.setdefault((alike, ends), rank)
+        return tuple(first.values())
+
+    def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
+        """Of pipeline rank `rank` of a step of `microbatches`.
+
+        The most at any moment of the rank's order: what the microbatches in flight keep, what the
+        running op needs beside, and one tensor each way on either side where there is another
+        stage: an activation and a gradient.
+        """
+        stages = placement_of(layout).stages_of(rank)
+        works = {stage: self.working_bytes(layout, stage) for stage in stages} | {NOTHING: 0}
+        flight = fullest(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        keeps = [self._stored_bytes[name](layout, stage) for name, stage in flight.stores]
+        moments = (
+            (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
+        )
+        kept, working = max(moments, key=sum)
+        weights, gradients, optimizer = self._standing(
+            placement_of(layout), layout.tensor, layout.data, layout.zero, rank
+        )
+        return Footprint(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=kept,
+            working=working + self.beside_bytes(layout, rank),
+            runtime=self.runtime_bytes,
+        )
+
+    def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
+        """(pipeline rank, its peak) of the rank that needs most."""
+        peaks = [(r, self.peak(layout, r, microbatches)) for r in self.distinct_ranks(layout)]
+        return max(peaks, key=lambda found: found[1].total)
+
+    def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
+        """Whether every pipeline rank's memory suffices; the first one, which keeps most
+        microbatches, is asked first."""
+        return all(
+            self.peak(layout, rank, microbatches).total <= capacity_bytes
+            for rank in self.distinct_ranks(layout)
+        )
+
+    def elements(self, layout: Layout, rank: int) -> int:
+        """Parameters of a pipeline rank; a tied table counts once for each end of the model that
+        does not share its rank with the other."""
+        return self._elements(placement_of(layout), layout.tensor, rank)[0]
+
+    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
+        """(parameters, those of them that stand for two) of a pipeline rank."""
+        stages, layers = placed.stages_of(rank), self._splits(placed)
+        own = sum(len(layers[stage]) for stage in stages)
+        count = own * parameters.layer_elements(self.model, tensor)
+        first, last = 0 in stages, placed.stages - 1 in stages
+        if first:
+            count += parameters.embedding_elements(self.model, self.vocab_size, tensor)
+        if last:
+            count += parameters.head_elements(self.model, self.vocab_size, tensor)
+        shared = 0
+        if first and last and self.model.tie_embeddings:
+            shared = parameters.table_elements(self.model, self.vocab_size, tensor)
+        return count - shared, shared
+
+    def _counted_standing(
+        self, placed: Placement, tensor: int, data: int, zero: int, rank: int
+    ) -> tuple[int, int, int]:
+        """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
+        left out. Where compute and master type agree there is one set of weights."""
+        elements, shared = self._elements(placed, tensor, rank)
+        shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
+        second = shared * self.software.tied_gradients_apart
+        counts = (elements, elements + second, elements)
+        weights, gradients, optimizer = (
+            -(-count // ranks) * each
+            for count, ranks, each in zip(counts, shards, self._each_bytes, strict=True)
+        )
+        return weights, gradients, optimizer
 
     @property
-    def compute_bytes(self) -> int:
-        return COMPUTE_BYTES[self.config.precision.compute]
+    def _each_bytes(self) -> tuple[int, int, int]:
+        """Of one parameter: weight, gradient, and AdamW's moments with a master."""
+        summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
+        widened = WIDE_BYTES if summed < WIDE_BYTES else 0
+        masters = 3 if self.compute_bytes < WIDE_BYTES else 2
+        return self.compute_bytes, max(summed, self.compute_bytes) + widened, masters * wide
 
     @property
-    def wide_bytes(self) -> int:
-        """Of softmaxes, losses and master weights: float32 at least."""
-        return max(4, self.compute_bytes)
+    def bytes_per_parameter(self) -> int:
+        """Of all that stands between steps, nothing sharded."""
+        return sum(self._each_bytes)
 
-    @property
-    def operand_bytes(self) -> int:
-        """Of the operands of a product."""
-        return self.wide_bytes if self.wide_products else self.compute_bytes
+    def kept_bytes(self, layout: Layout, stage: int) -> int:
+        """What one microbatch leaves in a stage, from its forward to its backward. The input of a
+        stage behind the first is the input of its first layer."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        kept = sum(count * parts.layers[mode].kept for mode, count in _segments(layout, own))
+        if stage == 0:
+            kept += parts.embedding
+        return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
 
-    def share(self, size: int) -> int:
-        """A tensor rank's part of `size`, padded where t does not divide it."""
-        return -(-size // self.config.parallel.tensor)
+    def working_bytes(self, layout: Layout, stage: int) -> int:
+        """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
+        last layer of each mode, for those in front of it run when more is free again."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        most = freed = 0
+        if stage == layout.stages - 1:
+            most, freed = parts.loss_works, parts.head
+        for mode, count in reversed(list(_segments(layout, own))):
+            most = max(most, parts.layers[mode].works - freed)
+            freed += count * parts.layers[mode].kept
+        return most
 
-    def recomputed(self, layer: int) -> str:
-        """The recomputation mode of a layer."""
-        recompute = self.config.recompute
-        beyond = recompute.layers != "all" and layer >= recompute.layers
-        return "none" if recompute.mode == "full" and beyond else recompute.mode
+    def beside_bytes(self, layout: Layout, rank: int) -> int:
+        """What any backward of a rank needs beside its own: an activation and a gradient under way
+        on each side that has a stage, and what is gathered of sharded state."""
+        stages = placement_of(layout).stages_of(rank)
+        sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
+        messages = 2 * sides * self.parts(layout).sizes.boundary_bytes
+        return messages + self._whole_bytes(layout)
 
+    def _whole_bytes(self, layout: Layout) -> int:
+        """What a backward pass has whole for a moment though it is sharded: the weight that ZeRO 3
+        gathers at once, and its gradient before ZeRO 2 and 3 share it out."""
+        if layout.data == 1 or layout.zero < 2:
+            return 0
+        unit = parameters.layer_elements(self.model, layout.tensor)
+        if self.software.zero_unit == "tensor":
+            up = parameters.layer(self.model)["mlp.up"]
+            assert isinstance(up, Linear)
+            unit = up.inputs * sum(up.outputs) // layout.tensor
+        gradient = max(self.software.gradient_bytes, self.compute_bytes)
+        return unit * (gradient + self.compute_bytes * (layout.zero == 3))
 
-def korthikanti_layer(
-    s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False
-) -> list[Item]:
-    """The layer of Korthikanti et al. 2022, section 4.1 and Table 2: fp16, dropout, nothing fused.
+    def parts(self, layout: Layout) -> PartBytes:
+        """What the stages of a layout are made of."""
+        return self._parts(
+            layout.tensor, layout.micro_size, layout.sequence_parallel, layout.pipeline > 1
+        )
 
-    s b h (10 + 24/t + 5 a s/(h t)) bytes; s b h (34/t + 5 a s/(h t)) under sequence parallelism.
-    """
-    tokens = s * b
-    whole = tokens // t if sequence_parallel else tokens
-    hidden, scores = tokens * h // t, b * a * s * s // t
-    return [
-        Item("attention_norm.input", whole * h, 2, "full"),
-        Item("attention.qkv.input", whole * h, 2),
-        Item("attention.query_key", 2 * hidden, 2),
-        Item("attention.softmax", scores, 2, "none"),
-        Item("attention.softmax.mask", scores, 1, "none"),
-        Item("attention.softmax.dropped", scores, 2, "none"),
-        Item("attention.value", hidden, 2),
-        Item("attention.out.input", hidden, 2),
-        Item("attention.mask", whole * h, 1),
-        Item("mlp_norm.input", whole * h, 2),
-        Item("mlp.up.input", whole * h, 2),
-        Item("mlp.activation.input", 4 * hidden, 2),
-        Item("mlp.down.input", 4 * hidden, 2),
-        Item("mlp.mask", whole * h, 1),
-    ]
-
-
-def layer_activations(sizes: Sizes, mode: str) -> list[Item]:
-    """All items of one layer of this code; under `mode` some of them are recomputed (see `kept`).
-
-    The layer runs alike in every mode, but for what the attention core's products work on: where
-    that is a copy of query, key and value, these stay for the core's recomputation only.
-    """
-    model, c = sizes.config.model, sizes.compute_bytes
-    local = sizes.local_tokens * model.hidden
-    ffn = sizes.tokens * sizes.share(model.ffn_hidden)
-    gates = 2 if model.activation == "swiglu" else 1
-    mask = [local] if model.dropout > 0.0 else []
-    # the input of the layer is all that full recomputation keeps
-    first = {"pre": ("full", "selective"), "post": ("selective", "full")}[model.block_norm]
-    return [
-        *_norm(sizes, "attention_norm", first[0]),
-        Item("attention.qkv.input", local, c, first[1]),
-        *_attention_core(sizes, mode),
-        Item("attention.out.input", sizes.tokens * sizes.share(model.hidden), c),
-        *(Item("attention.mask", size, 1) for size in mask),
-        *_norm(sizes, "mlp_norm"),
-        Item("mlp.up.input", local, c),
-        Item("mlp.activation.input", gates * ffn, c),
-        Item("mlp.down.input", ffn, c),
-        *(Item("mlp.mask", size, 1) for size in mask),
-    ]
+    def _counted(
+        self, tensor: int, micro_size: int, sequence_parallel: bool, sends: bool
+    ) -> PartBytes:
+        layout = Layout(tensor, 1, 1, micro_size=micro_size, sequence_parallel=sequence_parallel)
+        sizes = Sizes(self.model, layout, self.precision, self.software)
+        return PartBytes(
+            sizes,
+            {mode: activations.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
+            total_bytes(activations.embedding_activations(sizes)),
+            total_bytes(activations.head_activations(sizes, self.vocab_size)),
+            activations.loss_working_bytes(sizes, self.vocab_size),
+            sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
+        )
 
 
-def _norm(
-    sizes: Sizes, name: str, kept_up_to: str = "selective", rows: int | None = None
-) -> Iterator[Item]:
-    """Of `rows` positions; None: of those that this rank has between the blocks."""
-    model, rows = sizes.config.model, sizes.local_tokens if rows is None else rows
-    yield Item(f"{name}.input", rows * model.hidden, sizes.compute_bytes, kept_up_to)
-    if model.norm == "layernorm":
-        yield Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)  # mean, 1 / deviation
-    else:
-        yield Item(f"{name}.statistics", rows, sizes.wide_bytes)  # 1 / root mean square
-
-
-def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
-    """From query, key and value to the heads' outputs, which are the next linear's input."""
-    model, c = sizes.config.model, sizes.compute_bytes
-    heads, kv_heads = sizes.share(model.heads), sizes.share(model.kv_heads)
-    rows = sizes.tokens * heads
-    explicit = model.attention_dropout > 0.0
-    # the explicit core repeats grouped keys and values, FlashAttention does not
-    multiplied = 3 * heads if explicit else heads + 2 * kv_heads
-    copied = sizes.operand_bytes != c or multiplied != heads + 2 * kv_heads
-    per_head = sizes.tokens * model.head_size
-    if mode == "selective" or not copied:
-        yield Item("attention.query_key_value", (heads + 2 * kv_heads) * per_head, c)
-    if copied:
-        size = multiplied * per_head
-        yield Item("attention.query_key_value.copy", size, sizes.operand_bytes, "none")
-    if explicit:
-        scores = rows * model.seq_length
-        if model.attention == "causal":
-            yield Item("attention.future", model.seq_length**2, 1, "none")
-        yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
-        yield Item("attention.softmax.mask", scores, 1, "none")
-        yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
-    else:
-        yield Item("attention.logsumexp", rows, sizes.wide_bytes, "none")
-        if sizes.operand_bytes != c:
-            yield Item("attention.output.copy", rows * model.head_size, sizes.wide_bytes, "none")
-
-
-def embedding_activations(sizes: Sizes) -> list[Item]:
-    items = []
-    if sizes.config.parallel.tensor > 1:
-        items.append(Item("embedding.ids", sizes.tokens, 8))
-        items.append(Item("embedding.elsewhere", sizes.tokens, 1))
-    if sizes.config.model.embedding_norm:
-        items += _norm(sizes, "embedding.norm")
-    if sizes.config.model.dropout > 0.0:
-        items.append(Item("embedding.mask", sizes.local_tokens * sizes.config.model.hidden, 1))
-    return items
-
-
-def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
-    """Final norm, output head and cross-entropy."""
-    model, c = sizes.config.model, sizes.compute_bytes
-    local = sizes.local_tokens * model.hidden
-    logits = sizes.predicted * sizes.share(vocab_size)
-    return [
-        *(_norm(sizes, "final_norm") if model.block_norm == "pre" else ()),
-        *(_masked_head(sizes) if model.masked else [Item("head.input", local, c)]),
-        Item("loss.probabilities", logits, sizes.wide_bytes),
-        Item("loss.labels", sizes.predicted, 8),
-        Item("loss.here", sizes.predicted, 1),
-    ]
-
-
-def _masked_head(sizes: Sizes) -> Iterator[Item]:
-    """What is kept of the masked positions, and of the first one of each sample."""
-    model, c = sizes.config.model, sizes.compute_bytes
-    b, hidden = sizes.config.batch.micro_size, sizes.predicted * model.hidden
-    yield Item("head.positions", sizes.predicted + b, 8)
-    yield Item("head.selected", hidden + b * model.hidden, c)
-    if model.output_head == "mlm":
-        yield Item("mlm.activation.input", hidden, c)
-        yield from _norm(sizes, "mlm.norm", rows=sizes.predicted)
-        yield Item("head.input", hidden, c)
-    if model.sentence_order:
-        yield Item("sentence.order.input", b * model.hidden, c)
-
-
-def stage_activations(sizes: Sizes, vocab_size: int, layers: range) -> list[Item]:
-    """What one microbatch keeps in the stage of `layers`, from its forward to its backward.
-
-    The input of a stage behind the first is the input of its first layer.
-    """
-    items: list[Item] = []
-    if layers.start == 0:
-        items += embedding_activations(sizes)
-    for layer in layers:
-        mode = sizes.recomputed(layer)
-        items += kept(layer_activations(sizes, mode), mode)
-    if layers.stop == sizes.config.model.layers:
-        items += head_activations(sizes, vocab_size)
-    return items
-
-
-def backward_working_bytes(sizes: Sizes, vocab_size: int, layers: range) -> int:
-    """The most that a stage's backward pass needs beside what `stage_activations` lists.
-
-    Looked at where it can be most: at the loss, and in each layer behind the MLP and in the
-    attention core. What is recomputed comes on top there, what has been used by then is gone.
-    """
-    most = freed = 0
-    if layers.stop == sizes.config.model.layers:
-        freed = total_bytes(head_activations(sizes, vocab_size))
-        logits = sizes.predicted * sizes.share(vocab_size)
-        # The gradient takes the place of the probabilities. For a half type it is converted beside
-        # them, and the head's products may widen it once more.
-        half = sizes.compute_bytes < sizes.wide_bytes
-        most = logits * (sizes.wide_bytes + sizes.compute_bytes) * half
-    for layer in reversed(layers):
-        mode = sizes.recomputed(layer)
-        items = layer_activations(sizes, mode)
-        stays = total_bytes(kept(items, mode))
-        dropped = total_bytes(items) - stays
-        mlp = total_bytes([item for item in items if item.name.startswith("mlp")])
-        early = dropped if mode == "full" else 0
-        most = max(most, early + _mlp_backward(sizes) - freed)
-        if mode == "full":
-            most = max(most, early + _drawing_a_mask(sizes) - freed)
-        most = max(most, dropped - mlp + _core_backward(sizes) - freed)
-        freed += stays
-    return most
-
-
-def _mlp_backward(sizes: Sizes) -> int:
-    """At the second linear, the activation function and the first linear, whatever is most; the
-    gradient of the output is held throughout."""
-    model, c = sizes.config.model, sizes.compute_bytes
-    held = sizes.local_tokens * model.hidden * c
-    if sizes.local_tokens < sizes.tokens:
-        held += sizes.tokens * model.hidden * c  # gathered
-    ffn = sizes.share(model.ffn_hidden)
-    up = (2 if model.activation == "swiglu" else 1) * ffn
-    down_linear = _linear_backward(sizes, ffn, model.hidden, column=False)
-    # what is behind them is gone: first the second linear's input, then the activation's too
-    activation = sizes.tokens * c * (up + ffn * (model.activation == "swiglu"))
-    up_linear = _linear_backward(sizes, model.hidden, up, column=True) - sizes.tokens * ffn * c
-    return held + max(down_linear, activation, up_linear)
-
-
-def _hash_bytes(elements: int) -> int:
-    """What drawing a dropout mask needs: int64, three at a time."""
-    return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
-
-
-def _drawing_a_mask(sizes: Sizes) -> int:
-    """The last act of a layer's recomputation: hashes beside what they drop from and the gradient
-    that waits."""
-    model = sizes.config.model
-    if model.dropout == 0.0:
-        return 0
-    local = sizes.local_tokens * model.hidden
-    return _hash_bytes(local) + 2 * local * sizes.compute_bytes
-
-
-def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> int:
-    """The gradient of the input. Half types also need the gradient of the weight and its float32
-    form, which is added, or, where they are widened, copies of operands and result instead. A
-    column-parallel linear has the input's gradient first, a row-parallel one the weight's."""
-    c, wide = sizes.compute_bytes, sizes.wide_bytes
-    result = sizes.tokens * inputs * c
-    if sizes.operand_bytes > c:
-        copies = sizes.tokens * (inputs + outputs) + inputs * outputs
-        return copies * sizes.operand_bytes
-    weight = inputs * outputs * (c + wide) if wide > c else 0
-    return result + weight if column else max(result, weight)
-
-
-def _core_backward(sizes: Sizes) -> int:
-    """Gradients of the softmax's output and input, or, in recomputation, the hashes of its mask
-    beside scores and weights; FlashAttention has the gradients of its operands."""
-    model, c = sizes.config.model, sizes.compute_bytes
-    rows = sizes.tokens * sizes.share(model.heads)
-    held = sizes.local_tokens * model.hidden * c
-    if model.attention_dropout > 0.0:
-        scores = rows * model.seq_length
-        drawing = _hash_bytes(scores) + 2 * scores * c
-        return held + max(scores * 2 * sizes.wide_bytes, drawing)
-    return held + 4 * rows * model.head_size * sizes.operand_bytes
-
-
-def stages_of(config: Config, vocab_size: int, pipeline_rank: int) -> dict[int, range]:
-    """Stage number -> its layers, of one pipeline rank."""
-    parallel, model = config.parallel, config.model
-    p, v = parallel.pipeline, parallel.virtual
-    placed = schedules.placement(parallel.schedule, p, v)
-    layers = split_layers(model.layers, placed, head_in_layers(model, vocab_size))
-    return {stage: layers[stage] for stage in placed.stages_of(pipeline_rank)}
-
-
-def peak_activation_bytes(sizes: Sizes, vocab_size: int, pipeline_rank: int) -> int:
-    """The most bytes of activations on one pipeline rank at any moment of its schedule.
-
-    What the microbatches in flight keep, what the running op needs beside, and one tensor each way
-    on either side where there is another stage: an activation and a gradient.
-    """
-    config = sizes.config
-    parallel = config.parallel
-    stages = stages_of(config, vocab_size, pipeline_rank)
-    keeps, works = {}, {}
-    for stage, layers in stages.items():
-        keeps[stage] = total_bytes(stage_activations(sizes, vocab_size, layers))
-        works[stage] = backward_working_bytes(sizes, vocab_size, layers)
-    microbatches = config.microbatches
-    if parallel.schedule != "gpipe":  # filled by then, and from there on ever the same
-        microbatches = min(microbatches, 3 * parallel.pipeline)
-    placed = schedules.placement(parallel.schedule, parallel.pipeline, parallel.virtual)
-    order = schedules.order(parallel.schedule, placed, microbatches, pipeline_rank)
-    peak = int(most_held(order, lambda _, stage: keeps[stage], works.__getitem__))
-    before = any(stage > 0 for stage in stages)
-    behind = any(stage + 1 < parallel.pipeline * parallel.virtual for stage in stages)
-    boundary = sizes.local_tokens * config.model.hidden * sizes.compute_bytes
-    return peak + 2 * boundary * (before + behind)
+def _segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """(mode, how many) of neighbouring layers that are recomputed alike, from the first on."""
+    most = layout.recompute_layers
+    recomputed = len(layers)
+    if layout.recompute == "full" and most is not None:
+        recomputed = min(max(0, most - layers[0]), len(layers))
+    if recomputed:
+        yield layout.recompute, recomputed
+    if recomputed < len(layers):
+        yield "none", len(layers) - recomputed

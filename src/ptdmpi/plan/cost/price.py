@@ -8,20 +8,19 @@ import math
 from dataclasses import dataclass
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.cost import counts, footprint, pipeline
-from ptdmpi.plan.cost.footprint import Footprint, Footprints
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
-from ptdmpi.plan.cost.memory import COMPUTE_BYTES
+from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
-from ptdmpi.plan.cost.stages import head_in_layers, split_layers
-from ptdmpi.plan.layout.layout import Layout
+from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
-from ptdmpi.plan.schedule import orders as schedules
-from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.shape import flops
+from ptdmpi.plan.shape.parameters import layer_elements
 
-MASTER_BYTES = footprint.MASTER_BYTES
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
 
@@ -73,11 +72,6 @@ class Price:
         return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
 
 
-def placement_of(layout: Layout) -> Placement:
-    """Where the schedule of `layout` places the stages."""
-    return schedules.placement(layout.schedule, layout.pipeline, layout.virtual)
-
-
 class Pricer:
     """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
 
@@ -88,9 +82,14 @@ class Pricer:
         self.cluster, self.model, self.batch = cluster, model, batch
         self.capacity_bytes = cluster.device.memory_bytes
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
-        self.footprints = Footprints(model, cluster, precision)
+        self.memory = MemoryModel(
+            model.config,
+            model.vocab_size,
+            precision,
+            cluster.software,
+            cluster.device.runtime_bytes,
+        )
         self._layers: dict[tuple, LayerTimes] = {}
-        self._splits: dict[Placement, list[range]] = {}
         self._rough: dict[tuple, float] = {}
 
     def layer(self, layout: Layout) -> LayerTimes:
@@ -99,21 +98,20 @@ class Pricer:
             self._layers[key] = LayerTimes(self.machine, self.model, layout)
         return self._layers[key]
 
-    def split(self, layout: Layout) -> list[range]:
-        placed = placement_of(layout)
-        if placed not in self._splits:
-            config = self.model.config
-            head = 0.0
-            if self.cluster.software.balanced_stages:
-                head = head_in_layers(config, self.model.vocab_size)
-            self._splits[placed] = split_layers(config.layers, placed, head)
-        return self._splits[placed]
-
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
-        layer, layers = self.layer(layout), self.split(layout)
-        backward = layer.backward + layer.recomputed(layout.recompute)
-        stages = [(layer.forward * len(own), backward * len(own)) for own in layers]
+        layer, layers = self.layer(layout), self.memory.split(layout)
+        again = layer.backward + layer.recomputed(layout.recompute)
+        most = self.model.config.layers
+        if layout.recompute_layers is not None:
+            most = layout.recompute_layers
+        stages = []
+        for own in layers:
+            recomputed = min(max(0, most - own.start), len(own))
+            backward = again * recomputed
+            if recomputed < len(own):
+                backward = backward + layer.backward * (len(own) - recomputed)
+            stages.append((layer.forward * len(own), backward))
         forward, back = stages[0]
         stages[0] = (forward + layer.embedding_forward, back + layer.embedding_backward)
         forward, back = stages[-1]
@@ -225,7 +223,7 @@ class Pricer:
         widen them where they are narrower than the masters; fp16 takes its loss scale out; norm;
         scale; AdamW reads four numbers and writes three; copy the masters to the weights."""
         gradient, weight = self.cluster.software.gradient_bytes, self.machine.element_bytes
-        w = MASTER_BYTES
+        w = WIDE_BYTES
         kernels = [w, 2 * w, 7 * w]
         if gradient < w:
             kernels.append(gradient + w)
@@ -249,9 +247,8 @@ class Pricer:
     def _after_s(self, layout: Layout) -> tuple[tuple[float, float], int]:
         """((exposed data axis, optimizer), elements) behind the pipeline's last backward, on the
         rank with most parameters."""
-        layers = self.split(layout)
-        ranks = range(layout.pipeline)
-        elements = max(self.footprints.elements(layout, layers, rank) for rank in ranks)
+        layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
+        elements = max(self.memory.elements(layout, rank) for rank in ranks)
         data_s = self.data_s(layout, elements)
         if layout.dp_overlap and layout.zero < 3:
             # behind the last microbatch's backward; the last layer's gradients come too late
@@ -272,7 +269,7 @@ class Pricer:
         key = (layout.tensor, p, layout.data, layout.micro_size)
         key += (layout.sequence_parallel, layout.recompute)
         if key not in self._rough:
-            elements = config.layers * footprint.layer_elements(self.model, layout.tensor) // p
+            elements = config.layers * layer_elements(config, layout.tensor) // p
             ends = (layer.embedding_forward, layer.embedding_backward)
             ends += (layer.head_forward, layer.head_backward)
             work_s = config.layers * each + sum(part.total for part in ends)
@@ -283,22 +280,13 @@ class Pricer:
         return self._rough[key] + fill_s
 
     def fits(self, layout: Layout) -> bool:
-        """Whether every pipeline rank's memory suffices; the first one, which keeps most
-        microbatches, is asked first."""
-        layers, microbatches = self.split(layout), layout.microbatches(self.batch)
-        return all(
-            self.footprints.peak(layout, layers, rank, microbatches).total <= self.capacity_bytes
-            for rank in range(layout.pipeline)
-        )
+        """Whether every pipeline rank's memory suffices."""
+        microbatches = layout.microbatches(self.batch)
+        return self.memory.fits(layout, microbatches, self.capacity_bytes)
 
-    def memory(self, layout: Layout) -> Footprint:
+    def footprint(self, layout: Layout) -> Footprint:
         """Of the pipeline rank that needs most."""
-        layers, microbatches = self.split(layout), layout.microbatches(self.batch)
-        peaks = (
-            self.footprints.peak(layout, layers, rank, microbatches)
-            for rank in range(layout.pipeline)
-        )
-        return max(peaks, key=lambda peak: peak.total)
+        return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def price(self, layout: Layout) -> Price:
         """The simulated step; raises InputError for a layout that is not legal."""
@@ -311,7 +299,8 @@ class Pricer:
         mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
         own = times.placed.stages_of(busiest)
         seconds = self.stage_seconds(layout)
-        tensor_s = microbatches * sum(part.messages for stage in own for part in seconds[stage])
+        messages_s = (sum(part.messages for part in seconds[stage]) for stage in own)
+        tensor_s = microbatches * sum(messages_s)
         ways_s = 0.0
         if not times.overlap:
             ways_s = sum(times.forward_in_s[stage] for stage in own)
@@ -326,17 +315,18 @@ class Pricer:
             optimizer=optimizer_s,
         )
         config, tokens = self.model.config, self.batch * self.model.config.seq_length
+        recomputed = config.layers if layout.recompute_layers is None else layout.recompute_layers
         return Price(
             layout=layout,
             step_time_s=makespan_s + data_s + optimizer_s,
             parts=parts,
             bubble_fraction=max(0.0, makespan_s - mean_s) / mean_s,
-            memory=self.memory(layout),
+            memory=self.footprint(layout),
             capacity_bytes=self.capacity_bytes,
-            model_flops_per_rank=counts.model_flops(config, self.model.vocab_size, tokens)
+            model_flops_per_rank=flops.model_flops(config, self.model.vocab_size, tokens)
             / layout.ranks,
-            hardware_flops_per_rank=counts.hardware_flops(
-                config, self.model.vocab_size, tokens, layout.recompute, config.layers
+            hardware_flops_per_rank=flops.hardware_flops(
+                config, self.model.vocab_size, tokens, layout.recompute, recomputed
             )
             / layout.ranks,
             peak_flops=self.machine.peak,

@@ -1,142 +1,145 @@
-"""What fills a rank's memory under a configuration, and which changes would make it fit."""
+"""What fills a rank's memory under a layout, and which changes would make it fit."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from ptdmpi.config import Config
-from ptdmpi.config.rules import divisors, rules
-from ptdmpi.plan.cost import memory
-from ptdmpi.plan.cost.counts import parameter_count
-from ptdmpi.plan.cost.state import state_bytes
+from ptdmpi.config import Config, Layout
+from ptdmpi.config.near import divisors
+from ptdmpi.plan.cost.memory import Footprint, MemoryModel
+from ptdmpi.plan.shape.parameters import parameter_count
 
-PARTS = {
-    "weights": ("weights", "master_weights"),
-    "gradients": ("gradients",),
-    "optimizer": ("first_moments", "second_moments"),
-}
 MOST_CHANGES = 3  # that are made at once
+MOST_SIZES = 8  # of a microbatch or an axis that are tried
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # of the number of ranks
+FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # of a Layout
+Keys = dict[str, int | str | bool]
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes of one rank at its peak, part by part."""
+class Step:
+    """The memory of a run: its layout and global batch on the model that is trained."""
 
-    pipeline_rank: int
-    parts: dict[str, int]
+    memory: MemoryModel
+    layout: Layout
+    batch: int
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "Step":
+        """That of a resolved configuration; `wide_products` as of `Software`."""
+        memory = MemoryModel.of(config, vocab_size, wide_products)
+        return cls(memory, config.layout, config.batch.global_size)
 
     @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+    def microbatches(self) -> int:
+        return self.layout.microbatches(self.batch)
+
+    @property
+    def model_ranks(self) -> int:
+        """t p, over which a model is divided."""
+        return self.layout.tensor * self.layout.pipeline
+
+    def largest(self) -> tuple[int, Footprint]:
+        """(pipeline rank, its peak) of the rank that needs most."""
+        return self.memory.largest(self.layout, self.microbatches)
+
+    def peak(self, rank: int) -> Footprint:
+        """Of pipeline rank `rank`."""
+        return self.memory.peak(self.layout, rank, self.microbatches)
+
+    def fits(self, capacity_bytes: float) -> bool:
+        """Whether every pipeline rank's memory suffices."""
+        return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
+
+    def changed(self, keys: Keys, grown: int) -> "Step | None":
+        """On `grown` times the ranks with the keys of a configuration set; None if not legal."""
+        fields = {FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()}
+        if fields.get("recompute_layers") == "all":
+            fields["recompute_layers"] = None
+        layout, ranks = replace(self.layout, **fields), self.layout.ranks * grown
+        if ranks % (layout.tensor * layout.pipeline):
+            return None
+        layout = replace(layout, data=ranks // (layout.tensor * layout.pipeline))
+        if not layout.is_legal(self.memory.model, self.batch):
+            return None
+        return replace(self, layout=layout)
 
 
-def need(config: Config, vocab_size: int, pipeline_rank: int, wide: bool = False) -> Need:
-    """Of one pipeline rank. `wide`: half types are multiplied in float32 (`Sizes`)."""
-    sizes = memory.Sizes(config, wide)
-    state = {item.name: item.bytes for item in state_bytes(sizes, vocab_size, pipeline_rank)}
-    parts = {name: sum(state.get(item, 0) for item in items) for name, items in PARTS.items()}
-    parts["activations"] = memory.peak_activation_bytes(sizes, vocab_size, pipeline_rank)
-    return Need(pipeline_rank, parts)
-
-
-def largest(config: Config, vocab_size: int, wide: bool = False) -> Need:
-    """Of the pipeline rank that needs most."""
-    ranks = range(config.parallel.pipeline)
-    return max((need(config, vocab_size, rank, wide) for rank in ranks), key=lambda n: n.total)
-
-
-def changes(config: Config, vocab_size: int, capacity_bytes: float) -> Iterator[tuple[str, Need]]:
+def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]]:
     """(what to set, what is needed then) of changes that fit: as few at once as possible, those
     that cost least time first; at last with more ranks. None holds another one, and no two name the
     same keys."""
-    fitting: list[dict[str, object]] = []
-    whole = _least_state_bytes(config, vocab_size)
+    fitting: list[Keys] = []
+    whole = _least_state_bytes(step.memory)
     for grown in GROWTHS:
         for count in range(1, MOST_CHANGES + 1):
-            for chosen in itertools.combinations(_steps(config, grown), count):
-                keys = {key: value for step in chosen for key, value in step.items()}
+            for chosen in itertools.combinations(_steps(step, grown), count):
+                keys = {key: value for one in chosen for key, value in one.items()}
                 known = (
                     one.keys() == keys.keys() or one.items() <= keys.items() for one in fitting
                 )
                 if len(keys) < count or any(known):
                     continue
-                tensor = keys.get("parallel.tensor", config.parallel.tensor)
-                pipeline = keys.get("parallel.pipeline", config.parallel.pipeline)
-                if whole > capacity_bytes * tensor * pipeline:
+                tried = step.changed(keys, grown)
+                if tried is None or whole > capacity_bytes * tried.model_ranks:
                     continue
-                tried = _set(config, keys, grown)
-                if tried is None or not _fits(tried, vocab_size, capacity_bytes):
+                if not tried.fits(capacity_bytes):
                     continue
                 fitting.append(keys)
                 words = [f"{key} = {_toml(value)}" for key, value in keys.items()]
-                words += [f"{_ranks(tried)} ranks"] if grown > 1 else []
-                yield ", ".join(words), largest(tried, vocab_size)
+                words += [f"{tried.layout.ranks} ranks"] if grown > 1 else []
+                yield ", ".join(words), tried.largest()[1]
 
 
-def _least_state_bytes(config: Config, vocab_size: int) -> int:
+def _least_state_bytes(memory: MemoryModel) -> float:
     """Of the whole model. Over t p ranks no split has less on each of them than their mean."""
-    state = state_bytes(memory.Sizes(config), vocab_size, 0)
-    return parameter_count(config.model, vocab_size) * sum(item.element_bytes for item in state)
-
-
-def _ranks(config: Config) -> int:
-    return config.parallel.tensor * config.parallel.pipeline * config.data_size
-
-
-def _fits(config: Config, vocab_size: int, capacity_bytes: float) -> bool:
-    """Of all pipeline ranks; the first one, which keeps most microbatches, is asked first."""
-    ranks = range(config.parallel.pipeline)
-    return all(need(config, vocab_size, rank).total <= capacity_bytes for rank in ranks)
+    return parameter_count(memory.model, memory.vocab_size) * memory.bytes_per_parameter
 
 
 def _toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def _steps(config: Config, grown: int) -> list[dict[str, object]]:
-    """Changes of a configuration on `grown` times its ranks, the cheapest first."""
-    parallel, batch = config.parallel, config.batch
-    steps: list[dict[str, object]] = []
-    if config.recompute.mode == "none":
+def _some(numbers: list[int]) -> list[int]:
+    """All of them, or where they are too many, some from the first to the last."""
+    last = len(numbers) - 1
+    if last < MOST_SIZES:
+        return numbers
+    return [numbers[round(last * i / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
+
+
+def _steps(step: Step, grown: int) -> list[Keys]:
+    """Changes of a layout on `grown` times its ranks, the cheapest first."""
+    layout = step.layout
+    steps: list[Keys] = []
+    if layout.recompute == "none":
         steps.append({"recompute.mode": "selective"})
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
+    if layout.tensor > 1 and not layout.sequence_parallel:
         steps.append({"parallel.sequence_parallel": True})
-    steps += [{"batch.micro_size": b} for b in reversed(divisors(batch.micro_size)[:-1])]
-    if parallel.schedule == "gpipe":
+    smaller = _some(list(reversed(divisors(layout.micro_size)[:-1])))
+    steps += [{"batch.micro_size": size} for size in smaller]
+    if layout.schedule == "gpipe":
         steps.append({"parallel.schedule": "1f1b"})
-    if config.recompute.mode != "full":
+    if layout.recompute_layers is not None:
+        steps.append({"recompute.layers": "all"})
+    if layout.recompute != "full":
         steps.append({"recompute.mode": "full"})
-    room = config.data_size * grown
-    for factor in divisors(room)[1:]:
-        steps.append({"parallel.tensor": parallel.tensor * factor})
-        steps.append({"parallel.pipeline": parallel.pipeline * factor})
+    for factor in _some(divisors(layout.data * grown)[1:]):
+        steps.append({"parallel.tensor": layout.tensor * factor})
+        steps.append({"parallel.pipeline": layout.pipeline * factor})
     return steps
 
 
-def _set(config: Config, keys: dict[str, object], grown: int) -> Config | None:
-    """The configuration on `grown` times its ranks with the keys set, or None if not legal."""
-    ranks = _ranks(config) * grown
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        config = config.replace(section, **{name: value})
-    model_ranks = config.parallel.tensor * config.parallel.pipeline
-    if ranks % model_ranks:
-        return None
-    config = config.replace("parallel", data=ranks // model_ranks).replace("run", spare_ranks=0)
-    sections = {name: getattr(config, name) for name in type(config).model_fields}
-    return None if any(rules(sections, ranks)) else config
-
-
-def explain(config: Config, vocab_size: int, capacity_bytes: float, wide: bool = False) -> str:
+def explain(step: Step, capacity_bytes: float) -> str:
     """The breakdown of the rank that needs most, and three changes that would fit."""
-    found = largest(config, vocab_size, wide)
+    rank, found = step.largest()
     lines = [
-        f"memory of pipeline rank {found.pipeline_rank}, which needs most: "
+        f"memory of pipeline rank {rank}, which needs most: "
         f"{size(found.total)}, and a rank has at most {size(capacity_bytes)}"
     ]
-    lines += [f"  {name:<12}{size(amount):>12}" for name, amount in found.parts.items()]
-    fitting = list(itertools.islice(changes(config, vocab_size, capacity_bytes), 3))
+    parts = [(name, n) for name, n in asdict(found).items() if n or name != "runtime"]
+    lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
+    fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:
         lines.append("what would fit, by itself:")
         lines += [f"  {text}: {size(after.total)}" for text, after in fitting]

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -85,12 +85,16 @@ class Node(Section):
 class Software(Section):
     """What the training program does on this cluster, where programs differ.
 
-    `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `gradient_bytes`
+    `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
+    program drops out whatever the model says, as all did in 2021. `gradient_bytes`
     is the size of a gradient in the sum over the data axis. The overlaps say which messages
     proceed while their rank computes. `balanced_stages` counts the output head as layers.
     `zero_unit` is what ZeRO 3 gathers at once. `groups_per_adapter`: how many groups with some of a
     node's ranks each choose the same adapter while others are idle. `keeps_outputs`: what a stage
-    sent on stays in its memory until its backward pass.
+    sent on stays in its memory until its backward pass. `adds_in_place`: products add to the
+    gradients of weights, and embeddings row by row. `tied_gradients_apart`: where one rank has both
+    ends of the model, a tied table has a gradient for each of them. `wide_products`: half types are
+    multiplied in float32, on widened copies, as on a CPU without instructions for them.
     """
 
     attention: Literal["unfused", "flash"]
@@ -102,12 +106,32 @@ class Software(Section):
     zero_unit: Literal["tensor", "layer"]
     groups_per_adapter: Positive = 1
     keeps_outputs: bool = False
+    adds_in_place: bool
+    tied_gradients_apart: bool
+    wide_products: bool = False
 
-    @property
-    def adds_in_place(self) -> bool:
-        """Whether products add to the gradients of weights, and embeddings row by row: the way of
-        this trainer, as is "flash"."""
-        return self.attention == "flash"
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_files(cls, values: Any) -> Any:
+        """Files written before these keys stood there: "flash" was this trainer."""
+        if not isinstance(values, Mapping):
+            return values
+        ours = values.get("attention") == "flash"
+        return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
+
+
+# What this trainer does; the messages that proceed while it computes are measured by a probe.
+TRAINER = Software(
+    attention="flash",
+    dropout=False,
+    gradient_bytes=4,
+    overlap_pipeline=True,
+    overlap_tensor=False,
+    balanced_stages=True,
+    zero_unit="layer",
+    adds_in_place=True,
+    tied_gradients_apart=True,
+)
 
 
 class Efficiency(Section):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import chunk_rule
 from ptdmpi.plan.schedule.held import most_held
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, BACKWARD, FORWARD, OP_KINDS, Op
 
@@ -236,11 +237,6 @@ KINDS: dict[str, ScheduleKind] = {
 }
 
 
-def default_kind(virtual: int) -> str:
-    """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
-    return "1f1b" if virtual == 1 else "interleaved"
-
-
 @lru_cache(maxsize=1024)
 def placement(kind: str, pipeline: int, virtual: int) -> Placement:
     """Where the schedule `kind` places the p v stages of a model."""
@@ -278,9 +274,7 @@ def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule
     for name, size in sizes.items():
         if size < 1:
             raise InputError(f"schedule {kind}: {name} is {size}, must be at least 1")
-    if kind == "1f1b" and virtual > 1:
-        raise InputError(
-            f"schedule 1f1b: virtual is {virtual}, must be 1; "
-            "interleaved and gpipe take several chunks per rank"
-        )
+    chunks = chunk_rule(kind, virtual)
+    if chunks.broken:
+        raise InputError(chunks.text())
     return _placed(kind, placement(kind, pipeline, virtual), microbatches)

@@ -9,26 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import Config, InputError, load, resolve
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.search.search import Space, search
 from ptdmpi.plan.show import table
 
 # section -> the keys that are chosen
-CHOSEN = {
-    "parallel": (
-        "tensor",
-        "pipeline",
-        "virtual",
-        "data",
-        "schedule",
-        "sequence_parallel",
-        "scatter_gather",
-    ),
-    "batch": ("micro_size",),
-    "recompute": ("mode", "layers"),
-}
+CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()}
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
@@ -83,16 +71,6 @@ def choose(
     model = Model(config.run.name, config.model, vocab_size)
     pricer = Pricer(cluster, model, config.batch.global_size, config.precision.compute)
     return search(pricer, Space(ranks)), pricer
-
-
-def settings(layout: Layout) -> dict[str, dict[str, Any]]:
-    """The layout as keys of a configuration."""
-    sizes = {key: getattr(layout, key) for key in CHOSEN["parallel"]}
-    return {
-        "parallel": sizes,
-        "batch": {"micro_size": layout.micro_size},
-        "recompute": {"mode": layout.recompute, "layers": "all"},
-    }
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ptdmpi.config import InputError
-from ptdmpi.config.rules import divisors
+from ptdmpi.config.layout import LETTERS, RECOMPUTE_MODES, Layout, default_schedule
+from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
-from ptdmpi.plan.layout.layout import LETTERS, RECOMPUTE_MODES, Layout, mistakes
-from ptdmpi.plan.schedule.orders import default_kind
+from ptdmpi.terminal.progress import progress
 
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
@@ -68,7 +68,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                 for sequence_parallel in parallel:
                     for mode in modes:
                         layout = replace(base, sequence_parallel=sequence_parallel, recompute=mode)
-                        if not any(mistakes(layout, config, batch)):
+                        if layout.is_legal(config, batch):
                             yield layout
 
 
@@ -77,7 +77,7 @@ def chunked(space: Space, group: Layout, layers: int) -> Iterator[Layout]:
     has nothing to interleave."""
     most = layers // group.pipeline if group.pipeline > 1 else 1
     for virtual in range(1, most + 1):
-        kind = space.schedule or default_kind(virtual)
+        kind = space.schedule or default_schedule(virtual)
         if kind == "1f1b" and virtual > 1:
             return
         yield replace(group, virtual=virtual, schedule=kind)
@@ -128,16 +128,18 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     layouts = [layout for group in legal for layout in chunked(space, group, layers)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
     found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
-    for rough_s, number in [*rough, (math.inf, -1)]:
-        while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
-            found.offer(pricer.price(heapq.heappop(waiting)[-1]))
-        if rough_s >= found.limit_s or number < 0:
-            break
-        if not pricer.fits(layouts[number]):
-            continue
-        for way, layout in enumerate(variants(space, layouts[number])):
-            if way == 0 or pricer.fits(layout):
-                heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
+    with progress("searching", len(layouts), "layouts") as advance:
+        for rough_s, number in [*rough, (math.inf, -1)]:
+            while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
+                found.offer(pricer.price(heapq.heappop(waiting)[-1]))
+            if rough_s >= found.limit_s or number < 0:
+                break
+            advance(1)
+            if not pricer.fits(layouts[number]):
+                continue
+            for way, layout in enumerate(variants(space, layouts[number])):
+                if way == 0 or pricer.fits(layout):
+                    heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))
     if not found.prices:
         raise InputError(_nothing_fits(pricer, space, legal))
     return found.prices
@@ -154,12 +156,12 @@ def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
             f"{config.heads} heads, p be at most {config.layers}, d b divide the batch of "
             f"{pricer.batch}; legal nearby: {near} ranks"
         )
-    least = min(legal, key=lambda layout: pricer.memory(layout).total)
-    needed = pricer.memory(least)
+    least = min(legal, key=lambda layout: pricer.footprint(layout).total)
+    needed = pricer.footprint(least)
     parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(needed).items() if n)
     grown = (replace(space, ranks=factor * space.ranks) for factor in GROWTHS[1:])
     more = (
-        f"{layout.ranks} ranks ({size(pricer.memory(layout).total)} with {layout})"
+        f"{layout.ranks} ranks ({size(pricer.footprint(layout).total)} with {layout})"
         for layout in itertools.chain.from_iterable(groups(bigger, pricer) for bigger in grown)
         if pricer.fits(layout)
     )
@@ -180,7 +182,7 @@ def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     """The numbers of ranks next to the one asked for that have a legal layout."""
     config, batch = pricer.model.config, pricer.batch
-    tensors = [t for t in divisors(config.heads) if not any(mistakes(Layout(t, 1, 1), config, 1))]
+    tensors = [t for t in divisors(config.heads) if Layout(t, 1, 1).is_legal(config, 1)]
     pipelines = range(1, config.layers + 1)
     legal = {t * p * d for t in tensors for p in pipelines for d in divisors(batch)}
     below = [ranks for ranks in legal if ranks < space.ranks]
@@ -201,15 +203,15 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
-        tried.append(replace(layout, virtual=virtual, schedule=default_kind(virtual)))
-    other = default_kind(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
+        tried.append(replace(layout, virtual=virtual, schedule=default_schedule(virtual)))
+    other = default_schedule(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
     tried.append(replace(layout, schedule=other))
     tried += [replace(layout, recompute=mode) for mode in RECOMPUTE_MODES]
     for key in SWITCHES:
         tried.append(replace(layout, **{key: not getattr(layout, key)}))
     tried += [replace(layout, zero=zero) for zero in range(4)]
     for changed in tried:
-        if changed != layout and not any(mistakes(changed, pricer.model.config, pricer.batch)):
+        if changed != layout and changed.is_legal(pricer.model.config, pricer.batch):
             yield changed
 
 
@@ -284,12 +286,12 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
     most = max((group.tensor for group in legal), default=1)
     legal = [group for group in legal if group.tensor == most or group.pipeline == 1]
     for group in sorted(legal, key=lambda g: (g.tensor * g.pipeline, g.micro_size)):
-        if pricer.memory(group).total > pricer.capacity_bytes:
+        if pricer.footprint(group).total > pricer.capacity_bytes:
             continue
         times = microbatch_model(pricer, group)
         for micro_size in sorted(times, key=lambda size: times[size]):
             layout = replace(group, micro_size=micro_size)
-            if pricer.memory(layout).total <= pricer.capacity_bytes:
+            if pricer.footprint(layout).total <= pricer.capacity_bytes:
                 return pricer.price(layout)
     return None
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.layout import Layout
 from ptdmpi.plan.schedule.held import held
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.show.draw import check_picture, save
@@ -20,19 +20,21 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     Weights, gradients and optimizer state stand all the time; what ops keep, need beside and free
     comes on top.
     """
-    layers, microbatches = pricer.split(layout), layout.microbatches(pricer.batch)
+    memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.stage_times(layout)
     timeline = pipeline.timeline(layout.schedule, microbatches, times, str(layout))
-    kept = pricer.footprints.kept_by_stage(layout, layers)
     curves = []
     for rank in range(layout.pipeline):
-        peak = pricer.footprints.peak(layout, layers, rank, microbatches)
-        standing, own = peak.standing, times.placed.stages_of(rank)
+        standing = memory.peak(layout, rank, microbatches).standing
+        own = times.placed.stages_of(rank)
+        kept = {stage: memory.kept_bytes(layout, stage) for stage in own}
+        beside = memory.beside_bytes(layout, rank)
+        works = {stage: memory.working_bytes(layout, stage) + beside for stage in own}
         moments, amounts = [0.0], [standing]
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
         ops = [Op.parse(span.op) for span in spans]
-        walk = held(ops, lambda _, stage: kept[stage], dict.fromkeys(own, peak.working).__getitem__)
+        walk = held(ops, lambda _, stage, kept=kept: kept[stage], works.__getitem__)
         for span, moment in zip(spans, walk, strict=True):
             moments += [span.start_s, span.end_s]
             amounts += [standing + moment.during, standing + moment.after]

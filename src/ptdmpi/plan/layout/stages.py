@@ -1,12 +1,13 @@
 """How layers are dealt to stages: every layer once, and the slowest rank as fast as can be."""
 
 import heapq
+import itertools
 import math
 from functools import lru_cache
 
-from ptdmpi.config import ModelConfig
-from ptdmpi.plan.cost.counts import head_forward_flops, layer_forward_flops
-from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.plan.schedule.orders import Placement, placement
+from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
 DECIMALS = 9  # of a work in layers: less is rounding
 
@@ -14,6 +15,19 @@ DECIMALS = 9  # of a work in layers: less is rounding
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
     """Work of the output head over that of one layer, in FLOPs."""
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
+
+
+def placement_of(layout: Layout) -> Placement:
+    """Where the stages of a layout stand."""
+    return placement(layout.schedule, layout.pipeline, layout.virtual)
+
+
+def split_model(
+    model: ModelConfig, vocab_size: int, placed: Placement, balanced: bool = True
+) -> list[range]:
+    """The layers of each stage; `balanced`: the output head counts as layers."""
+    head = head_in_layers(model, vocab_size) if balanced else 0.0
+    return split_layers(model.layers, placed, head)
 
 
 def split_layers(layers: int, placed: Placement, head: float) -> list[range]:
@@ -43,8 +57,8 @@ def _split(layers: int, placed: Placement, head: float) -> tuple[range, ...]:
     # a last stage above the even split does better with one layer less, and another one with it
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     counts = [*_spread(layers - last, placed, last + head), last]
-    starts = [sum(counts[:i]) for i in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    ends = itertools.accumulate(counts)
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:

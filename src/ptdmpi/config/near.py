@@ -1,0 +1,32 @@
+"""Numbers near a wrong one: what would be legal, for the texts of mistakes."""
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+MOST_TRIED = 10**6
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> list[int]:
+    """All divisors of `number` >= 1, ascending.
+
+    What remains after the prime factors below MOST_TRIED are taken out counts as prime: above
+    MOST_TRIED**2 a size is a slip of the pen.
+    """
+    found, rest, prime = [1], number, 2
+    while rest > 1:
+        if prime > min(math.isqrt(rest), MOST_TRIED):
+            prime = rest
+        times = 0
+        while rest % prime == 0:
+            rest, times = rest // prime, times + 1
+        found = [one * prime**power for power in range(times + 1) for one in found]
+        prime += 1
+    return sorted(found)
+
+
+def nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
+    """The `count` legal numbers nearest to `number`, ascending: "2 or 4 or 8"."""
+    chosen = sorted(sorted(set(legal), key=lambda k: (abs(k - number), k))[:count])
+    return " or ".join(map(str, chosen))

@@ -1,0 +1,186 @@
+"""Every parameter of a model, by part: the one table that the model is built from and the planner
+counts. Without torch, so that a login node can ask.
+
+A part is a linear, a norm or a table; `ptdmpi.model` makes each of them from what stands here, and
+gives its weights these names.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ptdmpi.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + b; W is [sum(outputs), inputs].
+
+    `split`: how the tensor axis divides it: "columns" the outputs (each of them on its own, such as
+    q, k, v), "rows" the inputs; None: every rank holds all. `most`: into how many shares each of
+    the outputs can be divided (a head is never cut); None: into t. `init_std`: of the initial
+    weights.
+    """
+
+    inputs: int
+    outputs: tuple[int, ...]
+    bias: bool
+    init_std: float
+    split: Literal["columns", "rows"] | None = None
+    most: tuple[int, ...] | None = None
+
+    def local(self, tensor: int) -> tuple[int, int]:
+        """(inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        if self.split == "rows":
+            return -(-self.inputs // tensor), sum(self.outputs)
+        parts = tensor if self.split == "columns" else 1
+        most = self.most or (parts,) * len(self.outputs)
+        shares = zip(self.outputs, most, strict=True)
+        return self.inputs, sum(-(-part // min(parts, one)) for part, one in shares)
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Elements of each of its weights on one tensor rank; the bias of a linear that is split by
+        rows stands behind the sum, on every rank."""
+        inputs, outputs = self.local(tensor)
+        yield inputs * outputs
+        if self.bias:
+            yield outputs
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A scale of [h] (or of a head's size), and of a LayerNorm also a shift."""
+
+    size: int
+    shift: bool
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Elements of each of its weights, on every tensor rank alike."""
+        yield from [self.size] * (2 if self.shift else 1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """[rows, h], which are looked up; `split`: the tensor axis divides the rows (a vocabulary)."""
+
+    rows: int
+    hidden: int
+    init_std: float
+    split: bool = False
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Elements of it on one tensor rank, padded where t does not divide the rows."""
+        yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
+
+
+Part = Linear | Norm | Table
+Parts = Mapping[str, Part]
+
+
+def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
+    """`part`, which is a linear split so; raises TypeError if it is not."""
+    if not isinstance(part, Linear) or part.split != split:
+        raise TypeError(f"{part} is no linear split by {split}")
+    return part
+
+
+def as_table(part: Part, split: bool) -> Table:
+    """`part`, which is a table split or not; raises TypeError if it is not."""
+    if not isinstance(part, Table) or part.split != split:
+        raise TypeError(f"{part} is no table with split = {split}")
+    return part
+
+
+WORD_TABLE = "word"  # the part of the embedding that a tied head shares
+
+
+def norm(model: ModelConfig, size: int | None = None) -> Norm:
+    """Any norm of the model; of [h], or of `size`."""
+    return Norm(model.hidden if size is None else size, model.norm == "layernorm")
+
+
+def layer(model: ModelConfig) -> dict[str, Part]:
+    """One layer: attention and MLP, each with its norms."""
+    h, ffn, std = model.hidden, model.ffn_hidden, model.init_std
+    query, key_value = model.attention_width, model.kv_heads * model.head_size
+    most = (model.heads, model.kv_heads, model.kv_heads)
+    # smaller by sqrt(2 l) where outputs add up in the residual stream (GPT-2, section 2.3)
+    residual_std = std / math.sqrt(2 * model.layers)
+    qkv, up = (query, key_value, key_value), (ffn,) * model.gates
+    parts: dict[str, Part] = {
+        "attention_norm": norm(model),
+        "attention.qkv": Linear(h, qkv, model.qkv_bias, std, "columns", most),
+        "attention.out": Linear(query, (h,), model.attention_bias, residual_std, "rows"),
+        "mlp_norm": norm(model),
+        "mlp.up": Linear(h, up, model.mlp_bias, std, "columns"),
+        "mlp.down": Linear(ffn, (h,), model.mlp_bias, residual_std, "rows"),
+    }
+    if model.qk_norm:
+        for name in ("attention.query_norm", "attention.key_norm"):
+            parts[name] = norm(model, model.head_size)
+    if model.block_norm == "sandwich":
+        parts |= {"attention_post_norm": norm(model), "mlp_post_norm": norm(model)}
+    return parts
+
+
+def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
+    """In front of the first layer."""
+    h, std = model.hidden, model.init_std
+    parts: dict[str, Part] = {WORD_TABLE: Table(vocab_size, h, std, split=True)}
+    if model.positions == "learned":
+        parts["position"] = Table(model.seq_length, h, std)
+    if model.token_types:
+        parts["token_type"] = Table(model.token_types, h, std)
+    if model.embedding_norm:
+        parts["norm"] = norm(model)
+    return parts
+
+
+def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
+    """Behind the last layer; the weight of "head" is the embedding's, where they are tied."""
+    h, std, biased = model.hidden, model.init_std, model.head_bias
+    masked = model.output_head == "mlm"
+    parts: dict[str, Part] = {}
+    if model.block_norm != "post":
+        parts["final_norm"] = norm(model)
+    if masked:
+        parts["mlm.dense"] = Linear(h, (h,), biased, std)
+        parts["mlm.norm"] = norm(model)
+    parts["head"] = Linear(h, (vocab_size,), masked and biased, std, "columns")
+    if model.sentence_order:
+        parts["sentence.pooler"] = Linear(h, (h,), biased, std)
+        parts["sentence.order"] = Linear(h, (2,), biased, std)
+    return parts
+
+
+def elements(parts: Iterable[Part], tensor: int = 1) -> int:
+    """Elements of all these parts on one of `tensor` tensor ranks."""
+    return sum(sum(part.weights(tensor)) for part in parts)
+
+
+def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
+    """Parameters of one layer on one tensor rank."""
+    return elements(layer(model).values(), tensor)
+
+
+def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
+    """The vocabulary's table on one tensor rank."""
+    return elements([embedding(model, vocab_size)[WORD_TABLE]], tensor)
+
+
+def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
+    """Parameters in front of the first layer on one tensor rank."""
+    return elements(embedding(model, vocab_size).values(), tensor)
+
+
+def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
+    """Parameters behind the last layer on one tensor rank, a table of its own included."""
+    return elements(head(model, vocab_size).values(), tensor)
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, a tied head counted once."""
+    count = model.layers * layer_elements(model)
+    count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
+    return count - table_elements(model, vocab_size) * model.tie_embeddings

@@ -1,0 +1,65 @@
+"""What a rank holds at once: that of every moment of its order, in few."""
+
+import pytest
+
+from ptdmpi.config.layout import SCHEDULES, chunk_rule
+from ptdmpi.plan.schedule.flight import fullest
+from ptdmpi.plan.schedule.held import held
+from ptdmpi.plan.schedule.orders import build
+
+CASES = [
+    (kind, p, v, m)
+    for kind in SCHEDULES
+    for p, v in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 3), (5, 2))
+    for m in (1, 2, 3, 4, 7, 8, 12, 13, 29, 41)
+    if not chunk_rule(kind, v).broken
+]
+
+
+def exceeds(one, other):
+    return all(a >= b for a, b in zip(one.held, other.held, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "p", "v", "m"), CASES)
+def test_the_fullest_moment_of_any_sizes_is_among_them(kind, p, v, m):
+    """Walked op by op with sizes of each stage, however long the step is."""
+    for rank, order in enumerate(build(kind, p, v, m).orders):
+        flight = fullest(kind, p, v, m, rank)
+        for seed in (1, 2, 3):
+            keeps = {store: 1 + 31**seed * (store[1] + 1) % 97 for store in flight.stores}
+            works = {stage: 17**seed * (stage + 1) % 31 for _, stage in flight.stores}
+            peak = max(
+                moment.during
+                for moment in held(order, lambda *store, keeps=keeps: keeps[store], works.get)
+            )
+            assert peak == max(
+                sum(n * keeps[store] for n, store in zip(one.held, flight.stores, strict=True))
+                + works.get(one.working, 0)
+                for one in flight.moments
+            )
+
+
+@pytest.mark.parametrize(("kind", "p", "v", "m"), CASES)
+def test_an_earlier_rank_holds_no_less(kind, p, v, m):
+    """What `MemoryModel.distinct_ranks` rests on."""
+    for rank in range(1, p):
+        before, here = (fullest(kind, p, v, m, r) for r in (rank - 1, rank))
+        chunk = {stage: at for f in (before, here) for at, (_, stage) in enumerate(f.stores)}
+        for one in here.moments:
+            assert any(
+                chunk[other.working] == chunk[one.working] and exceeds(other, one)
+                for other in before.moments
+            )
+
+
+@pytest.mark.parametrize(("kind", "p", "v", "m"), CASES)
+def test_the_most_in_all_chunks_is_that_of_the_schedule(kind, p, v, m):
+    peaks = build(kind, p, v, m).peak_activations()
+    found = (fullest(kind, p, v, m, rank).moments for rank in range(p))
+    assert [max(sum(one.held) for one in moments) for moments in found] == [*peaks]
+
+
+def test_validation_keeps_nothing():
+    """Each forward's activations go with it."""
+    found = fullest("forward", 2, 2, 5, 0).moments
+    assert sorted(one.held for one in found) == [(0, 1), (1, 0)]

@@ -75,8 +75,8 @@ def test_pictures_elsewhere(run, tmp_path_factory, monkeypatch):
     """Of a run that may only be read the table comes all the same, and pictures on request."""
     other = tmp_path_factory.mktemp("x") / "there/it/is"
     done = CliRunner().invoke(command, [str(run), "--output", str(other), "--json"])
-    assert done.exit_code == 0 and len(json.loads(done.stdout)["files"]) == 3
-    assert len(list(other.iterdir())) == 3 and not (run / "loss.png").exists()
+    assert done.exit_code == 0 and len(json.loads(done.stdout)["files"]) == 4
+    assert len(list(other.iterdir())) == 4 and not (run / "loss.png").exists()
 
     def refused(self, path, **options):
         raise PermissionError(13, "Permission denied", str(path))

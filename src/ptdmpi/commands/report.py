@@ -11,13 +11,15 @@ from ptdmpi import report
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
-from ptdmpi.report import compare
+from ptdmpi.report import compare, page, several
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
 
-@click.command(cls=Command, short_help="Table, plots and trace of a run.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.command(
+    cls=Command, short_help="Table, plots, page and trace of a run, or several compared."
+)
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--cluster", help="Predict on this one; default: what run.cluster of the run names.")
 @click.option(
     "--output",
@@ -25,13 +27,21 @@ from ptdmpi.terminal.say import note
     help="Directory for pictures and trace [default: RUN].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-def command(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> None:
-    """Sum up the run directory RUN (such as runs/demo).
+def command(
+    runs: tuple[Path, ...], cluster: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Sum up the run directory RUNS (such as runs/demo), or compare several.
 
     Where a cluster is known (ptdmpi probe writes one of a machine), the step that is predicted on
-    it stands beside the measured one. Writes loss.png, timeline.png and trace.json (for Perfetto or
-    chrome://tracing) into it, or into --output DIR; a run that may only be read keeps its table.
+    it stands beside the measured one. Writes loss.png, timeline.png, trace.json (for Perfetto or
+    chrome://tracing) and report.html (all in one file) into it, or into --output DIR; a run that
+    may only be read keeps its table. Several runs share one table, and comparison.png beside the
+    first of them.
     """
+    if len(runs) > 1:
+        _several(runs, output, as_json)
+        return
+    (run,) = runs
     loaded = report.read(run)
     numbers = report.summary(loaded)
     foreseen = compare.foreseen(
@@ -43,6 +53,10 @@ def command(run: Path, cluster: str | None, output: Path | None, as_json: bool) 
     compared = None
     if foreseen and loaded.measured:
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
+    if paths:
+        shown = [path for path in paths if path.suffix == ".png"]
+        paths.append(paths[0].with_name("report.html"))
+        page.write(loaded, report.rows_of(numbers), shown, paths[-1])
     if as_json:
         print(json.dumps({**numbers, "files": [str(path) for path in paths]}))
         note_all(unwritten)
@@ -80,3 +94,26 @@ def _written(
 def note_all(lines: list[str]) -> None:
     for line in lines:
         note(line)
+
+
+def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+    loaded = [report.read(path) for path in runs]
+    numbers = [report.summary(one) for one in loaded]
+    drawn = (output or runs[0].absolute().parent) / "comparison.png"
+    try:
+        drawn.parent.mkdir(parents=True, exist_ok=True)
+        several.picture(loaded, drawn)
+    except OSError as error:
+        raise InputError(f"{drawn}: {error.strerror}; --output DIR draws it elsewhere") from None
+    gap = several.largest_gap(loaded)
+    if as_json:
+        named = [{"path": str(path), **one} for path, one in zip(runs, numbers, strict=True)]
+        print(json.dumps({"runs": named, "gap": gap, "files": [str(drawn)]}))
+        return
+    print(several.table(loaded, numbers))
+    if gap:
+        print(
+            f"\nloss over {gap['steps']:,} steps in common: {gap['mean']:.3g} apart in the mean, "
+            f"{gap['largest']:.3g} at step {gap['at_step']:,}"
+        )
+    print(f"\nwrote {drawn}")

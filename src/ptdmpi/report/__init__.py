@@ -149,6 +149,9 @@ def summary(run: Run) -> dict[str, Any]:
         numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
         numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
+    profiles = sorted((run.path / "profile").glob("*-rank-*"))
+    if profiles:
+        numbers["profiles"] = [str(path) for path in profiles]
     if run.attempts:
         numbers["attempts"] = trained.as_json(run.attempts)
     return numbers
@@ -180,8 +183,8 @@ def _ops_of(timeline: Timeline) -> list[str]:
     return [kind.span for kind in OP_KINDS.values() if kind.span in found]
 
 
-def table(numbers: dict[str, Any]) -> str:
-    """The summary as lines of text."""
+def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as names and texts."""
     rows: list[tuple[str, str]] = []
     for key, value in numbers.items():
         if key in ("step_shares", "comparison", "attempts"):
@@ -194,6 +197,9 @@ def table(numbers: dict[str, Any]) -> str:
                 )
                 for of in value
             ]
+            continue
+        if key == "profiles":
+            rows += [("profile", path) for path in value]
             continue
         if key == "validation_losses":
             rows += [(f"validation loss of {path}", f"{loss:.4f}") for path, loss in value.items()]
@@ -215,7 +221,12 @@ def table(numbers: dict[str, Any]) -> str:
     if "step_shares" in numbers:
         for key, share in numbers["step_shares"].items():
             rows.append((f"step: {PARTS.get(key, key)}", f"{share:.1%}"))
-    rows += trained.rows(numbers["attempts"]) if "attempts" in numbers else []
+    return rows + (trained.rows(numbers["attempts"]) if "attempts" in numbers else [])
+
+
+def table(numbers: dict[str, Any]) -> str:
+    """The summary as lines of text."""
+    rows = rows_of(numbers)
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

@@ -188,7 +188,7 @@ class Survivors:
             concluded=loop.concluded,
             asked=self.signals.received,
             saved=loop.saving.newest,
-            answer=loop.course.answer,
+            answer=loop.feed.course.answer,
         )
         self.holding = live.hold(loop.engine, report)
 

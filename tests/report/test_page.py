@@ -1,0 +1,83 @@
+"""Several runs beside each other, and a run as one page."""
+
+import json
+import math
+from html.parser import HTMLParser
+
+from click.testing import CliRunner
+
+from ptdmpi import report
+from ptdmpi.commands.report import command
+from ptdmpi.report import page, several
+from tests.report._made import made, record
+
+
+class Tags(HTMLParser):
+    """What a browser would find in a page, and whether it is well formed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_one_file_without_a_network(tmp_path):
+    run = made(tmp_path / "a<b", 3, record(1, 4.0), record(2, math.nan), record(3, 2.0))
+    (run / "log.txt").write_text("a <script>alert(1)</script> line\n")
+    done = CliRunner().invoke(command, [str(run)])
+    assert done.exit_code == 0 and "report.html" in done.stdout
+    text = (run / "report.html").read_text()
+    tags = Tags(text)
+    assert tags.open == []
+    names = [tag for tag, _ in tags.found]
+    assert "script" not in names and "link" not in names and names.count("svg") == 6
+    sources = [attrs["src"] for tag, attrs in tags.found if tag == "img"]
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "http" not in text.replace("&lt;", "") and "a&lt;b" in text and "<td>3</td>" in text
+    assert "nan" not in text.partition("<h2>Files")[0].partition("<svg")[2].lower()
+
+
+def test_a_curve_keeps_its_ends_and_what_is_finite():
+    drawn = page.svg([(1, 2.0), (2, math.inf), (3, 4.0)], [(3, 5.0)])
+    assert ">5<" in drawn and ">2<" in drawn and drawn.count("<circle") == 1
+    points = drawn.partition('points="')[2].partition('"')[0].split()
+    assert len(points) == 2
+    assert "no numbers" in page.svg([(1, math.nan)])
+    assert len(page.svg([(i, 1.0) for i in range(10_000)]).split()) < 500
+
+
+def test_several_runs_share_a_table_and_a_picture(tmp_path):
+    first = made(tmp_path / "first", 3, record(1, 4.0), record(2, 3.0))
+    second = made(tmp_path / "second", 3, record(1, 4.0), record(2, 3.5), record(3, 3.0))
+    with (second / "metrics.jsonl").open("a") as file:
+        more = {"step": 3, "validation_loss": 3.25, "validation_perplexity": 25.0}
+        file.write(json.dumps(more) + "\n")
+    done = CliRunner().invoke(command, [str(first), str(second)])
+    assert done.exit_code == 0, done.output
+    rows = {line[:17].strip(): line[17:].split() for line in done.stdout.splitlines()}
+    assert rows["steps"][-2:] == ["2", "3"] and rows["last loss"] == ["3.0000", "3.0000"]
+    assert rows["validation loss"] == ["-", "3.2500"]
+    assert "loss over 2 steps in common: 0.25 apart in the mean, 0.5 at step 2" in done.stdout
+    assert (tmp_path / "comparison.png").stat().st_size > 1000
+    found = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
+    assert [one["steps"] for one in found["runs"]] == [2, 3] and found["gap"]["at_step"] == 2
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):
+    runs = [report.read(made(tmp_path / name, 3, record(1, 4.0))) for name in ("x", "y")]
+    assert several.labels(runs) == ["x", "y"]
+    for run in runs:
+        run.config["run"]["name"] = "same"
+    assert several.labels(runs) == [str(tmp_path / "x"), str(tmp_path / "y")]

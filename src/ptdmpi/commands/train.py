@@ -66,6 +66,9 @@ def command(
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
+                from ptdmpi.plan.search.choose import require_free
+
+                world.on_root(lambda: require_free(overrides))
                 tree = _laid_out(tree, world)
             recover.train(tree, world, signals)
 

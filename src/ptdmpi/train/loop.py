@@ -34,6 +34,7 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
 
 
@@ -72,6 +73,7 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, vocab_size, device, self.lookout.place)
         names, say = self.lookout.ranks.name, self.journal.say
+        self.profile = Profile(config.run, world.rank, device, say)
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
             Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
@@ -139,7 +141,7 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        with self.memory.explained():
+        with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
         self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)

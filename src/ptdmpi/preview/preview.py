@@ -201,8 +201,13 @@ def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     size = STATE_KINDS * element * parameter_count(config.model, vocab_size)
     there = os.statvfs(_existing(Path(config.run.dir)))
     free = there.f_bavail * there.f_frsize
-    every = config.checkpoint.every_steps
-    return {"bytes": size, "free_bytes": free, "fits": size <= free, "every_steps": every}
+    return {
+        "bytes": size,
+        "free_bytes": free,
+        "fits": size <= free,
+        "every_steps": config.checkpoint.every_steps,
+        "every_minutes": config.checkpoint.every_minutes,
+    }
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> int:

@@ -50,9 +50,10 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
     right = MpiCommunicator._all_reduce
 
     def corrupt(axis, flat, op):
-        right(axis, flat, op)
+        handle = right(axis, flat, op)
         if axis.rank == 1:
             flat[-1] += 1
+        return handle
 
     with patch.object(MpiCommunicator, "_all_reduce", corrupt):
         findings = doctor._all_reduce(World(comm))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ptdmpi.checkpoint.save import Checkpoints
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
@@ -32,8 +33,8 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
-from ptdmpi.watch.stopwatch import Stopwatch
 
 
 class Loop:
@@ -53,7 +54,7 @@ class Loop:
         """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
         self.config, self.world = config, world
         torch.set_num_threads(config.run.threads)
-        self.axes = world.split(grid_of(config))
+        self.axes = world.split(grid_of(config), wire_named(config.comm.wire))
         self.journal = Journal(config, self.axes, signals.show)
         self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)
         try:
@@ -71,6 +72,7 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, vocab_size, device, self.lookout.place)
         names, say = self.lookout.ranks.name, self.journal.say
+        self.profile = Profile(config.run, world.rank, device, say)
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
             Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
@@ -121,7 +123,7 @@ class Loop:
             self._stop_if(asked, self.first)
             for step in range(self.first, steps):
                 result, batches, elapsed = self._step(step, feed)
-                self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
+                self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
                 self._conclude(self.completed, batches)
         self.journal.keep_timeline()
 
@@ -134,16 +136,14 @@ class Loop:
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.lookout.place.step = step + 1
-        watch = Stopwatch(self.axes["pipeline"].rank, self.lookout.place)
+        watch = self.engine.stopwatch()
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        with self.memory.explained():
+        with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.computes)
-        tensor_s = computed - result.compute_s
-        self.journal.recent.add(elapsed, watch.spans + result.spans, tensor_s)
+        self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)
         self.lookout.computed(result.compute_s, elapsed)
         return result, batches, elapsed
 

@@ -80,6 +80,11 @@ class PrecisionConfig(Section):
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     loss_scale_window: Positive = 1000
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether small gradients would vanish in the type, so that the loss is scaled."""
+        return self.compute == "fp16"
+
 
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward."""

@@ -76,7 +76,7 @@ class Loop:
         self.profile = Profile(config.run, world.rank, device, say)
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
-            Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
+            Path(config.run.dir) / "checkpoints", self.engine.state, self.axes, self.feed.course
         )
         start = handover or Handover(config.checkpoint.resume)
         self.attempt = Attempt(world, self.engine, checkpoints, start)

@@ -51,6 +51,7 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     return Flight(first.stores, tuple(later))
 
 
+@lru_cache(maxsize=16384)
 def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
     ops = order(kind, placement(kind, pipeline, virtual), microbatches, rank)
     rows = {letter: OP_KINDS[letter] for letter in {op.kind for op in ops}}

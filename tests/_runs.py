@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 from ptdmpi.comm.world import World
 from ptdmpi.data.shard_writer import ShardWriter
@@ -81,6 +82,21 @@ def after(method: Callable, call: int, action: Callable[[], None]) -> Callable:
 
 def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The logical tensors of a checkpoint, put together from its boxes."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    whole = {}
+    for name, tensor in manifest["tensors"].items():
+        whole[name] = np.full(tensor["shape"], np.nan, dtype=tensor["dtype"])
+        for piece in tensor["pieces"]:
+            box = tuple(slice(*ends) for ends in zip(piece["start"], piece["stop"], strict=True))
+            with safe_open(checkpoint / piece["file"], framework="np") as file:
+                assert np.isnan(whole[name][box]).all()  # each element is written once
+                whole[name][box] = file.get_tensor(piece["key"])
+        assert not np.isnan(whole[name]).any()
+    return whole
 
 
 def log(run: Path) -> str:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -39,17 +40,17 @@ class CountingCommunicator(MpiCommunicator):
         super().__init__(control)
         self.calls: list[tuple[str, int]] = []
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce_begin(self, tensor: Tensor, op: str = "sum") -> Handle:
         self.calls.append((f"all-reduce {op}", tensor.nbytes))
-        return super().all_reduce(tensor, op)
+        return super().all_reduce_begin(tensor, op)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
         self.calls.append(("all-gather", tensor.nbytes))
-        return super().all_gather(tensor)
+        return super().all_gather_begin(tensor)
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+    def reduce_scatter_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
         self.calls.append(("reduce-scatter", tensor.nbytes))
-        return super().reduce_scatter(tensor)
+        return super().reduce_scatter_begin(tensor)
 
 
 @parallel(ranks=[1, 2, 4])

@@ -1,6 +1,7 @@
 """`ptdmpi doctor` on real ranks: what it prints, its exit codes, and sums that are wrong."""
 
 import json
+import re
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
+from ptdmpi.commands.doctor import report_text
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import Case, ComparedLayout, Model
 from tests.parallel import mpirun, parallel
@@ -48,9 +50,10 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
     right = MpiCommunicator._all_reduce
 
     def corrupt(axis, flat, op):
-        right(axis, flat, op)
+        handle = right(axis, flat, op)
         if axis.rank == 1:
             flat[-1] += 1
+        return handle
 
     with patch.object(MpiCommunicator, "_all_reduce", corrupt):
         findings = doctor._all_reduce(World(comm))
@@ -81,3 +84,19 @@ def test_parity_on_two_ranks():
     assert lines[-2].endswith("rows, all ok")
     assert lines[-1] == "Layouts of 3 to 16 ranks were left out."
     assert "parity:" in result.stderr
+
+
+def test_report_has_versions_and_no_secrets():
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JWT": "s3cret",
+        "SLURM_JOB_ACCOUNT": "s3cret",
+        "PMIX_SERVER_URI21": "s3cret",
+        "WANDB_API_KEY": "s3cret",
+        "HOME": "s3cret",
+    }
+    text = report_text(["  MPI   Open MPI"], environ)
+    assert "  MPI   Open MPI\n" in text and "\nOMP_NUM_THREADS=1\n" in text
+    assert "\nOMPI_COMM_WORLD_SIZE=4\n" in text and "s3cret" not in text
+    assert re.search(r"^torch +2\.", text, re.MULTILINE)

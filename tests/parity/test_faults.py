@@ -6,7 +6,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from torch import Tensor
 
+from ptdmpi.comm.communicator import DONE, Handle
 from ptdmpi.comm.world import World
 from ptdmpi.model import stage
 from ptdmpi.model.random import Stream
@@ -69,7 +71,10 @@ def test_fault_of_masked_models_turns_a_row_red(comm):
 
 @contextlib.contextmanager
 def forgotten_tensor_all_reduce() -> Iterator[None]:
-    with patch.object(TensorAxis, "reduce", lambda axis, partial: partial.contiguous()):
+    def alone(axis: TensorAxis, partial: Tensor) -> tuple[Tensor, Handle]:
+        return partial.contiguous(), DONE
+
+    with patch.object(TensorAxis, "reduce_begin", alone):
         yield
 
 

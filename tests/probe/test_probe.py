@@ -54,9 +54,10 @@ def test_wrong_results_end_the_probe_on_every_rank(comm):
     right_sum, right_product = MpiCommunicator._all_reduce, model_kernels.linear
 
     def wrong_sum(axis, flat, op):
-        right_sum(axis, flat, op)
+        handle = right_sum(axis, flat, op)
         if axis.rank == 1:
             flat[-1] += 1
+        return handle
 
     with (
         patch.object(MpiCommunicator, "_all_reduce", wrong_sum),

@@ -8,11 +8,11 @@ import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from safetensors import safe_open
 
 from ptdmpi.commands.report import command as report
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
+from tests._runs import records, tensors
 from tests.parallel import mpirun
 from tests.sinks._events import curve
 
@@ -72,25 +72,6 @@ def _train(folder: Path, ranks: int, *settings: str, check: bool = True):
     )
 
 
-def _records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """The logical tensors of a checkpoint, put together from its boxes."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    whole = {}
-    for name, tensor in manifest["tensors"].items():
-        whole[name] = np.full(tensor["shape"], np.nan, dtype=tensor["dtype"])
-        for piece in tensor["pieces"]:
-            box = tuple(slice(*ends) for ends in zip(piece["start"], piece["stop"], strict=True))
-            with safe_open(checkpoint / piece["file"], framework="np") as file:
-                assert np.isnan(whole[name][box]).all()  # each element is written once
-                whole[name][box] = file.get_tensor(piece["key"])
-        assert not np.isnan(whole[name]).any()
-    return whole
-
-
 @pytest.fixture(scope="module")
 def interleaved(corpus) -> Path:
     """An undisturbed run of 6 steps in the layout of the demo."""
@@ -100,18 +81,18 @@ def interleaved(corpus) -> Path:
 
 
 def test_run_directory(interleaved):
-    records = _records(interleaved)
-    steps = [record for record in records if "loss" in record]
+    found = records(interleaved)
+    steps = [record for record in found if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     wanted = "loss grad_norm learning_rate tokens step_time_s tokens_per_s mfu"
     for key in (*wanted.split(), "model_tflops_per_rank", "peak_memory_bytes", "rank_count"):
         assert all(key in record for record in steps), key
     assert steps[-1]["tokens"] == 6 * 8 * 16
     assert steps[-1]["layout"] == "t=2,p=2,d=1,v=2,b=1"
-    validations = [record for record in records if "validation_loss" in record]
+    validations = [record for record in found if "validation_loss" in record]
     assert [record["step"] for record in validations] == [3, 6]
     assert ["bigram_validation_loss" in record for record in validations] == [True, False]
-    saves = [record for record in records if "checkpoint_stall_s" in record]
+    saves = [record for record in found if "checkpoint_stall_s" in record]
     assert [record["step"] for record in saves] == [3, 6]
     assert "stalled" in (interleaved / "log.txt").read_text()
     assert np.exp(validations[0]["validation_loss"]) == pytest.approx(
@@ -125,7 +106,7 @@ def test_run_directory(interleaved):
 def test_tensorboard_has_the_records(interleaved):
     pytest.importorskip("tensorboardX")
     for key, name in (("loss", "train/loss"), ("validation_loss", "validation/validation_loss")):
-        recorded = {r["step"]: r[key] for r in _records(interleaved) if key in r}
+        recorded = {r["step"]: r[key] for r in records(interleaved) if key in r}
         assert curve(interleaved / "tensorboard", name) == pytest.approx(recorded, rel=1e-6)
 
 
@@ -135,14 +116,14 @@ def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
     parts = '[{path = "train", weight = 0.7}, {path = "more", weight = 0.3}]'
     valid = 'data.valid=["valid", "more-valid"]'
     _train(corpus, 1, "run.name=mixture", f"data.train={parts}", valid, "run.steps=5")
-    records = _records(corpus / "runs/mixture")
-    validation = [record for record in records if "validation_loss" in record][-1]
+    found = records(corpus / "runs/mixture")
+    validation = [record for record in found if "validation_loss" in record][-1]
     losses = validation["validation_losses"]
     assert list(losses) == ["valid", "more-valid"]
     mean = (31 * losses["valid"] + 12 * losses["more-valid"]) / 43  # samples of 16 tokens
     assert validation["validation_loss"] == pytest.approx(mean, rel=1e-12)
     order = SampleOrder([Part(249, "0.7"), Part(43, "0.3")], seed=1234)
-    steps = [record for record in records if "loss" in record]
+    steps = [record for record in found if "loss" in record]
     for record in steps:
         drawn = np.bincount(order.locate(np.arange(8 * record["step"]))[0], minlength=2).tolist()
         assert record["samples_drawn"] == drawn
@@ -173,8 +154,8 @@ def test_resume_is_exact(corpus, interleaved, name, ranks, layout, bits):
     first.symlink_to(interleaved / "checkpoints/step-00000003")
     output = _train(corpus, ranks, *layout, f"run.name={name}").stdout
     assert "resumed after step 3" in output
-    straight = _tensors(interleaved / "checkpoints/step-00000006")
-    resumed = _tensors(corpus / f"runs/{name}/checkpoints/step-00000006")
+    straight = tensors(interleaved / "checkpoints/step-00000006")
+    resumed = tensors(corpus / f"runs/{name}/checkpoints/step-00000006")
     assert straight.keys() == resumed.keys()
     for tensor, values in straight.items():
         if bits:
@@ -183,8 +164,8 @@ def test_resume_is_exact(corpus, interleaved, name, ranks, layout, bits):
             np.testing.assert_allclose(
                 resumed[tensor], values, rtol=0, atol=1e-3 * np.abs(values).max(), err_msg=tensor
             )
-    losses = {r["step"]: r["loss"] for r in _records(interleaved) if "loss" in r}
-    for record in _records(corpus / f"runs/{name}"):
+    losses = {r["step"]: r["loss"] for r in records(interleaved) if "loss" in r}
+    for record in records(corpus / f"runs/{name}"):
         if "loss" in record:
             assert record["loss"] == pytest.approx(losses[record["step"]], rel=1e-5)
 
@@ -201,8 +182,8 @@ def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(corpus):
     output = _train(corpus, 1, "run.name=damaged", "run.steps=4").stdout
     assert "stepped over checkpoint" in output and "is damaged" in output
     assert "resumed after step 3" in output
-    records = _records(run)
-    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4]
+    found = records(run)
+    assert [r["step"] for r in found if "loss" in r] == [1, 2, 3, 4]
     assert newest.exists()
 
 
@@ -235,7 +216,7 @@ def test_a_signal_on_one_rank_stops_all_after_saving(corpus):
     assert (run / "checkpoints/latest").read_text() == "step-00000002\n"
     again = _train(corpus, 2, "run.name=stopped", "parallel.pipeline=2").stdout
     assert "resumed after step 2" in again
-    assert [r["step"] for r in _records(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(run) if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
 
 MISTAKES = {

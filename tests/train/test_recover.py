@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 
 from ptdmpi.data.shard_writer import ShardWriter
+from tests._runs import records, tensors
 from tests.parallel import mpirun
 
 CONFIG = """
@@ -113,32 +113,16 @@ def _disturbed(folder: Path, ranks: int, kills: list, *settings: str, check: boo
     )
 
 
-def _records(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    whole = {}
-    for name, tensor in manifest["tensors"].items():
-        whole[name] = np.full(tensor["shape"], np.nan, dtype=tensor["dtype"])
-        for piece in tensor["pieces"]:
-            box = tuple(slice(*ends) for ends in zip(piece["start"], piece["stop"], strict=True))
-            with safe_open(checkpoint / piece["file"], framework="np") as file:
-                whole[name][box] = file.get_tensor(piece["key"])
-    return whole
-
-
 def _check_same(run: Path, undisturbed: Path) -> None:
     """The records of each step once, losses and final state to the bit."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "validation_loss")
     found, expected = (
-        [{key: record[key] for key in keys if key in record} for record in _records(path)]
+        [{key: record[key] for key in keys if key in record} for record in records(path)]
         for path in (run, undisturbed)
     )
     assert found == expected
     last = "checkpoints/step-00000006"
-    wanted, got = _tensors(undisturbed / last), _tensors(run / last)
+    wanted, got = tensors(undisturbed / last), tensors(run / last)
     assert wanted.keys() == got.keys()
     for name, values in wanted.items():
         np.testing.assert_array_equal(got[name], values, err_msg=name)
@@ -158,9 +142,9 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     assert second.startswith("rank 2 (") and "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
     assert "from live state of step 5, " in second
     _check_same(corpus / "runs/twice", undisturbed)
-    records = _records(corpus / "runs/twice")
+    found = records(corpus / "runs/twice")
     # step 5 was trained by two ranks, and recorded by the one that was left
-    assert [r["rank_count"] for r in records if "loss" in r] == [3, 2, 2, 2, 1, 1]
+    assert [r["rank_count"] for r in found if "loss" in r] == [3, 2, 2, 2, 1, 1]
 
 
 @pytest.mark.long

@@ -91,4 +91,4 @@ def test_a_hook_goes_with_its_context_whatever_happens_in_it(comm):
 def steps_of_without_messages(engine) -> None:
     for stage in engine.stages.values():
         stage.begin_step(0, microbatches(engine.config, 0, 0), 1.0)
-    engine.runner.run(engine.schedule, engine.program)
+    engine.runner.run(engine.schedule, engine.program, engine.stopwatch())

@@ -1,81 +1,137 @@
 """The communicator contract: what a wire must offer to the parallel layers, and nothing else.
 
-A communicator stands for one axis of the process grid, seen from one rank. Size 1 is the same code
-with the exchange skipped. Tensors must be contiguous: a silently copied one would lose its result.
+A communicator stands for one group of the process grid, such as an axis, seen from one rank. Size 1
+is the same code with the exchange skipped. Tensors must be contiguous: a silently copied one would
+lose its result.
+
+A collective may be begun and waited for later: `all_reduce_begin(x)` returns a handle, and what
+does not need x goes on meanwhile. Every rank of a group begins the same ones in the same order.
 """
 
-import time
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ptdmpi.comm.clock import HOST, Clock, Total
 
 if TYPE_CHECKING:  # the import initialises MPI, which work on one rank does without
     from mpi4py import MPI
 
 
 class Handle(Protocol):
-    """A send or receive under way; the tensor belongs to it until `wait` returns."""
+    """Communication under way; its tensors belong to it until `wait` returns."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """What follows may use the tensors. On a device its queue waits, and the host does not."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the tensors are there already. Never waits."""
+
+
+class _Done:
+    """Of what was over when it was begun."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def done(self) -> bool:
+        return True
+
+
+DONE: Handle = _Done()
 
 
 class Communicator(ABC):
-    """One axis of the process grid: `rank` of `size`.
+    """One group of the process grid, such as an axis: `rank` of `size`.
 
-    Sums are taken in ascending rank order, in float32 at least, so that they do not depend on how
-    a tensor is cut into messages. MPI carries the control messages on every wire.
+    MPI carries the control messages on every wire. `busy` names the collective that this rank is
+    in, and is empty outside; another thread may read it.
 
-    `busy` names the collective that this rank is in, and is empty outside; another thread may read
-    it. `waited_s` adds up the seconds in collectives: mostly waiting, where one rank is slow.
+    A wire says of itself: `exact`, that sums are taken in ascending rank order, in float32 at
+    least, so that they depend neither on how a tensor is cut into messages nor on the library's
+    choice of algorithm; who needs equal bits asks. And `posts_early`, that a receive may be begun
+    long before its message is sent without holding up what is begun after it.
     """
 
-    def __init__(self, control: "MPI.Comm") -> None:
-        self.control = control
+    exact: ClassVar[bool] = False
+    posts_early: ClassVar[bool] = False
+
+    def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
+        """`clock` times the work of this wire; `group` is what the grid calls these ranks."""
+        self.control, self.clock, self.group = control, clock, group
         self.rank: int = control.Get_rank()
         self.size: int = control.Get_size()
         self.busy = ""
-        self.waited_s = 0.0
+        self._waits: Total | None = None
+
+    @contextlib.contextmanager
+    def counting(self, waits: Total) -> Iterator[None]:
+        """Collectives inside add their time to `waits`: it is mostly waiting, where one rank is
+        slow, and no work of this rank."""
+        self._waits = waits
+        try:
+            yield
+        finally:
+            self._waits = None
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace `tensor` (any shape) by its sum or "max" over the axis; returns it."""
-        _require(tensor)
-        if self.size > 1 and tensor.numel():
-            self._timed("all_reduce", self._all_reduce, tensor.view(-1), op)
+        """Replace `tensor` (any shape) by its sum or "max" over the ranks; returns it."""
+        self.all_reduce_begin(tensor, op).wait()
         return tensor
+
+    def all_reduce_begin(self, tensor: Tensor, op: str = "sum") -> Handle:
+        """Begin to replace `tensor` (any shape) by its sum or "max" over the ranks."""
+        _require(tensor)
+        if self.size == 1 or not tensor.numel():
+            return DONE
+        return self._begin("all_reduce", self._all_reduce, tensor.view(-1), op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[n, ...] on each rank -> [size n, ...], rank after rank."""
-        _require(tensor)
-        if self.size == 1:
-            return tensor
-        result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        self._timed("all_gather", self._all_gather, result.view(-1), tensor.view(-1))
+        result, handle = self.all_gather_begin(tensor)
+        handle.wait()
         return result
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """[size n, ...] on each rank -> [n, ...]: this rank's part of the sum over the axis."""
+    def all_gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
+        """[n, ...] on each rank -> [size n, ...], rank after rank, once the handle was waited
+        for."""
         _require(tensor)
         if self.size == 1:
-            return tensor
+            return tensor, DONE
+        result = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        flat = tensor.view(-1)
+        return result, self._begin("all_gather", self._all_gather, result.view(-1), flat)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """[size n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
+        result, handle = self.reduce_scatter_begin(tensor)
+        handle.wait()
+        return result
+
+    def reduce_scatter_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
+        """[size n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks, once
+        the handle was waited for."""
+        _require(tensor)
+        if self.size == 1:
+            return tensor, DONE
         if tensor.shape[0] % self.size:
             raise ValueError(f"{self.size} ranks cannot share dim 0 of {tuple(tensor.shape)}")
         result = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        self._timed("reduce_scatter", self._reduce_scatter, result.view(-1), tensor.view(-1))
-        return result
+        flat = tensor.view(-1)
+        return result, self._begin("reduce_scatter", self._reduce_scatter, result.view(-1), flat)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` by the root's; returns it."""
         _require(tensor)
         if self.size > 1:
-            self._timed("broadcast", self._broadcast, tensor.view(-1), root)
+            self._begin("broadcast", self._broadcast, tensor.view(-1), root).wait()
         return tensor
 
     def send(self, tensor: Tensor, peer: int) -> None:
@@ -97,18 +153,18 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         if self.size > 1:
-            self._timed("barrier", self.control.Barrier)
+            self.timed("barrier", self.control.Barrier)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Any picklable value of each rank, in rank order."""
         if self.size == 1:
             return [value]
-        return self._timed("all_gather_object", self.control.allgather, value)
+        return self.timed("all_gather_object", self.control.allgather, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         if self.size == 1:
             return value
-        return self._timed("broadcast_object", self.control.bcast, value, root)
+        return self.timed("broadcast_object", self.control.bcast, value, root)
 
     def greatest(self, values: Sequence[int]) -> list[int]:
         """The greatest of each of `values` (64 bits) over the axis: one small message, no pickling.
@@ -120,31 +176,37 @@ class Communicator(ABC):
         from mpi4py import MPI
 
         numbers = np.array(values, dtype=np.int64)
-        self._timed("vote", self.control.Allreduce, MPI.IN_PLACE, numbers, MPI.MAX)
+        self.timed("vote", self.control.Allreduce, MPI.IN_PLACE, numbers, MPI.MAX)
         return numbers.tolist()
 
-    def _timed(self, name: str, work: Callable, *arguments: Any) -> Any:
-        """`work(*arguments)`; if it fails, `busy` goes on telling where."""
+    def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """`work(*arguments)` in the collective `name`; if it fails, `busy` still tells where."""
         self.busy = name
-        start = time.perf_counter()
+        waits = self._waits
+        begin = self.clock.mark() if waits is not None else None
         result = work(*arguments)
-        self.waited_s += time.perf_counter() - start
+        if waits is not None and begin is not None:
+            waits.add(begin, self.clock.mark())
         self.busy = ""
         return result
+
+    def _begin(self, name: str, work: Callable[..., Handle], *arguments: Any) -> Handle:
+        handle = self.timed(name, work, *arguments)
+        return handle if handle is DONE else _UnderWay(self, name, handle)
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
 
     @abstractmethod
-    def _all_reduce(self, flat: Tensor, op: str) -> None: ...
+    def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...
 
     @abstractmethod
-    def _all_gather(self, result: Tensor, flat: Tensor) -> None: ...
+    def _all_gather(self, result: Tensor, flat: Tensor) -> Handle: ...
 
     @abstractmethod
-    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> None: ...
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle: ...
 
     @abstractmethod
-    def _broadcast(self, flat: Tensor, root: int) -> None: ...
+    def _broadcast(self, flat: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
     def _isend(self, flat: Tensor, peer: int) -> Handle: ...
@@ -153,12 +215,28 @@ class Communicator(ABC):
     def _irecv(self, flat: Tensor, peer: int) -> Handle: ...
 
 
+class _UnderWay:
+    """A collective that was begun: waiting for it is time in it, as beginning it was."""
+
+    def __init__(self, group: Communicator, name: str, handle: Handle) -> None:
+        self._group, self._name, self._handle = group, name, handle
+
+    def wait(self) -> None:
+        self._group.timed(self._name, self._handle.wait)
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+
 class OneRank(Communicator):
-    """An axis of size 1 outside of any MPI program: nothing is ever exchanged."""
+    """A group of one rank outside of any MPI program: nothing is ever exchanged."""
+
+    exact = posts_early = True
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
-        self.busy, self.waited_s = "", 0.0
+        self.clock, self.group = HOST, ""
+        self.busy, self._waits = "", None
 
     def _never(self, *arguments: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")

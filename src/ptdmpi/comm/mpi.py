@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Communicator, Handle, combine
+from ptdmpi.comm.communicator import DONE, Communicator, Handle, combine
 
 # Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
 DIRECT_BYTES = 32 * 1024
@@ -49,9 +49,13 @@ class _Request:
 
 
 class MpiCommunicator(Communicator):
-    """An axis whose tensors travel through MPI."""
+    """A group whose tensors travel through MPI. A collective is done when it was begun: MPI makes
+    progress only inside its calls, so that going on meanwhile would gain nothing."""
 
-    def _all_reduce(self, flat: Tensor, op: str) -> None:
+    exact = True
+    posts_early = True  # MPI matches by sender, whatever else is under way
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Handle:
         host = flat.cpu()
         if host.nbytes <= DIRECT_BYTES:
             pieces = host.new_empty((self.size, host.numel()))
@@ -67,6 +71,7 @@ class MpiCommunicator(Communicator):
                 self._all_reduce_bucket(bucket, op)
         if host is not flat:
             flat.copy_(host)
+        return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
         """Reduce-scatter by exchanging pieces, then all-gather: 2 (size-1)/size of the bytes."""
@@ -83,24 +88,27 @@ class MpiCommunicator(Communicator):
         combine(pieces, op, mine)
         self.control.Allgatherv(MPI.IN_PLACE, [data, (counts, starts), MPI.BYTE])
 
-    def _all_gather(self, result: Tensor, flat: Tensor) -> None:
+    def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = result.cpu()
         self.control.Allgather(_bytes(flat.cpu()), _bytes(host))
         if host is not result:
             result.copy_(host)
+        return DONE
 
-    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> None:
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         host = flat.cpu()
         pieces = torch.empty_like(host)
         self.control.Alltoall(_bytes(host), _bytes(pieces))
         combine(pieces.view(self.size, -1), "sum", total := torch.empty_like(result, device="cpu"))
         result.copy_(total)
+        return DONE
 
-    def _broadcast(self, flat: Tensor, root: int) -> None:
+    def _broadcast(self, flat: Tensor, root: int) -> Handle:
         host = flat.cpu()
         self.control.Bcast(_bytes(host), root)
         if host is not flat:
             flat.copy_(host)
+        return DONE
 
     def _isend(self, flat: Tensor, peer: int) -> Handle:
         host = flat.cpu()

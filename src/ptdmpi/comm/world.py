@@ -15,9 +15,11 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from ptdmpi.comm.clock import Clock
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 from ptdmpi.terminal.program import mendable_paths
@@ -36,10 +38,16 @@ class Axes:
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
+    clock: Clock  # times the work of this rank, as the wire's does its own
 
     def __getitem__(self, group: str) -> Communicator:
         """The communicator of a group that this rank is in; raises KeyError for another."""
         return self.groups[group]
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums over every group have the same bits however they travel."""
+        return all(group.exact for group in self.groups.values() if group.size > 1)
 
     @property
     def world(self) -> Communicator:
@@ -116,27 +124,38 @@ class World:
         """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
         return self.part(range(ranks))
 
-    def split(self, grid: Grid) -> Axes:
-        """The communicators of the grid's groups; every rank of the world must call it."""
+    def split(self, grid: Grid, wire: Wire | None = None) -> Axes:
+        """The communicators of the grid's groups; every rank of the world must call it.
+
+        `wire` connects each group but the world, which is for small messages of the host, through
+        MPI; without one it is the wire that "auto" chooses. Raises InputError if the grid has
+        another number of ranks.
+        """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
-        groups: dict[str, Communicator] = {}
-        made: list[MPI.Comm] = []
-        for group in grid.groups:
-            if group == WORLD:
-                groups[group] = MpiCommunicator(self.control)
-            elif grid.same_as(group) != group:
-                # MPI libraries have a limited number of communicators
-                groups[group] = groups[grid.same_as(group)]
-            else:
-                members = grid.members(self.rank, group)
-                # who is in no such group takes part in the call all the same: MPI wants everyone
-                color = members[0] if members else MPI.UNDEFINED
-                made.append(self.control.Split(color, key=self.rank))
-                if members:
-                    groups[group] = MpiCommunicator(made[-1])
-        self._make(*made)
-        return Axes(grid, grid.coordinates(self.rank), groups)
+        wire = wire or wire_named()
+        # MPI libraries have a limited number of communicators: a group that has the ranks of an
+        # axis gets none of its own
+        own = [group for group in grid.groups if group != WORLD and grid.same_as(group) == group]
+        made: dict[str, MPI.Comm] = {}
+        for group in own:
+            members = grid.members(self.rank, group)
+            # who is in no such group takes part in the call all the same: MPI wants everyone
+            color = members[0] if members else MPI.UNDEFINED
+            made[group] = self.control.Split(color, key=self.rank)
+        self._make(*made.values())
+        # All at the start and one after the other: a wire may have to talk while it connects, and
+        # one that connects when it is first used can deadlock with another.
+        connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
+        for group, control in made.items():
+            if control != MPI.COMM_NULL:
+                connected[group] = wire.connect(control, group)
+        groups = {
+            group: connected[grid.same_as(group)]
+            for group in grid.groups
+            if grid.same_as(group) in connected
+        }
+        return Axes(grid, grid.coordinates(self.rank), groups, wire.clock)
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """True on every rank if some tensor group has ranks on more than one node."""

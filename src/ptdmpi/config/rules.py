@@ -8,12 +8,14 @@ from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
+    CommConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
     RunConfig,
 )
+from ptdmpi.config.wires import wire_mistakes
 
 MIN_MASKED_LENGTH = 8
 
@@ -26,6 +28,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     model, parallel = sections.get("model"), sections.get("parallel")
     run, optimizer = sections.get("run"), sections.get("optimizer")
     spare = run.spare_ranks if isinstance(run, RunConfig) else 0
+    if isinstance(run, RunConfig) and run.profile_steps and not run.profiled:
+        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
     if spare and run.on_failure != "shrink":
         yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
     if spare >= ranks:
@@ -51,6 +55,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
                 f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
                 f"samples than 64 bits number; legal: at most {most} steps"
             )
+    if isinstance(comm := sections.get("comm"), CommConfig):
+        yield from wire_mistakes(comm.wire)
     if isinstance(optimizer, OptimizerConfig):
         if optimizer.min_learning_rate > optimizer.learning_rate:
             yield "optimizer.min_learning_rate is above learning_rate"

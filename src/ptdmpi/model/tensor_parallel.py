@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import Parameter, Split, declare
 
@@ -52,9 +52,16 @@ class TensorAxis:
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Out of a block: the sum of the ranks' parts (this rank's positions of it)."""
+        total, summed = self.reduce_begin(partial)
+        summed.wait()
+        return total
+
+    def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
+        """`reduce`, of which the sum is there once the handle was waited for."""
+        partial = partial.contiguous()
         if self.divides_sequence:
-            return self.comm.reduce_scatter(partial.contiguous())
-        return self.comm.all_reduce(partial.contiguous())
+            return self.comm.reduce_scatter_begin(partial)
+        return partial, self.comm.all_reduce_begin(partial)
 
     def local_positions(self, seq_length: int) -> slice:
         """The positions whose activations this rank holds between blocks."""
@@ -83,10 +90,12 @@ class _ColumnLinear(Function):
     def backward(ctx, dy: Tensor):
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
-        dx = axis.reduce(kernels.input_gradient(dy, weight))
+        # under way while the weights' gradients, which do not need it, are computed
+        dx, summed = axis.reduce_begin(kernels.input_gradient(dy, weight))
         if weight.requires_grad:
             kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
         accumulate_bias_gradient(bias, dy)
+        summed.wait()
         return dx, None, None, None
 
 

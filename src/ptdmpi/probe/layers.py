@@ -220,7 +220,9 @@ class Layers:
         """Of a whole step, what is neither forward, backward, sum nor update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
-        spans = engine.step(step, [batch]).spans
+        result = engine.step(step, [batch])
+        engine.axes.clock.settle()
+        spans = result.spans
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: ProbedModel) -> Batch:

@@ -7,10 +7,11 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes
+from ptdmpi.comm.world import Axes, SharedInputError
 from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
-from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.stage import TIED_NAME, Batch, Stage
+from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
@@ -18,7 +19,7 @@ from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.train.data_parallel import Replica, data_parallel
 from ptdmpi.train.gradients import GradientReduction
-from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
+from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
@@ -27,9 +28,10 @@ from ptdmpi.watch.stopwatch import Place, Stopwatch
 class StepResult:
     """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
     ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
-    that is fp16's, and a smaller loss scale may mend it. `spans`: this rank's timeline; `compute_s`
-    of it went into its own F and B, without waiting. `order_loss`, part of `loss`: in nats per
-    sentence order, where the model is asked for any."""
+    that is fp16's, and a smaller loss scale may mend it. `watch` has this rank's timeline;
+    `compute_s` of it went into its own F and B, and `tensor_s` into the collectives of the tensor
+    axis in them. `order_loss`, part of `loss`: in nats per sentence order, where the model is asked
+    for any."""
 
     loss: float
     grad_norm: float
@@ -37,9 +39,15 @@ class StepResult:
     loss_scale: float
     skipped: bool
     overflow: bool
-    spans: list[Span]
+    watch: Stopwatch | None
     compute_s: float
+    tensor_s: float
     order_loss: float | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """This rank's timeline, once its device is done with the step."""
+        return [] if self.watch is None else self.watch.spans
 
 
 @dataclass(frozen=True)
@@ -92,25 +100,37 @@ class Engine:
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
-        self.runner = Runner(self.stages, pipeline, precision.compute, self.device, self.place)
+        self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
+        if config.run.reproducible and not axes.exact:
+            raise SharedInputError(
+                "run.reproducible = true needs sums in ascending rank order, which "
+                f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+            )
         replica = Replica(axes, self.buffer, self.stages, self.schedule)
         self.policy = data_parallel(config, replica)
         self.runner.hooks.append(self.policy)
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy)
-        self.optimizer = Optimizer(config.optimizer, self.buffer)
-        self.loss_scale = LossScale(config.precision)
+        # a tied table on two ranks is one parameter: the first stage's counts
+        tied = any(stage.tied for stage in self.stages.values())
+        first = any(stage.first for stage in self.stages.values())
+        borrowed = [TIED_NAME] if tied and not first else []
+        scales = config.precision.scales_loss
+        self.state = State(self.buffer, MOMENTS, borrowed, self.policy.differs, scales)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy, borrowed)
+        self.optimizer = Optimizer(config.optimizer, self.state)
+        self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
 
     def _program(self, schedule: schedules.Schedule) -> Program:
-        return post_early(programs(schedule)[self.axes["pipeline"].rank])
+        axis = self.axes["pipeline"]
+        program = programs(schedule)[axis.rank]
+        return post_early(program) if axis.posts_early else program
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = Stopwatch(self.axes["pipeline"].rank, self.place)
+        watch = self.stopwatch()
         scale = self.loss_scale.value
-        spans, valid, orders = self.accumulate(step, batches)
-        watch.spans += spans
+        valid, orders = self.accumulate(step, batches, watch)
         with watch.span("reduce"):
             self.reduction.reduce()
             total, order_total = self._summed_losses()
@@ -121,6 +141,11 @@ class Engine:
             if scale != 1.0:
                 self.buffer.gradients.mul_(1.0 / scale)
             norm = self.reduction.global_norm()
+            # The one place of a step where the host waits for the device: what it decides now
+            # needs loss and norm. Before the update, which must not run on what an abort has left.
+            self.axes.clock.settle()
+            tensor_s = self.runner.tensor_s
+            compute_s = watch.compute_s - tensor_s
             told = self.policy.agreed(float(norm))
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(told))
@@ -140,15 +165,22 @@ class Engine:
             scale,
             skipped,
             overflow,
-            watch.spans,
-            self.runner.compute_s,
+            watch,
+            compute_s,
+            tensor_s,
             order_total / orders if orders else None,
         )
 
-    def accumulate(self, step: int, batches: Sequence[Batch]) -> tuple[list[Span], float, int]:
+    def stopwatch(self) -> Stopwatch:
+        """A new one for what this rank does, by the clock of its device."""
+        return Stopwatch(self.axes["pipeline"].rank, self.place, self.axes.clock)
+
+    def accumulate(
+        self, step: int, batches: Sequence[Batch], watch: Stopwatch
+    ) -> tuple[float, int]:
         """Forward and backward of all microbatches; this rank's sums are left in the buffer.
 
-        Returns what happened when, and the valid tokens and sentence orders of the global batch.
+        Returns the valid tokens and the sentence orders of the global batch.
         """
         # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
         # microbatches with unequal numbers of tokens need no weights of their own in any sum
@@ -160,7 +192,8 @@ class Engine:
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
             stage.begin_step(step, list(batches), self.loss_scale.value / valid, order_weight)
-        return self.runner.run(self.schedule, self.program), valid, orders
+        self.runner.run(self.schedule, self.program, watch)
+        return valid, orders
 
     def evaluate(self, batches: Sequence[Batch]) -> Sums:
         """The losses of all data ranks' `batches`, without training; equal on all ranks. `loss` is
@@ -169,7 +202,7 @@ class Engine:
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
-            self.runner.run(schedule, self._program(schedule))
+            self.runner.run(schedule, self._program(schedule), self.stopwatch())
         loss, order_loss = self._summed_losses()
         tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
         return Sums(loss, tokens, order_loss, orders)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ptdmpi.checkpoint.save import Checkpoints
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
+from ptdmpi.data.shards import find_shards
 from ptdmpi.inference.model import device_of
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
@@ -32,8 +34,8 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
-from ptdmpi.watch.stopwatch import Stopwatch
 
 
 class Loop:
@@ -53,7 +55,7 @@ class Loop:
         """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
         self.config, self.world = config, world
         torch.set_num_threads(config.run.threads)
-        self.axes = world.split(grid_of(config))
+        self.axes = world.split(grid_of(config), wire_named(config.comm.wire))
         self.journal = Journal(config, self.axes, signals.show)
         self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)
         try:
@@ -71,9 +73,10 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, vocab_size, device, self.lookout.place)
         names, say = self.lookout.ranks.name, self.journal.say
+        self.profile = Profile(config.run, world.rank, device, say)
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
-            Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
+            Path(config.run.dir) / "checkpoints", self.engine.state, self.axes, self.feed.course
         )
         start = handover or Handover(config.checkpoint.resume)
         self.attempt = Attempt(world, self.engine, checkpoints, start)
@@ -121,7 +124,7 @@ class Loop:
             self._stop_if(asked, self.first)
             for step in range(self.first, steps):
                 result, batches, elapsed = self._step(step, feed)
-                self.completed = Completed(step + 1, replace(result, spans=[]), elapsed)
+                self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
                 self._conclude(self.completed, batches)
         self.journal.keep_timeline()
 
@@ -134,16 +137,14 @@ class Loop:
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
         self.lookout.place.step = step + 1
-        watch = Stopwatch(self.axes["pipeline"].rank, self.lookout.place)
+        watch = self.engine.stopwatch()
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        with self.memory.explained():
+        with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        computed = sum(s.end_s - s.start_s for s in result.spans if s.computes)
-        tensor_s = computed - result.compute_s
-        self.journal.recent.add(elapsed, watch.spans + result.spans, tensor_s)
+        self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)
         self.lookout.computed(result.compute_s, elapsed)
         return result, batches, elapsed
 
@@ -212,10 +213,29 @@ class Loop:
 
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
-    config = resolve(tree, ranks)
+    try:
+        config = resolve(tree, ranks)
+    except InputError as error:
+        raise InputError("\n".join([str(error), *_absent(tree)])) from None
     require(config.log)
     checked_data(config)
     return config
+
+
+def _absent(tree: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the datasets of a configuration that is wrong elsewhere too, so that all
+    is said in one round."""
+    data = tree.get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    valid = data.get("valid") if isinstance(data, dict) else None
+    parts = train if isinstance(train, list) else []
+    paths = [part.get("path") for part in parts if isinstance(part, dict)]
+    for path in (*paths, *(valid if isinstance(valid, list) else [valid])):
+        if isinstance(path, str):
+            try:
+                find_shards(path)
+            except InputError as error:
+                yield str(error)
 
 
 def checked_data(config: Config) -> int:

@@ -20,10 +20,11 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan.schedule.simulate import Span, Timeline
+from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.train.engine import Sums
+from ptdmpi.watch.stopwatch import Stopwatch
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
 PEAK_FLOPS = {
@@ -98,11 +99,14 @@ class RecentSteps:
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self._steps: deque[tuple[float, list[Span], float]] = deque(maxlen=RECENT_STEPS)
+        self._steps: deque[tuple[float, list[Stopwatch], float]] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, elapsed_s: float, spans: list[Span], tensor_s: float) -> None:
-        """`tensor_s`: of that time, in collectives of the tensor axis."""
-        self._steps.append((elapsed_s, spans, tensor_s))
+    def add(self, elapsed_s: float, watches: list[Stopwatch], tensor_s: float) -> None:
+        """A step, by the stopwatches that took its time; they are read when one is kept.
+
+        `tensor_s`: of that time, in collectives of the tensor axis.
+        """
+        self._steps.append((elapsed_s, watches, tensor_s))
 
     def keep(self, directory: Path, last_step: int, say: Callable[[str], None]) -> None:
         """Write the step of median time, of all ranks of one pipeline; every rank calls it."""
@@ -111,7 +115,10 @@ class RecentSteps:
         times = [elapsed_s for elapsed_s, *_ in self._steps]
         place = times.index(statistics.median_low(times))
         place = self.axes.world.broadcast_object(place)
-        parts = self.axes["pipeline"].all_gather_object(self._steps[place][1:])
+        self.axes.clock.settle()
+        _, watches, tensor_s = self._steps[place]
+        mine = [span for watch in watches for span in watch.spans]
+        parts = self.axes["pipeline"].all_gather_object((mine, tensor_s))
         if self.axes.world.rank:
             return
         step = last_step - len(self._steps) + place + 1

@@ -104,7 +104,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
                 if name and module is not stage.head:
                     hook = module.register_forward_hook(watcher.hook(name))
                     looking.callback(hook.remove)
-        engine.accumulate(step, batches)
+        engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
     found += watcher.found
     everyone = engine.axes.world.all_gather_object(min(found, default=None))

@@ -11,13 +11,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
-from ptdmpi.plan.schedule.simulate import Span
-from ptdmpi.watch.stopwatch import Place, Stopwatch
+from ptdmpi.watch.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ class OpHook:
 class Runner:
     """The stages of one rank and the pipeline axis that their activations travel on.
 
-    `hooks` are asked in their order at each op. `compute_s` is the time in the ops of the last
-    program, without the tensor axis' collectives in them: a rank's own work.
+    `hooks` are asked in their order at each op.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Runner:
         axis: Communicator,
         dtype: torch.dtype,
         device: torch.device,
-        place: Place,
     ) -> None:
         self.stages = stages
         self.axis = axis
@@ -56,21 +54,20 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        self.compute_s = 0.0
-        self.place = place
+        self._tensor_waits = Total()
+        self._watch: Stopwatch | None = None
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
         self._leaving: list[tuple[Handle, Tensor, int]] = []
-        self._watch = Stopwatch(axis.rank, place)
 
-    def run(self, schedule: Schedule, program: Sequence[Action]) -> list[Span]:
-        """Execute `program`, this rank's part of `schedule`; returns what happened when.
+    def run(self, schedule: Schedule, program: Sequence[Action], watch: Stopwatch) -> None:
+        """Execute `program`, this rank's part of `schedule`; `watch` takes what happens when.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
-        self._watch = Stopwatch(self.axis.rank, self.place)
+        self._watch = watch
+        self._tensor_waits = Total()
         self.most_in_flight = 0
-        self.compute_s = 0.0
         for place, action in enumerate(program):
             try:
                 self._act(schedule, action)
@@ -81,7 +78,12 @@ class Runner:
         for handle, _, peer in self._leaving:
             self._timed("send", "", handle.wait, peer)
         self._leaving = []
-        return self._watch.spans
+
+    @property
+    def tensor_s(self) -> float:
+        """Seconds in the ops of the last program that went into collectives of the tensor axis, and
+        so not into work of this rank. To be asked when the device is done with the program."""
+        return self._tensor_waits.seconds
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
@@ -130,11 +132,8 @@ class Runner:
         )
         for hook in self.hooks:
             hook.begin(op)
-        tensor = self.boundary.axis.comm
-        waited_s = tensor.waited_s
-        result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
-        span = self._watch.spans[-1]
-        self.compute_s += span.end_s - span.start_s - (tensor.waited_s - waited_s)
+        with self.boundary.axis.comm.counting(self._tensor_waits):
+            result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
         if result is not None:
             # kept until the next op on this rank asks for it, or a Send takes it away
             self._ready[op] = result
@@ -144,6 +143,7 @@ class Runner:
             hook.end(op)
 
     def _timed(self, kind: str, op: str, work: Callable[[], T], peer: int | None = None) -> T:
+        assert self._watch is not None, "only inside of run"
         with self._watch.span(kind, op, peer):
             return work()
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
 
 
@@ -35,16 +36,29 @@ class Place:
 
 
 class Stopwatch:
-    """Collects the spans of one rank; times are of the host's monotonic clock."""
+    """Collects the spans of one rank, by the clock of the device that does the work."""
 
-    def __init__(self, rank: int, place: Place) -> None:
-        self.rank = rank
-        self.place = place
-        self.spans: list[Span] = []
+    def __init__(self, rank: int, place: Place, clock: Clock) -> None:
+        self.rank, self.place, self.clock = rank, place, clock
+        self._marked: list[tuple[str, str, Mark, Mark]] = []
 
     @contextlib.contextmanager
     def span(self, kind: str, op: str = "", peer: int | None = None) -> Iterator[None]:
-        start = time.perf_counter()
-        self.place.doing = Doing(kind, op, peer, start)
+        """What is done inside is one span. The place is the host's: where it hangs, if it does."""
+        self.place.doing = Doing(kind, op, peer, time.perf_counter())
+        begin = self.clock.mark()
         yield
-        self.spans.append(Span(self.rank, kind, op, start, time.perf_counter()))
+        self._marked.append((kind, op, begin, self.clock.mark()))
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans so far, in the order in which they ended; once their marks are done."""
+        return [
+            Span(self.rank, kind, op, begin.at_s(), end.at_s())
+            for kind, op, begin, end in self._marked
+        ]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in ops of the schedule, once their marks are done."""
+        return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -299,7 +299,8 @@ class Pricer:
         mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
         own = times.placed.stages_of(busiest)
         seconds = self.stage_seconds(layout)
-        tensor_s = microbatches * sum(part.messages for stage in own for part in seconds[stage])
+        messages_s = (sum(part.messages for part in seconds[stage]) for stage in own)
+        tensor_s = microbatches * sum(messages_s)
         ways_s = 0.0
         if not times.overlap:
             ways_s = sum(times.forward_in_s[stage] for stage in own)

@@ -32,6 +32,7 @@ _COLORS = {
     "other": "#9a9aa5",
 }
 _LEGEND_ROW_INCHES = 0.2
+_LEAST_LETTER = 4.0  # points: smaller ones cannot be read
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
@@ -226,6 +227,7 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
                     name = f"{kind.span}, chunks {own[0]} to {own[-1]}"
                 handles[name] = Patch(color=kind.ink.shades[shade], label=name)
     waiting = "waiting for input"
+    handles["idle"] = Patch(color=_IDLE, label="idle, or not measured")
     handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
     found = {span.kind for timeline in timelines for span in timeline.spans}
     for span_kind, tint in _COLORS.items():
@@ -321,25 +323,31 @@ def _draw_numbers(
     x: Callable[[float], float],
     extent_s: float,
 ) -> None:
-    """The microbatch number in every bar that is wide enough for it, in one size of letters."""
+    """The microbatch number in every bar that is wide enough for it, in one size of letters; where
+    some do not fit, those that do not stand upright, as on the spine of a book."""
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    rooms = {  # letter size at which the number fills its bar
-        span: ((span.end_s - span.start_s) * points_per_s - 1.5)
-        / (0.62 * len(str(Op.parse(span.op).microbatch)))
-        for span in timeline.spans
-        if span.computes
-    }
-    sizes = sorted(size for size in rooms.values() if size >= 4)
-    for span, room in rooms.items():
-        if room < 4:
+    lying: dict[Span, float] = {}  # letter size at which the number fills its bar
+    upright: dict[Span, float] = {}
+    for span in timeline.spans:
+        if span.computes:
+            digits = len(str(Op.parse(span.op).microbatch))
+            width = (span.end_s - span.start_s) * points_per_s - 1.5
+            lying[span] = width / (0.62 * digits)
+            upright[span] = min(width / 0.75, _LANE_INCHES * 0.86 * 72 / (0.62 * digits))
+    sizes = [size for size in lying.values() if size >= _LEAST_LETTER]
+    sizes += [upright[span] for span, size in lying.items() if size < _LEAST_LETTER]
+    size = min((size for size in sizes if size >= _LEAST_LETTER), default=0.0)
+    for span in lying:
+        if max(lying[span], upright[span]) < _LEAST_LETTER:
             continue
         axes.text(
             x((span.start_s + span.end_s) / 2),
             timeline.ranks.index(span.rank),
             str(Op.parse(span.op).microbatch),
             ha="center",
-            va="center_baseline",
-            fontsize=min(8.5, sizes[0]),
+            va="center_baseline" if lying[span] >= _LEAST_LETTER else "center",
+            rotation="horizontal" if lying[span] >= _LEAST_LETTER else "vertical",
+            fontsize=min(8.5, size),
             color="white" if chunks.shade_of(span) < _DARK_SHADES else "#1c2733",
         )
 
@@ -376,13 +384,8 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
                 "dur": (span.end_s - span.start_s) * us_per_unit,
             }
         )
-    trace = json.dumps(
-        {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"title": timeline.title, "time_unit": timeline.time_unit},
-        }
-    )
+    other = {"title": timeline.title, "time_unit": timeline.time_unit}
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
     _write(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))
 
 

@@ -1,0 +1,103 @@
+"""Wires for tests: those of the trainer, and one that is as unlike `mpi` as a device's would be."""
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.clock import Mark
+from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.comm.mpi import MpiCommunicator
+
+OPS = {"sum": MPI.SUM, "max": MPI.MAX}
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Later:
+    """A request whose result is not in its place before somebody has waited for it."""
+
+    def __init__(self, request: MPI.Request, arrived: Tensor, target: Tensor) -> None:
+        self.request, self.arrived, self.target = request, arrived, target
+
+    def wait(self) -> None:
+        self.request.Wait()
+        self.target.copy_(self.arrived)
+
+    def done(self) -> bool:
+        finished = self.request.Test()
+        if finished:
+            self.target.copy_(self.arrived)
+        return finished
+
+
+class FastCommunicator(Communicator):
+    """MPI's own sums, begun and waited for: in whatever order MPI likes, so not exact."""
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Handle:
+        if op not in OPS:
+            raise ValueError(f"op is sum or max, not {op}")
+        wide = _wide(flat)
+        request = self.control.Iallreduce(MPI.IN_PLACE, wide.numpy(), OPS[op])
+        return Later(request, wide, flat)
+
+    def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        arrived = torch.empty_like(result)
+        return Later(self.control.Iallgather(_bytes(flat), _bytes(arrived)), arrived, result)
+
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        wide = _wide(flat)
+        # not MPI's own: Open MPI 5.0's Ireduce_scatter_block gives wrong sums
+        request = self.control.Iallreduce(MPI.IN_PLACE, wide.numpy(), MPI.SUM)
+        return Later(request, wide.chunk(self.size)[self.rank], result)
+
+    def _broadcast(self, flat: Tensor, root: int) -> Handle:
+        arrived = flat.detach().clone()
+        return Later(self.control.Ibcast(_bytes(arrived), root), arrived, flat)
+
+    def _isend(self, flat: Tensor, peer: int) -> Handle:
+        kept = flat.detach().clone()
+        return Later(self.control.Isend(_bytes(kept), peer), kept, kept)
+
+    def _irecv(self, flat: Tensor, peer: int) -> Handle:
+        arrived = torch.empty_like(flat)
+        return Later(self.control.Irecv(_bytes(arrived), peer), arrived, flat)
+
+
+def _wide(flat: Tensor) -> Tensor:
+    return flat.detach().to(torch.float32 if flat.dtype in HALF else flat.dtype, copy=True)
+
+
+def _bytes(flat: Tensor):
+    return flat.detach().view(torch.uint8).numpy()
+
+
+# Every wire that must keep the contract: a new one is one more entry.
+WIRES = {"mpi": MpiCommunicator, "fast": FastCommunicator}
+
+
+class LateMark:
+    """A mark that nobody may read before the clock has settled."""
+
+    def __init__(self, clock: "LateClock") -> None:
+        self.clock, self.number = clock, clock.marks
+
+    def done(self) -> bool:
+        return self.number <= self.clock.settled
+
+    def at_s(self) -> float:
+        assert self.done(), "read before the device was waited for"
+        return float(self.number)
+
+
+class LateClock:
+    """A clock as of a device that runs far behind the host: its n-th mark is at n seconds."""
+
+    def __init__(self) -> None:
+        self.marks = self.settled = self.settles = 0
+
+    def mark(self) -> Mark:
+        self.marks += 1
+        return LateMark(self)
+
+    def settle(self) -> None:
+        self.settled = self.marks
+        self.settles += 1

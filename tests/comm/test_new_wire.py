@@ -1,0 +1,104 @@
+"""A new wire costs one class and one entry: with these it is named, split and trained on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ptdmpi.comm.wires import Wire, wire_named
+from ptdmpi.comm.world import SharedInputError, World
+from ptdmpi.config import InputError
+from ptdmpi.config.wires import WIRES
+from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train.engine import Engine
+from tests._configs import layout, small
+from tests._engines import VOCAB_SIZE, steps_of
+from tests.comm._wires import FastCommunicator, LateClock
+from tests.parallel import parallel
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The one entry."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WIRES, "fast", "tests.comm._wires:FastCommunicator")
+        yield
+
+
+def test_names():
+    assert wire_named("auto").kind is wire_named("mpi").kind
+    with pytest.raises(InputError) as refused:
+        small({"comm.wire": "fast"})
+    assert str(refused.value) == 'comm.wire = "fast": no such wire; legal: "auto", "mpi"'
+    with registered():
+        assert small({"comm.wire": "fast"}).comm.wire == "fast"
+        assert wire_named("fast").kind is FastCommunicator
+
+
+@pytest.mark.parametrize("name", ["nccl", "torch"])
+def test_wires_to_come_are_refused_with_the_reason(name):
+    """Together with what else is wrong, before anything is imported for them."""
+    with pytest.raises(InputError) as refused:
+        small({"comm.wire": name, "model.heads": 5})
+    first, second = sorted(str(refused.value).splitlines())
+    assert first.startswith(f'comm.wire = "{name}": not built yet: ')
+    assert first.endswith('; legal: "auto", "mpi"')
+    assert "model.heads = 5" in second
+    with pytest.raises(InputError, match="not built yet"):
+        wire_named(name)
+
+
+def _engine(comm, changes: dict, wire: Wire) -> Engine:
+    world = World(comm)
+    config = small(changes, world.size)
+    return Engine(config, world.split(grid_of(config), wire), VOCAB_SIZE)
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("changes", [layout(p=2), layout(t=2)])
+def test_trained_on(comm, changes):
+    """The same losses as on `mpi`, up to the order of sums; by a clock that runs behind."""
+    changes = {**changes, "parallel.data": comm.size // 2, "parallel.sequence_parallel": True}
+    if changes["parallel.tensor"] == 1:
+        del changes["parallel.sequence_parallel"]
+    clock = LateClock()
+    with registered():
+        engine = _engine(comm, changes, wire_named("fast", clock))
+    assert all(type(group) is FastCommunicator for group in _data_plane(engine))
+    assert not engine.axes.exact and engine.axes.world.exact
+    results = steps_of(engine, 3)
+    expected = steps_of(_engine(comm, changes, wire_named("mpi")), 3)
+    for found, known in zip(results, expected, strict=True):
+        assert found.loss == pytest.approx(known.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(known.grad_norm, rel=1e-5)
+    # one wait for the device in each step; its times are whole then
+    assert clock.settles == 3
+    assert all(result.compute_s > 0 for result in results)
+    waits = changes["parallel.tensor"] > 1
+    assert all((result.tensor_s > 0) == waits for result in results)
+    clock.settle()
+    kinds = {span.kind for result in results for span in result.spans}
+    assert {"forward", "backward", "reduce", "optimizer"} <= kinds
+
+
+def _data_plane(engine: Engine) -> list:
+    return [group for name, group in engine.axes.groups.items() if name != "world"]
+
+
+@parallel(ranks=[2])
+def test_who_needs_exact_sums_asks(comm):
+    changes = {**layout(d=2), "run.reproducible": True}
+    with registered(), pytest.raises(SharedInputError) as refused:
+        _engine(comm, changes, wire_named("fast"))
+    (line,) = str(refused.value).splitlines()
+    assert "run.reproducible = true needs sums in ascending rank order" in line
+    assert _engine(comm, changes, wire_named("mpi")).axes.exact
+
+
+@parallel(ranks=[1])
+def test_a_wire_that_is_not_exact_is_as_good_alone(comm):
+    """Where nothing is summed, nothing can be summed in another order."""
+    with registered():
+        engine = _engine(comm, {"run.reproducible": True}, wire_named("fast"))
+    assert engine.axes.exact and torch.isfinite(engine.buffer.master).all()

@@ -43,6 +43,7 @@ def save(
 ) -> Path:
     """A checkpoint of two ranks: the boxes of the table in turn, the bias on rank 0."""
     tensors = values() if tensors is None else tensors
+    directory.parent.mkdir(parents=True, exist_ok=True)  # a run makes its own
     temporary = files.prepare(directory, step, 1000)
     parts: list[list[Outgoing]] = [[], []]
     for number, box in enumerate(boxes(*cut)):

@@ -1,7 +1,7 @@
 """Short trainings in one layout on synthetic tokens, and what they leave behind."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ from ptdmpi.config import Config
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.stage import Batch
+from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
-from tests._layers import Piece, assemble, cut
+from tests._layers import assemble
 
 VOCAB_SIZE = 101  # no axis divides it
 
@@ -61,16 +62,20 @@ def microbatches(
     return batches
 
 
-def logical(engine: Engine, flat: Tensor) -> dict[str, Tensor]:
-    """The whole tensors of all parameters, from every rank's `flat` buffer."""
-    axis = engine.axes["tensor"]
-    pieces: list[Piece] = [
-        (name, entry.declaration.shape, place, values.clone())
-        for name, entry in engine.buffer.entries.items()
-        for place, values in cut(entry.declaration, entry.view(flat), axis.rank, axis.size)
-    ]
-    everyone = engine.axes.world.all_gather_object(pieces)
-    return assemble([piece for of_rank in everyone for piece in of_rank])
+def logical(engine: Engine, pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """The whole tensors of all parameters, from every rank's `pieces` of one kind."""
+    everyone = engine.axes.world.all_gather_object([piece.copied() for piece in pieces])
+    return assemble(piece for of_rank in everyone for piece in of_rank)
+
+
+def whole_weights(engine: Engine) -> dict[str, Tensor]:
+    """The whole master weights."""
+    return logical(engine, (one for one in engine.state.pieces() if one.kind == WEIGHTS))
+
+
+def whole_gradients(engine: Engine) -> dict[str, Tensor]:
+    """The whole gradients."""
+    return logical(engine, engine.state.gradients())
 
 
 def course(config: Config) -> Course:
@@ -106,21 +111,19 @@ def train(
         run = Run(
             [result.loss for result in results],
             [result.grad_norm for result in results],
-            logical(engine, engine.buffer.master),
-            logical(engine, engine.buffer.gradients),
+            whole_weights(engine),
+            whole_gradients(engine),
         )
     return from_root(comm, run)
 
 
 def load(engine: Engine, whole: dict[str, Tensor]) -> None:
     """Put this rank's slices of the logical tensors in place."""
-    axis = engine.axes["tensor"]
-    for name, entry in engine.buffer.entries.items():
-        assert whole[name].shape == entry.declaration.shape, name
-        local = entry.view(engine.buffer.master)
-        for box in entry.declaration.boxes(axis.rank, axis.size):
-            local[box.local] = whole[name][box.logical]
-    engine.buffer.refresh_weights()
+    for piece in engine.state.pieces():
+        if piece.kind == WEIGHTS:
+            assert whole[piece.name].shape == piece.shape, piece.name
+            piece.values.copy_(whole[piece.name][piece.box.index])
+    engine.state.changed()
 
 
 def logits_of(engine: Engine, batch) -> Tensor | None:

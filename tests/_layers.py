@@ -1,17 +1,19 @@
 """Layers on a tensor axis with whole weights that a test knows, and their whole gradients."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from ptdmpi.comm.mpi import MpiCommunicator
-from ptdmpi.model.parameters import PRECISIONS, Declaration, ParameterBuffer
+from ptdmpi.model import state
+from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.state import Piece, pieces_of
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
-# (name, shape, place in the logical tensor, values)
-Piece = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
 
 
 def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:
@@ -28,25 +30,12 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-def cut(declaration: Declaration, flat_view: Tensor, rank: int, size: int):
-    """(place in the logical tensor, values) of each piece of a local tensor."""
-    for box in declaration.boxes(rank, size):
-        yield box.logical, flat_view[box.local]
-
-
-def assemble(pieces: list[Piece]) -> dict[str, Tensor]:
+def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
     """Logical tensors of the pieces of all ranks: complete, and replicas equal to the bit."""
-    whole: dict[str, Tensor] = {}
-    seen: dict[str, Tensor] = {}
-    for name, shape, place, values in pieces:
-        tensor = whole.setdefault(name, torch.empty(shape, dtype=values.dtype))
-        filled = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-        known = filled[place]
-        assert torch.equal(tensor[place][known], values[known]), f"replicas of {name} differ"
-        tensor[place] = values
-        filled[place] = True
-    for name, filled in seen.items():
-        assert filled.all(), f"{name} is incomplete"
+    whole, torn = state.assemble(pieces)
+    assert torn == [], "replicas differ"
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{name} is incomplete"
     return whole
 
 
@@ -64,8 +53,8 @@ class Placed:
             # small, so that the softmaxes of a test are not saturated
             self.whole[name] = 0.2 * random_tensor(name, entry.declaration.shape, precision)
             local = entry.view(self.buffer.master)
-            for box in entry.declaration.boxes(axis.rank, axis.size):
-                local[box.local] = self.whole[name][box.logical]
+            for held in entry.declaration.held(axis.rank, axis.size):
+                local[held.local.index] = self.whole[name][held.logical.index]
         self.buffer.refresh_weights()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -78,8 +67,8 @@ class Placed:
             shared = entry.declaration.shared_gradient and self.axis.divides_sequence
             if shared or entry.declaration.partial_gradient:
                 self.axis.comm.all_reduce(gradient)
-            for place, values in cut(entry.declaration, gradient, self.axis.rank, self.axis.size):
-                pieces.append((name, entry.declaration.shape, place, values.clone()))
+            held = pieces_of("gradients", entry, gradient, self.axis.rank, self.axis.size)
+            pieces += [piece.copied() for piece in held]
         everyone = self.axis.comm.all_gather_object(pieces)
         return assemble(_copies_added(everyone))
 

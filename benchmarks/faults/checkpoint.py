@@ -39,8 +39,7 @@ class Rank:
         import torch.distributed as dist
 
         from ptdmpi.checkpoint.save import Checkpoints
-        from ptdmpi.checkpoint.share import KINDS, tensor_of
-        from ptdmpi.config import CheckpointConfig, Layout, synthetic_config
+        from ptdmpi.config import Layout, synthetic_config
         from ptdmpi.lineage.course import Course
         from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
@@ -51,14 +50,17 @@ class Rank:
         config = synthetic_config(Layout(1, 1, world.size), shape)
         engine = Engine(config, world.split(training_grid(data=world.size)), 4096)
         self.folder, self.world, self.control = folder, world, world.control
-        course = Course(engine.config, synthetic(engine.config))
-        self.checkpoints = Checkpoints(folder / "ours", engine, CheckpointConfig(keep=1), course)
-        behind = CheckpointConfig(keep=1, asynchronous=True)
-        self.background = Checkpoints(folder / "background", engine, behind, course)
+        state, axes, config = engine.state, engine.axes, engine.config
+        foreground = config.replace("checkpoint", keep=1)
+        background = config.replace("checkpoint", keep=1, asynchronous=True)
+        self.checkpoints, self.background = (
+            Checkpoints(folder / name, state, axes, Course(one, synthetic(one)))
+            for name, one in (("ours", foreground), ("background", background))
+        )
         self.state = {
-            f"{kind}/{name}": tensor_of(engine, kind, entry).detach()
-            for name, entry in engine.buffer.entries.items()
-            for kind in KINDS
+            f"{kind}/{name}": state.view(kind, name).detach()
+            for name in engine.buffer.entries
+            for kind in state.kinds
         }
         for tensor in self.state.values():
             tensor.normal_()

@@ -37,12 +37,14 @@ def prepare(place: str, count: int, rank: int) -> None:
     """Put the killer into its place."""
     from ptdmpi.checkpoint import boxes as data
     from ptdmpi.checkpoint import directory as files
+    from ptdmpi.checkpoint import save
 
     now = _countdown(count)
-    before = {"manifest": "write_manifest", "rename": "publish"}
+    before = {"manifest": (save, "write_manifest"), "rename": (files, "publish")}
     if place in before:
-        original = getattr(files, before[place])
-        setattr(files, before[place], lambda *words: _die() if now() else original(*words))
+        module, name = before[place]
+        original = getattr(module, name)
+        setattr(module, name, lambda *words: _die() if now() else original(*words))
     elif place == "write":
         write_block = data._write_block
 

@@ -6,6 +6,13 @@ import shutil
 import pytest
 
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.manifest import (
+    Progress,
+    Written,
+    read_manifest,
+    sound_manifest,
+    write_manifest,
+)
 from ptdmpi.config import InputError
 from tests._checkpoints import save
 
@@ -122,7 +129,7 @@ def test_bad_manifests_are_refused_by_name(tmp_path, kind):
     if change:
         path.write_bytes(change(text).encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=words) as failure:
-        files.read_manifest(path.parent)
+        read_manifest(path.parent)
     assert str(path) in str(failure.value)
 
 
@@ -130,14 +137,14 @@ def test_files_of_another_size_are_seen_without_reading_them(tmp_path):
     path = save(tmp_path) / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(InputError, match=r"bytes instead of"):
-        files.sound_manifest(path.parent)
+        sound_manifest(path.parent)
 
 
 def test_a_file_that_rank_0_does_not_see(tmp_path):
     temporary = files.prepare(tmp_path, 1, 0)
-    part = {"file": "rank-00001.safetensors", "bytes": 10, "pieces": []}
+    part = Written("rank-00001.safetensors", 10, {})
     with pytest.raises(InputError, match="all nodes share"):
-        files.write_manifest(temporary, {}, {}, [part])
+        write_manifest(temporary, Progress(1, 8, 1, 1.0, 0, 1), {}, [part])
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path):

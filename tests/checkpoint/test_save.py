@@ -14,7 +14,6 @@ from ptdmpi.checkpoint import save as module
 from ptdmpi.checkpoint.save import Checkpoints, SaveFailed
 from ptdmpi.checkpoint.share import divide
 from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import CheckpointConfig
 from ptdmpi.train.engine import Engine
 from tests._configs import layout
 from tests._engines import build, course, microbatches
@@ -29,7 +28,8 @@ def _step(engine: Engine, numbers: Sequence[int]) -> None:
 
 
 def _checkpoints(engine: Engine, path, **values) -> Checkpoints:
-    return Checkpoints(path, engine, CheckpointConfig(**values), course(engine.config))
+    config = engine.config.replace("checkpoint", **values)
+    return Checkpoints(path, engine.state, engine.axes, course(config))
 
 
 def _differing(world, first, second) -> list[str]:
@@ -190,7 +190,7 @@ def test_writing_in_the_background(comm, tmp_path):
         assert checkpoints._host.data_ptr() == host  # one copy, used again
         (saved,) = checkpoints.finish()
     assert saved.step == 2 and checkpoints.poll() == []
-    mine = sum(part.elements for part in checkpoints.parts)
+    mine = sum(part.box.elements for part in checkpoints.parts)
     assert checkpoints._host.numel() == mine
     fresh = build(world, {**CHANGES, **layout(d=2)}).buffer.master
     other = build(world, {**CHANGES, **layout(d=2)})

@@ -126,19 +126,16 @@ def test_shares_of_a_checkpoint(comm, place):
     t, d = (1, 1) if world.size == 2 else (2, world.size // 4)
     grid = with_new_axis(place, 2, {"tensor": t, "data": d})
     engine = Engine(small(layout(t=t, d=d), t * d), world.split(grid), VOCAB_SIZE)
-    mine = [
-        (part.kind, name, [(s.start, s.stop) for s in part.box.logical])
-        for name, entry in engine.buffer.entries.items()
-        for part in share(engine)
-        if part.entry is entry
-    ]
+    mine = [(part.kind, part.name, part.box) for part in share(engine.state, engine.axes)]
     everyone = [one for of_rank in engine.axes.world.all_gather_object(mine) for one in of_rank]
     assert len({str(one) for one in everyone}) == len(everyone)
     for name, entry in engine.buffer.entries.items():
         for kind in ("weights", "exp_avg", "exp_avg_sq"):
             boxes = [box for k, n, box in everyone if (k, n) == (kind, name)]
-            elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-            assert elements == math.prod(entry.declaration.shape), (kind, name)
+            assert sum(box.elements for box in boxes) == math.prod(entry.declaration.shape), (
+                kind,
+                name,
+            )
     assert all(of_rank for of_rank in engine.axes.world.all_gather_object(len(mine)))
 
 

@@ -14,7 +14,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from tests import _stored
 from tests._configs import layout
-from tests._engines import logical
+from tests._engines import whole_weights
 from tests._runs import VOCAB_SIZE, log, loop, records
 from tests.parallel import parallel
 
@@ -38,17 +38,15 @@ def test_train_from_a_converted_model(comm, tmp_path):
     }
     theirs = load_file(tmp_path / "hf/model.safetensors")
     with loop(comm, tmp_path, changes) as made:
-        begun = logical(made.engine, made.engine.buffer.master)
+        begun = whole_weights(made.engine)
         assert (begun["head.weight"] == theirs["lm_head.weight"]).all()
-        assert not made.engine.optimizer.moment("exp_avg", entry_of(made)).any()
+        assert not made.engine.state.kinds["exp_avg"].flat.any()
         made.run()
-        trained = logical(made.engine, made.engine.buffer.master)
+        trained = whole_weights(made.engine)
     # the same command again, for more steps, goes on from the run's own checkpoint
     with loop(comm, tmp_path, {**changes, "run.steps": 3}) as made:
         assert made.first == 2
-        assert (
-            logical(made.engine, made.engine.buffer.master)["head.weight"] == trained["head.weight"]
-        ).all()
+        assert (whole_weights(made.engine)["head.weight"] == trained["head.weight"]).all()
     if comm.rank == 0:
         assert f"begins from the weights of {ours}" in log(tmp_path / "run")
         assert [one["step"] for one in records(tmp_path / "run") if "loss" in one] == [1, 2]
@@ -75,10 +73,6 @@ def test_train_from_a_converted_model(comm, tmp_path):
         refused = pytest.raises(SharedInputError, match=message)
         with refused, loop(comm, tmp_path, {**changes, **wrong}):
             pass
-
-
-def entry_of(made):
-    return next(iter(made.engine.buffer.entries.values()))
 
 
 @parallel(ranks=[1], limit_s=120)

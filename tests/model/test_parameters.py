@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptdmpi.base.box import Box
 from ptdmpi.model.parameters import (
     ALIGNMENT,
     PRECISIONS,
@@ -16,7 +17,7 @@ from ptdmpi.model.parameters import (
     declare,
 )
 from ptdmpi.model.random import initial
-from tests._layers import CPU, cut
+from tests._layers import CPU
 
 QKV = Split(0, (7, 3, 3))
 
@@ -32,17 +33,18 @@ def test_boxes_deal_every_element_once(parts, size, dim):
     counted = torch.zeros(shape, dtype=torch.int64)
     for rank in range(size):
         held = torch.zeros(declaration.local_shape(size), dtype=torch.int64)
-        for box in declaration.boxes(rank, size):
-            counted[box.logical] += 1
-            held[box.local] += 1
-            assert counted[box.logical].shape == held[box.local].shape
+        for one in declaration.held(rank, size):
+            counted[one.logical.index] += 1
+            held[one.local.index] += 1
+            assert one.logical.size == one.local.size
         assert held.max() <= 1
     assert (counted == 1).all()
 
 
 def test_boxes_take_the_same_share_of_each_part():
     declaration = Declaration((8, 2), Split(0, (4, 2, 2)), init=1.0, decay=True)
-    rows = [[list(range(8))[box.logical[0]] for box in declaration.boxes(r, 2)] for r in (0, 1)]
+    boxes = [[one.logical for one in declaration.held(rank, 2)] for rank in (0, 1)]
+    rows = [[list(range(box.start[0], box.stop[0])) for box in mine] for mine in boxes]
     assert rows == [[[0, 1], [4], [6]], [[2, 3], [5], [7]]]
 
 
@@ -55,12 +57,13 @@ def test_shares_that_several_ranks_hold_count_once(size):
     for rank in range(size):
         rows = declaration.local_shape(size)[0]
         assert rows == 8 // size + 2 * max(1, 2 // size)
-        for part, box in enumerate(declaration.boxes(rank, size)):
-            assert box.copies == (max(1, size // 2) if part else 1)
-            held[box.logical[0]] += 1
-            counted[box.logical[0]] += box.counts
+        for part, one in enumerate(declaration.held(rank, size)):
+            first, last = one.logical.start[0], one.logical.stop[0]
+            assert one.copies == (max(1, size // 2) if part else 1)
+            held[first:last] += 1
+            counted[first:last] += one.counts
             if part:  # the key that the queries of this rank belong to
-                assert box.logical[0].start - 6 - 2 * part == rank * 2 // size
+                assert first - 6 - 2 * part == rank * 2 // size
     assert (counted == 1).all()
     assert held.tolist() == [1] * 8 + [max(1, size // 2)] * 4
 
@@ -68,8 +71,8 @@ def test_shares_that_several_ranks_hold_count_once(size):
 def test_what_is_not_split_is_whole_on_every_rank():
     declaration = Declaration((5, 2), None, init=1.0, decay=True)
     for rank in range(3):
-        (box,) = declaration.boxes(rank, 3)
-        assert box.logical == box.local == (slice(0, 5), slice(0, 2))
+        (one,) = declaration.held(rank, 3)
+        assert one.logical == one.local == Box((0, 0), (5, 2))
 
 
 def named(size: int):
@@ -93,10 +96,9 @@ def test_initial_weights_are_the_same_in_every_layout(size, precision):
             whole = initial(42, name, shape, init).to(buffer.master.dtype)
             held = torch.zeros(entry.shape, dtype=torch.bool)
             local = entry.view(buffer.master)
-            for place, values in cut(entry.declaration, local, rank, size):
-                assert torch.equal(values, whole[place])
-            for box in entry.declaration.boxes(rank, size):
-                held[box.local] = True
+            for one in entry.declaration.held(rank, size):
+                assert torch.equal(local[one.local.index], whole[one.logical.index])
+                held[one.local.index] = True
             assert not local[~held].any(), "padding is not zero"
 
 

@@ -1,13 +1,16 @@
 """Differences, bits and copies: what is found, and what must not slip through."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from ptdmpi.base.box import Box
+from ptdmpi.model.state import Piece, assemble
 from ptdmpi.parity.compare import BARS, Difference, differences, first_other_bit, left_out
 from ptdmpi.parity.layouts import Model
-from ptdmpi.parity.run import Training, assemble
+from ptdmpi.parity.run import Training
 
 BIAS = "layers.0.attention.qkv.bias"
 
@@ -74,12 +77,12 @@ def test_one_bit_is_found():
 
 
 def test_pieces_make_the_whole_and_copies_must_agree():
-    top, bottom = (slice(0, 1), slice(0, 2)), (slice(1, 2), slice(0, 2))
-    held = [(top, torch.tensor([[1.0, 2.0]])), (bottom, torch.tensor([[3.0, 4.0]]))]
-    whole, same = assemble((2, 2), held)
-    assert whole.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert same
-    assert assemble((2, 2), [*held, held[0]])[1]
-    assert not assemble((2, 2), [*held, (top, torch.tensor([[1.0, 2.5]]))])[1]
-    incomplete, _ = assemble((2, 2), held[:1])
-    assert incomplete[1].isnan().all()
+    box = Box.whole((1, 2))
+    top = Piece("weights", "a", (2, 2), box, torch.tensor([[1.0, 2.0]]), ("pipeline",))
+    bottom = replace(top, box=Box((1, 0), (2, 2)), values=torch.tensor([[3.0, 4.0]]))
+    whole, torn = assemble([top, bottom])
+    assert whole["a"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert torn == assemble([top, bottom, top])[1] == []
+    assert assemble([top, bottom, replace(top, values=torch.tensor([[1.0, 2.5]]))])[1] == ["a"]
+    incomplete, _ = assemble([top])
+    assert incomplete["a"][1].isnan().all()

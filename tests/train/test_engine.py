@@ -16,11 +16,11 @@ from tests._engines import (
     build,
     from_root,
     greatest_difference,
-    logical,
     microbatches,
     steps_of,
     tokens,
     train,
+    whole_weights,
 )
 from tests._layers import difference
 from tests.parallel import parallel
@@ -146,7 +146,7 @@ def test_serial_training_is_that_of_plain_torch(comm, clip_norm, kind):
     changes |= {"optimizer.clip_norm": clip_norm}
     engine = build(World(comm), changes)
     config, model = engine.config, engine.config.model
-    weights = reference.leaves(logical(engine, engine.buffer.master))
+    weights = reference.leaves(whole_weights(engine))
     results = steps_of(engine, 5)
 
     groups = [
@@ -166,7 +166,7 @@ def test_serial_training_is_that_of_plain_torch(comm, clip_norm, kind):
         adam.step()
         assert greatest_difference([result.loss], [float(loss)]) < 1e-12
         assert greatest_difference([result.grad_norm], [float(norm)]) < 1e-12
-    for name, values in logical(engine, engine.buffer.master).items():
+    for name, values in whole_weights(engine).items():
         if not is_key_bias(name):
             assert difference(values, weights[name]) < 1e-11, name
 
@@ -251,7 +251,7 @@ def test_padding_of_the_vocabulary_stays_zero(comm):
     axis = engine.axes["tensor"]
     entry = engine.buffer.entries["embedding.word.weight"]
     local = entry.view(engine.buffer.master)
-    held = sum(box.local[0].stop for box in entry.declaration.boxes(axis.rank, axis.size))
+    held = sum(one.local.stop[0] for one in entry.declaration.held(axis.rank, axis.size))
     assert engine.axes["tensor"].all_gather_object(held) == [51, 50] and len(local) == 51
     assert not local[held:].any()
     assert local[:held].any(dim=1).all()
@@ -268,7 +268,7 @@ def test_evaluation_is_the_mean_loss(comm, reproducible):
         config, rank = engine.config, engine.axes["data"].rank
         found = engine.evaluate(microbatches(config, 0, rank))
         ids, mask = tokens(config, 0)
-        weights = logical(engine, engine.buffer.master)
+        weights = whole_weights(engine)
         loss = reference.summed_loss(weights, config.model, ids[:, :-1], ids[:, 1:], mask)
         assert (found.tokens, found.orders) == (float(mask.sum()), 0)
         assert greatest_difference([found.loss], [float(loss)]) < 1e-12

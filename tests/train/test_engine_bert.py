@@ -14,7 +14,7 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.model.tensor_parallel import select_positions
 from ptdmpi.train.engine import Engine
 from tests._configs import layout
-from tests._engines import build, from_root, load, logical, logits_of
+from tests._engines import build, from_root, load, logits_of, whole_gradients
 from tests._layers import difference
 from tests.parallel import parallel
 
@@ -214,7 +214,7 @@ def check(world, where, shape, given, expected: Expected) -> None:
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
     assert result.order_loss == pytest.approx(order, rel=1e-5)
     gradients = dict(expected.gradients)
-    ours = logical(engine, engine.buffer.gradients)
+    ours = whole_gradients(engine)
     assert ours.keys() == gradients.keys()
     for key, gradient in ours.items():
         if key.endswith("qkv.bias"):  # the keys' true gradient is zero

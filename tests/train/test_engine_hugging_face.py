@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from tests._configs import layout
-from tests._engines import build, load, logical, logits_of, microbatches, tokens
+from tests._engines import build, load, logits_of, microbatches, tokens, whole_gradients
 from tests._layers import difference
 from tests.parallel import parallel
 
@@ -147,7 +147,7 @@ def test_equals_transformers(comm, name, vocab_share):
             assert difference(found.transpose(0, 1), expected[: found.shape[1]]) < 1e-5
         result = engine.step(0, batches)
         assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
-        ours = logical(engine, engine.buffer.gradients)
+        ours = whole_gradients(engine)
         assert ours.keys() == gradients.keys()
         for key, gradient in ours.items():
             assert difference(gradient, gradients[key]) < 1e-5, key

@@ -17,7 +17,7 @@ from ptdmpi.plan.shape.flops import (
 )
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._configs import layout, small
-from tests._engines import VOCAB_SIZE, build, logical
+from tests._engines import VOCAB_SIZE, build, whole_weights
 from tests.parallel import parallel
 
 
@@ -42,7 +42,7 @@ SHAPES = [
 def test_parameter_count_is_that_of_the_engine(comm, shape):
     where = {} if comm.size == 1 else layout(t=2, p=2)
     engine = build(World(comm), shape | where)
-    whole = logical(engine, engine.buffer.master)
+    whole = whole_weights(engine)
     count = sum(tensor.numel() for tensor in whole.values())
     assert parameter_count(engine.config.model, VOCAB_SIZE) == count
 

@@ -23,7 +23,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.shape.parameters import parameter_count
-from tests._engines import build, load, logical, logits_of
+from tests._engines import build, load, logits_of, whole_gradients
 from tests._layers import difference
 from tests.train.test_engine_bert import microbatches, samples
 
@@ -216,7 +216,7 @@ def test_equals_transformers(tmp_path, family, seed):
     assert difference(found[kept], expected[kept]) < 1e-5
     assert engine.step(0, batches).loss == pytest.approx(float(loss.detach()), rel=1e-5)
     gradients = gradients_of(model, family, stored)
-    ours = logical(engine, engine.buffer.gradients)
+    ours = whole_gradients(engine)
     assert ours.keys() == gradients.keys()
     for key, gradient in ours.items():
         one = gradients[key]

@@ -6,6 +6,8 @@ import pytest
 from ptdmpi.config import InputError, resolve
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.train.feed import open_datasets
+from ptdmpi.train.loop import checked
+from tests._configs import tree
 
 SAME = {"tokenizer": "t", "tokenizer_sha256": "ab" * 32, "vocab_size": 50, "eod_id": 49}
 
@@ -15,7 +17,7 @@ def _config(tmp_path, train, valid, **data):
         (tmp_path / name).mkdir()
         with ShardWriter(tmp_path / name / "a.h5", **{**SAME, **changes}) as writer:
             writer.write(np.zeros(40, np.int64), np.array([40]))
-    tree = {
+    keys = {
         "run": {"steps": 1},
         "model": {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8},
         "batch": {"global_size": 1},
@@ -25,7 +27,7 @@ def _config(tmp_path, train, valid, **data):
             **data,
         },
     }
-    return resolve(tree, 1)
+    return resolve(keys, 1)
 
 
 def test_datasets_that_go_together(tmp_path):
@@ -53,3 +55,22 @@ def test_the_tokenizer_that_the_configuration_asks_for(tmp_path):
     config = _config(tmp_path, {"a": {}}, {"c": {}}, tokenizer_sha256="ef" * 32)
     with pytest.raises(InputError, match=r"but data\.tokenizer_sha256 says efefefefefef"):
         open_datasets(config)
+
+
+def test_all_mistakes_come_in_one_round(tmp_path):
+    """Of keys, of the layout and of paths; and none that comes of another alone."""
+    wrong = {
+        "run.steps": 10,
+        "model.heads": 4,
+        "model.drpout": 0.5,
+        "parallel.tensor": 3,
+        "batch.micro_size": "many",
+        "data.train": [{"path": str(tmp_path / "nowhere")}],
+    }
+    with pytest.raises(InputError) as caught:
+        checked(tree(wrong), 3)
+    lines = str(caught.value).splitlines()
+    assert "model.drpout is no key" in lines[0] and "batch.micro_size = 'many'" in lines[1]
+    assert any("parallel.tensor = 3 does not divide model.heads = 4" in line for line in lines)
+    assert lines[-1].startswith(f"dataset {tmp_path / 'nowhere'}: no such directory")
+    assert not any("micro_size" in line for line in lines[2:])

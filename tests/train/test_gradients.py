@@ -9,7 +9,7 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import build as build_schedule
 from ptdmpi.train.data_parallel import Replica, TreeSum
 from tests._configs import layout
-from tests._engines import build, logical, steps_of, train
+from tests._engines import build, steps_of, train, whole_gradients, whole_weights
 from tests._layers import difference
 from tests.parallel import parallel
 
@@ -24,7 +24,7 @@ def test_norm_is_that_of_torch(comm, precision, tied):
     changes = {"precision.compute": precision, "model.tie_embeddings": tied}
     engine = build(World(comm), changes | NO_CLIPPING)
     result = steps_of(engine, 2)[-1]
-    gradients = logical(engine, engine.buffer.gradients)
+    gradients = whole_gradients(engine)
     weights = [torch.nn.Parameter(gradients[name]) for name in sorted(gradients)]
     for weight in weights:
         weight.grad = weight.detach().clone()
@@ -68,14 +68,14 @@ def test_tied_table_gets_both_contributions(comm):
     tied = build(World(comm), where)
     untied = build(World(comm), where | {"model.tie_embeddings": False})
     if "head.weight" in untied.buffer.entries:
-        table = logical(tied, tied.buffer.master)[TABLE]
+        table = whole_weights(tied)[TABLE]
         untied.buffer.entries["head.weight"].view(untied.buffer.master).copy_(table)
     else:
-        logical(tied, tied.buffer.master)  # a collective
+        whole_weights(tied)  # a collective
     steps_of(tied, 1)
     steps_of(untied, 1)
-    both = logical(untied, untied.buffer.gradients)
-    found = logical(tied, tied.buffer.gradients)[TABLE]  # asserts that both ends hold the same
+    both = whole_gradients(untied)
+    found = whole_gradients(tied)[TABLE]  # asserts that both ends hold the same
     assert torch.equal(found, both[TABLE] + both["head.weight"])
     for engine, copies in ((tied, 0), (untied, 1)):
         names = [name for of_rank in engine.reduction.all_names for name in of_rank]

@@ -13,6 +13,7 @@ from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import activations
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.train.optimizer import MOMENTS
 from tests._engines import build, microbatches
 from tests.parallel import parallel
 
@@ -77,10 +78,9 @@ def check(comm, changes) -> None:
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
     assert peak == pytest.approx(foreseen.activations + foreseen.working, rel=PEAK)
 
-    moments = [engine.optimizer.adam.state[tensor] for _, tensor in engine.optimizer.flat]
     buffer = engine.buffer
     buffers = {id(flat): flat for flat in (buffer.master, buffer.weights, buffer.gradients)}
-    held = [*buffers.values(), *(of[k] for of in moments for k in ("exp_avg", "exp_avg_sq"))]
+    held = [*buffers.values(), *(engine.state.kinds[kind].flat for kind in MOMENTS)]
     assert sum(tensor.nbytes for tensor in held) == pytest.approx(foreseen.standing, rel=KEPT)
 
 

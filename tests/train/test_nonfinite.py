@@ -24,11 +24,11 @@ def broken(comm, changes, where) -> tuple:
     where(engine)
     batches = microbatches(engine.config, 1, engine.axes["data"].rank)
     before = engine.buffer.master.clone()
-    updates = engine.optimizer.updates
+    updates = engine.state.counters.updates
     result = engine.step(1, batches)
     finding = examine(engine, 1, batches)
     assert result.skipped and not result.overflow
-    assert engine.optimizer.updates == updates
+    assert engine.state.counters.updates == updates
     assert torch.equal(engine.buffer.master.nan_to_num(), before.nan_to_num())
     return engine, finding
 
@@ -125,7 +125,7 @@ def test_a_passing_fault_is_told_from_a_lasting_one(comm):
 @parallel(ranks=[1])
 def test_an_overflow_of_fp16_counts_only_at_the_smallest_scale(comm):
     engine = build(World(comm), layout() | {"precision.compute": "fp16"})
-    engine.loss_scale.value = 2.0
+    engine.state.counters.loss_scale = 2.0
     norm = engine.reduction.global_norm
     engine.reduction.global_norm = lambda: norm() * math.inf
     results = steps_of(engine, 2)

@@ -6,9 +6,10 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, declare
-from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
+from ptdmpi.model.state import Counters, State
+from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from tests._configs import layout
-from tests._engines import build, logical, microbatches
+from tests._engines import build, microbatches, whole_gradients
 from tests._layers import CPU
 from tests.parallel import parallel
 
@@ -26,7 +27,8 @@ def test_update_is_that_of_torch(clip_norm, precision):
     """Fused AdamW and clip_grad_norm_ on the same flat tensors."""
     config = OptimizerConfig(clip_norm=clip_norm, weight_decay=0.3, beta2=0.97, eps=1e-7)
     buffer = small_buffer(precision)
-    optimizer = Optimizer(config, buffer)
+    state = State(buffer, MOMENTS)
+    optimizer = Optimizer(config, state)
     parts = slice(0, buffer.decay_size), slice(buffer.decay_size, None)
     flat = [torch.nn.Parameter(buffer.master[part].clone()) for part in parts]
     groups = [
@@ -49,11 +51,11 @@ def test_update_is_that_of_torch(clip_norm, precision):
         for tensor, part in zip(flat, parts, strict=True):
             assert torch.equal(buffer.master[part], tensor)
         assert torch.equal(buffer.weights, buffer.master.to(PRECISIONS[precision].compute))
-    assert optimizer.updates == 4
-    for kind in ("exp_avg", "exp_avg_sq"):
+    assert state.counters.updates == 4
+    for kind in MOMENTS:
         whole = torch.cat([adam.state[tensor][kind] for tensor in flat])
         for entry in buffer.entries.values():
-            assert torch.equal(optimizer.moment(kind, entry), entry.view(whole))
+            assert torch.equal(state.view(kind, entry.name), entry.view(whole))
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (3, 10), (10, 10), (1, 1)])
@@ -85,7 +87,7 @@ def test_learning_rate_decays_linearly_or_not_at_all():
 
 def test_loss_scale_halves_and_doubles():
     config = PrecisionConfig(compute="fp16", initial_loss_scale=8.0, loss_scale_window=2)
-    scale = LossScale(config)
+    scale = LossScale(config, Counters())
     seen = []
     for overflow in (False, True, False, False, False, True, True, True, True, True, True):
         scale.update(overflow)
@@ -96,7 +98,7 @@ def test_loss_scale_halves_and_doubles():
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32", "fp64"])
 def test_other_types_have_no_loss_scale(compute):
-    scale = LossScale(PrecisionConfig(compute=compute, initial_loss_scale=8.0))
+    scale = LossScale(PrecisionConfig(compute=compute, initial_loss_scale=8.0), Counters())
     assert not scale.dynamic
     scale.update(True)
     assert scale.value == 1.0
@@ -118,19 +120,17 @@ def test_every_rank_skips_the_steps_that_overflow(comm):
     results = []
     for step in range(40):
         before = engine.buffer.master.clone(), engine.buffer.weights.clone()
-        updates = engine.optimizer.updates
+        updates = engine.state.counters.updates
         result = engine.step(step, microbatches(config, step, rank))
         results.append((result.skipped, result.loss_scale, result.loss))
         if result.skipped:
             assert torch.equal(engine.buffer.master, before[0])
             assert torch.equal(engine.buffer.weights, before[1])
-            assert engine.optimizer.updates == updates
+            assert engine.state.counters.updates == updates
             if updates == 0:
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    for entry in engine.buffer.entries.values():
-                        assert not engine.optimizer.moment(kind, entry).any()
+                assert not any(engine.state.kinds[kind].flat.any() for kind in MOMENTS)
         else:
-            assert engine.optimizer.updates == updates + 1
+            assert engine.state.counters.updates == updates + 1
             if updates >= 2:
                 break
     assert comm.allgather(results) == [results] * comm.size
@@ -150,7 +150,7 @@ def test_loss_scale_leaves_the_gradient_as_it_is(comm):
         engine = build(World(comm), changes)
         result = engine.step(0, microbatches(engine.config, 0, 0))
         assert not result.skipped
-        runs.append((result.grad_norm, logical(engine, engine.buffer.gradients)))
+        runs.append((result.grad_norm, whole_gradients(engine)))
     assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-3)
     expected = build(World(comm), {"model.hidden": 16})
     result = expected.step(0, microbatches(expected.config, 0, 0))

@@ -190,6 +190,50 @@ def test_what_counts_as_a_stall(ages, phase, step_s, stalls):
     assert not off.look(now_s)
 
 
+def _beats(one: Judge, start_s: float, seconds: range, rank: int = 0) -> list[bool]:
+    """What the judge says each second in which one rank reports that it waits."""
+    answers = []
+    for second in seconds:
+        one.hear(rank, report(float(second)), start_s + second)
+        answers.append(one.look(start_s + second))
+    return answers
+
+
+@pytest.mark.parametrize("phase", ["start-up", "training", "saving"])
+def test_a_frozen_rank_is_acted_on_in_time_whatever_it_did_last(phase):
+    """Its last report is old; the patience with a start-up is for ranks that are heard of."""
+    one, _ = judge(6.0)
+    start_s = time.monotonic()
+    one.hear(1, report(0.0, phase), start_s)
+    assert _beats(one, start_s, range(10)) == [*[False] * 7, True, False, False]
+    assert not one.complete(start_s + 7.1)  # rank 0 has not written its stacks
+    one.hear(0, report(7.0, shown=True), start_s + 7.2)
+    assert one.complete(start_s + 7.2)  # and nobody waits for those of the frozen rank
+
+
+def test_the_return_of_a_rank_is_mentioned():
+    one, said = judge(600.0)
+    start_s = time.monotonic()
+    one.hear(1, report(0.0), start_s)
+    _beats(one, start_s, range(30))
+    assert [line for line in said if "rank 1 (b) was not heard of" in line] == said != []
+    one.hear(1, report(30.0), start_s + 30)
+    one.look(start_s + 30)
+    assert said[1:] == ["rank 1 (b) is heard of again, after 30 s"]
+
+
+def test_a_job_that_was_stopped_as_a_whole_is_not_a_stall():
+    """SIGSTOP and SIGCONT to all ranks: what rank 0 knows is old, and nobody hangs."""
+    one, _ = judge(10.0)
+    start_s = time.monotonic()
+    one.hear(1, report(0.0), start_s)
+    assert not any(_beats(one, start_s, range(3)))
+    assert not one.look(start_s + 500.0)
+    one.hear(0, report(0.1), start_s + 501.0)
+    one.hear(1, report(0.1), start_s + 501.0)
+    assert not one.look(start_s + 506.0) and not one.look(start_s + 507.0)
+
+
 def test_the_earliest_failure_comes_first(tmp_path):
     one, said = judge(10.0)
     now_s = time.monotonic()

@@ -1,5 +1,6 @@
 """Stopping well: signals at any moment, files, the time limit, and the marker of a complete run."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,3 +211,30 @@ def test_nobody_reads_what_is_printed():
     command = f'{sys.executable} -c "$0" | head -n 1; exit ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "a line\n", "nobody reads the output")
+
+
+@parallel(ranks=[1])
+def test_ctrl_c_saves_and_the_wish_is_told_once(comm, tmp_path):
+    def patch(made):
+        made._step = after(made._step, 2, lambda: signal.raise_signal(signal.SIGINT))
+
+    with loop(comm, tmp_path, {"run.steps": 6}, patch) as made:
+        stops(made)
+    assert saved(tmp_path) == ["step-00000002"]
+    lines = log(tmp_path / "run").splitlines()
+    assert lines[0].startswith("to stop and keep all: kill -USR1 ")
+    assert [line for line in lines if "stopped" in line] == [
+        "stopped on request after step 2; the same command goes on"
+    ]
+    assert sum("SIGINT on rank 0" in line for line in lines) <= 2  # heard, and saving
+
+
+@parallel(ranks=[1])
+def test_a_run_directory_that_is_deleted_is_not_made_anew(comm, tmp_path):
+    def patch(made):
+        made._step = after(made._step, 2, lambda: shutil.rmtree(tmp_path / "run"))
+
+    gone = pytest.raises(SharedInputError, match=r"is gone|was deleted")
+    with loop(comm, tmp_path, {"run.steps": 6, "checkpoint.every_steps": 3}, patch) as made, gone:
+        made.run()
+    assert not (tmp_path / "run").exists()

@@ -11,25 +11,27 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ptdmpi.base.box import Box
 from ptdmpi.base.disk import start_writing_out
+from ptdmpi.checkpoint.manifest import TYPE_NAMES, Manifest, Piece, StoredTensor, Written
 from ptdmpi.config import InputError
 
-# safetensors' names of the types that a checkpoint holds
-TYPE_NAMES = {"float32": "F32", "float64": "F64"}
 # Checksum and write go over a chunk that stays in cache between the two.
 CHUNK_BYTES = 1 << 20
 # A rank wants every n-th run of bytes: gaps up to this size are read with them (a disk's block is
 # read anyway, and a call costs as much), greater ones are left out.
 GAP_BYTES = 4096
 
-Slices = tuple[slice, ...]
+
+Array = NDArray[Any]
 
 
 class Damaged(Exception):
@@ -37,29 +39,26 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
+class Outgoing:
     """A box of a logical tensor on its way into a file; `values` gives its bytes when asked."""
 
     tensor: str
     shape: tuple[int, ...]
-    box: Slices
+    box: Box
     dtype: str
-    values: Callable[[], np.ndarray]
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.box)
+    values: Callable[[], Array]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.size) * np.dtype(self.dtype).itemsize
+        return self.box.elements * np.dtype(self.dtype).itemsize
 
 
-def header(blocks: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
+def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     """The head of a safetensors file of (key, dtype, shape) in this order, up to the first byte of
     data, which stands at a multiple of 64."""
-    table, end = {}, 0
-    for key, dtype, shape in blocks:
+    table: dict[str, dict[str, Any]] = {}
+    end = 0
+    for key, dtype, shape in parts:
         start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
         table[key] = {
             "dtype": TYPE_NAMES[dtype],
@@ -71,33 +70,25 @@ def header(blocks: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, blocks: Sequence[Block]) -> dict[str, Any]:
+def write(path: Path, parts: Sequence[Outgoing]) -> Written:
     """Write and sync one file; returns what the manifest must know of it."""
-    keys = [f"{block.tensor}#{number}" for number, block in enumerate(blocks)]
-    head = header([(k, b.dtype, b.size) for k, b in zip(keys, blocks, strict=True)])
-    pieces, offset = [], len(head)
+    keys = [f"{part.tensor}#{number}" for number, part in enumerate(parts)]
+    head = header([(k, p.dtype, p.box.size) for k, p in zip(keys, parts, strict=True)])
+    offset = len(head)
+    tensors: dict[str, StoredTensor] = {}
     with open(path, "xb") as file:
         file.write(head)
-        for key, block in zip(keys, blocks, strict=True):
-            pieces.append(
-                {
-                    "tensor": block.tensor,
-                    "dtype": block.dtype,
-                    "shape": list(block.shape),
-                    "key": key,
-                    "start": [part.start for part in block.box],
-                    "stop": [part.stop for part in block.box],
-                    "offset": offset,
-                    "crc32": _write_block(file, block.values()),
-                }
-            )
-            offset += block.nbytes
+        for key, part in zip(keys, parts, strict=True):
+            piece = Piece(path.name, key, part.box, offset, _write_block(file, part.values()))
+            known = tensors.get(part.tensor) or StoredTensor(part.shape, part.dtype, ())
+            tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
+            offset += part.nbytes
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "bytes": offset, "pieces": pieces}
+    return Written(path.name, offset, tensors)
 
 
-def _write_block(file: BinaryIO, values: np.ndarray) -> int:
+def _write_block(file: BinaryIO, values: Array) -> int:
     data = memoryview(np.ascontiguousarray(values)).cast("B")
     crc = 0
     for start in range(0, len(data), CHUNK_BYTES):
@@ -116,14 +107,14 @@ class Reader:
     (by number, in the order of `pieces`). Not for several threads.
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
-        self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
-        self.pieces: list[tuple[str, dict[str, Any]]] = []
+        self.tensors = manifest.tensors
+        self.pieces: list[tuple[str, Piece]] = []
         self._first: dict[str, int] = {}
         for name, tensor in self.tensors.items():
             self._first[name] = len(self.pieces)
-            self.pieces += [(name, piece) for piece in tensor["pieces"]]
+            self.pieces += [(name, piece) for piece in tensor.pieces]
         self.checked = np.zeros(len(self.pieces), dtype=np.uint8)
         self.read_bytes = 0
         self._open: tuple[str, int] | None = None
@@ -144,84 +135,76 @@ class Reader:
     def require(self, name: str, shape: Sequence[int]) -> None:
         """Raises InputError if the checkpoint has no such tensor of this shape."""
         stored = self.tensors.get(name)
-        if stored is None or tuple(stored["shape"]) != tuple(shape):
-            found = "is missing" if stored is None else f"has shape {stored['shape']}"
+        if stored is None or stored.shape != tuple(shape):
+            found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
             raise InputError(
                 f"checkpoint {self.directory}: {name} {found}, this model needs {list(shape)}"
             )
 
-    def read(self, name: str, wanted: Slices, target: np.ndarray) -> None:
+    def read(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with the box `wanted` of tensor `name`, converting its type.
 
         Raises Damaged if a file is too short, or a checksum does not hold.
         """
         tensor = self.tensors[name]
-        for number, piece in enumerate(tensor["pieces"], self._first[name]):
-            box = box_of(piece)
-            common = tuple(
-                slice(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(box, wanted, strict=True)
-            )
-            if all(part.start < part.stop for part in common):
-                place = target[relative(common, wanted)]
-                direct = place.dtype == tensor["dtype"] and place.flags.c_contiguous
-                size = [part.stop - part.start for part in common]
-                values = place if direct else np.empty(size, tensor["dtype"])
-                if common == box:
-                    self._read_checked(piece, values)
-                    self.checked[number] = 1
-                else:
-                    self._read_part(piece, box, common, values)
-                if not direct:
-                    place[...] = values
+        for number, piece in enumerate(tensor.pieces, self._first[name]):
+            common = piece.box.overlap(wanted)
+            if common is None:
+                continue
+            place = target[common.relative(wanted).index]
+            direct = place.dtype == tensor.dtype and place.flags.c_contiguous
+            values = place if direct else np.empty(common.size, tensor.dtype)
+            if common == piece.box:
+                self._read_checked(piece, values)
+                self.checked[number] = 1
+            else:
+                self._read_part(piece, common, values)
+            if not direct:
+                place[...] = values
 
     def check(self, number: int) -> None:
         """Read piece `number` only to hold it against its checksum. Raises Damaged."""
         name, piece = self.pieces[number]
-        left = piece_bytes(piece, self.tensors[name]["dtype"])
+        left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
-        crc, offset = 0, piece["offset"]
+        crc, offset = 0, piece.offset
         while left:
             part = scratch[: min(left, CHUNK_BYTES)]
-            self._read_at(piece["file"], offset, part)
+            self._read_at(piece.file, offset, part)
             crc, offset, left = zlib.crc32(part, crc), offset + len(part), left - len(part)
         self._compare(piece, crc)
 
-    def _read_checked(self, piece: dict[str, Any], values: np.ndarray) -> None:
+    def _read_checked(self, piece: Piece, values: Array) -> None:
         data, crc = memoryview(values).cast("B"), 0
         for start in range(0, len(data), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
-            self._read_at(piece["file"], piece["offset"] + start, part)
+            self._read_at(piece.file, piece.offset + start, part)
             crc = zlib.crc32(part, crc)
         self._compare(piece, crc)
 
-    def _compare(self, piece: dict[str, Any], crc: int) -> None:
-        if crc != piece["crc32"]:
-            raise Damaged(f"{self.directory / piece['file']}: {piece['key']} is damaged")
+    def _compare(self, piece: Piece, crc: int) -> None:
+        if crc != piece.crc32:
+            raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
-    def _read_part(
-        self, piece: dict[str, Any], box: Slices, common: Slices, values: np.ndarray
-    ) -> None:
+    def _read_part(self, piece: Piece, common: Box, values: Array) -> None:
         """Some of a piece: run by run, or with the gaps between the runs where they are small."""
-        sizes = [part.stop - part.start for part in box]
-        inner = relative(common, box)
+        sizes, inner = piece.box.size, common.relative(piece.box)
         # dims behind the last one that is cut are whole: a run goes over all of them
-        cut = max(k for k, part in enumerate(inner) if part.stop - part.start < sizes[k])
+        cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
-        run = (inner[cut].stop - inner[cut].start) * row
+        run = inner.size[cut] * row
         gap = sizes[cut] * row - run
         data = memoryview(values).cast("B")
         if gap > GAP_BYTES:
-            for number, start in enumerate(_starts(inner[:cut], sizes, values.itemsize)):
-                at = piece["offset"] + start + inner[cut].start * row
-                self._read_at(piece["file"], at, data[number * run : (number + 1) * run])
+            for number, start in enumerate(_starts(inner, cut, sizes, values.itemsize)):
+                at = piece.offset + start + inner.start[cut] * row
+                self._read_at(piece.file, at, data[number * run : (number + 1) * run])
             return
-        outer = inner[0]
         stride = math.prod(sizes[1:]) * values.itemsize
-        scratch = np.empty((outer.stop - outer.start, *sizes[1:]), values.dtype)
-        at = piece["offset"] + outer.start * stride
-        self._read_at(piece["file"], at, memoryview(scratch).cast("B"))
-        values[...] = scratch[(slice(None), *inner[1:])]
+        scratch = np.empty((inner.size[0], *sizes[1:]), values.dtype)
+        at = piece.offset + inner.start[0] * stride
+        self._read_at(piece.file, at, memoryview(scratch).cast("B"))
+        values[...] = scratch[(slice(None), *inner.index[1:])]
 
     def _read_at(self, file: str, offset: int, target: memoryview) -> None:
         if self._open is None or self._open[0] != file:
@@ -244,26 +227,9 @@ class Reader:
         self.read_bytes += done
 
 
-def _starts(outer: Slices, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Byte offsets in a piece of the places that the slices `outer` of its first dims select."""
-    strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(len(outer))]
-    for index in np.ndindex(*(part.stop - part.start for part in outer)):
-        yield sum(
-            (part.start + i) * stride for part, i, stride in zip(outer, index, strides, strict=True)
-        )
-
-
-def box_of(piece: dict[str, Any]) -> Slices:
-    return tuple(slice(a, b) for a, b in zip(piece["start"], piece["stop"], strict=True))
-
-
-def piece_bytes(piece: dict[str, Any], dtype: str) -> int:
-    size = (part.stop - part.start for part in box_of(piece))
-    return math.prod(size) * np.dtype(dtype).itemsize
-
-
-def relative(part: Slices, origin: Slices) -> Slices:
-    """The box `part` as seen from the first corner of `origin`."""
-    return tuple(
-        slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin, strict=True)
-    )
+def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
+    """Byte offsets in a piece of this size of the places that the first dims of `inner` select."""
+    strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
+    for index in np.ndindex(*inner.size[:dims]):
+        places = zip(inner.start, index, strides, strict=False)
+        yield sum((start + i) * stride for start, i, stride in places)

@@ -12,40 +12,18 @@ A name `step-NNNNNNNN` appears by one rename, when everything in it is on the di
 no crash leaves an incomplete checkpoint under such a name.
 """
 
-import json
 import os
 import re
 import shutil
-import zlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 from ptdmpi.base.disk import sync, write_whole
-from ptdmpi.checkpoint.boxes import TYPE_NAMES
-from ptdmpi.checkpoint.manifest import require_form
+from ptdmpi.checkpoint.manifest import is_sound
 from ptdmpi.config import InputError
 
-FORMAT_VERSION = 2
-MANIFEST = "manifest.json"
 LATEST = "latest"
 BRANCHED_FROM = "branched_from"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, besides its tensors. `step` steps are done, `samples` consumed."""
-
-    step: int
-    samples: int
-    updates: int
-    loss_scale: float
-    good_steps: int
-    seed: int
-
-
-_PROGRESS = {one.name: (int, float) if one.type is float else (int,) for one in fields(Progress)}
 
 
 def name_of(step: int) -> str:
@@ -75,101 +53,6 @@ def named(path: Path) -> Path:
             raise InputError(f"{path} names no checkpoint: it has {name!r}")
         return path.parent / name
     return path
-
-
-# -- the manifest ----------------------------------------------------------------------------------
-
-
-def write_manifest(
-    directory: Path,
-    progress: dict[str, Any],
-    model: dict[str, Any],
-    written: list[dict],
-    lineage: Mapping[str, Any] | None = None,
-) -> None:
-    """Write and sync the manifest over the files of all ranks, as `write` gave them; `model` is the
-    section [model] that they are weights of, `lineage` what else is said of how they came to be.
-
-    Raises InputError where a file is not seen from here.
-    """
-    files: dict[str, dict[str, int]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
-    for part in written:
-        path = directory / part["file"]
-        if not path.is_file() or path.stat().st_size != part["bytes"]:
-            raise InputError(
-                f"{path} was written by its rank but is not seen by rank 0: the run directory must "
-                "be on a file system that all nodes share"
-            )
-        files[part["file"]] = {"bytes": part["bytes"]}
-        for piece in part["pieces"]:
-            tensor = tensors.setdefault(
-                piece["tensor"], {"shape": piece["shape"], "dtype": piece["dtype"], "pieces": []}
-            )
-            kept = ("key", "start", "stop", "offset", "crc32")
-            tensor["pieces"].append({"file": part["file"], **{key: piece[key] for key in kept}})
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "progress": progress,
-        "model": model,
-        **(lineage or {}),
-        "files": files,
-        "tensors": dict(sorted(tensors.items())),
-    }
-    text = json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
-    write_whole(directory / MANIFEST, text)
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises InputError unless it is whole and of this version."""
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except ValueError:
-        raise InputError(f"{path} is not JSON: truncated or damaged") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
-    if manifest.pop("crc32", None) != _checksum(manifest):
-        raise InputError(f"{path} is damaged: its checksum does not hold")
-    try:
-        require_form(manifest, _PROGRESS)
-    except ValueError as error:
-        raise InputError(f"{path} is no manifest of a checkpoint: {error}") from None
-    types = {tensor["dtype"] for tensor in manifest["tensors"].values()}
-    if types - TYPE_NAMES.keys():
-        raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")
-    return manifest
-
-
-def sound_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, if all files that it names have the sizes that it names. Raises InputError."""
-    manifest = read_manifest(directory)
-    for name, file in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            raise InputError(f"{path} is missing")
-        if path.stat().st_size != file["bytes"]:
-            raise InputError(f"{path} has {path.stat().st_size} bytes instead of {file['bytes']}")
-    return manifest
-
-
-def is_sound(directory: Path) -> bool:
-    try:
-        sound_manifest(directory)
-    except InputError:
-        return False
-    return True
-
-
-def total_bytes(manifest: dict[str, Any]) -> int:
-    return sum(file["bytes"] for file in manifest["files"].values())
-
-
-def _checksum(manifest: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 # -- appearing and going ---------------------------------------------------------------------------
@@ -257,8 +140,9 @@ def went_on_from(directory: Path, named: Path) -> bool:
 
 
 def _last_kept(directory: Path, source: Path | None) -> int:
-    own = source is not None and source.parent.resolve() == directory.resolve()
-    return step_of(source) if own else -1
+    if source is None or source.parent.resolve() != directory.resolve():
+        return -1
+    return step_of(source)
 
 
 def put_back(directory: Path) -> None:

@@ -1,15 +1,24 @@
 """Examining checkpoints without a model, MPI or a GPU: are they sound, and are they equal."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.box import Box, rows_of
 from ptdmpi.checkpoint import directory as files
-from ptdmpi.checkpoint.boxes import Damaged, Reader, Slices, box_of, header, piece_bytes
+from ptdmpi.checkpoint.boxes import Array, Damaged, Reader, header
+from ptdmpi.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredTensor,
+    is_sound,
+    read_manifest,
+    sound_manifest,
+)
 from ptdmpi.config import InputError
 from ptdmpi.terminal.progress import progress
 
@@ -21,7 +30,7 @@ def checkpoints(path: Path) -> list[Path]:
     """The checkpoints that `path` names, in ascending order of steps: one itself, `latest`, or all
     of a run or of its `checkpoints/`. Raises InputError if there is none."""
     path = files.named(path)
-    if (path / files.MANIFEST).exists() or files.is_name(path.name):
+    if (path / MANIFEST).exists() or files.is_name(path.name):
         if not path.is_dir():
             raise InputError(f"{path}: no such checkpoint")
         return [path]
@@ -37,8 +46,8 @@ def checkpoints(path: Path) -> list[Path]:
 def newest(path: Path) -> Path:
     """The newest sound checkpoint that `path` names. Raises InputError."""
     found = checkpoints(path)
-    sound = next((one for one in reversed(found) if files.is_sound(one)), found[-1])
-    files.sound_manifest(sound)
+    sound = next((one for one in reversed(found) if is_sound(one)), found[-1])
+    sound_manifest(sound)
     return sound
 
 
@@ -52,17 +61,15 @@ def problems(directory: Path) -> list[str]:
     pieces of each tensor cover it without gap or overlap.
     """
     try:
-        manifest = files.read_manifest(directory)
+        manifest = read_manifest(directory)
     except InputError as error:
         return [str(error)]
     found = []
-    for name, tensor in manifest["tensors"].items():
+    for name, tensor in manifest.tensors.items():
         found += [f"{directory}: {name}: {text}" for text in _uncovered(tensor)]
-    for name, file in manifest["files"].items():
-        found += [
-            f"{directory / name}: {text}" for text in _misfits(directory, name, file, manifest)
-        ]
-    size_bytes = sum(file["bytes"] for file in manifest["files"].values())
+    for name in manifest.files:
+        found += [f"{directory / name}: {text}" for text in _misfits(directory, name, manifest)]
+    size_bytes = manifest.total_bytes
     with Reader(directory, manifest) as reader, progress("verifying", size_bytes, "B") as advance:
         share_bytes = size_bytes / max(1, len(reader.pieces))
         for number in range(len(reader.pieces)):
@@ -74,46 +81,40 @@ def problems(directory: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _uncovered(tensor: dict[str, Any]) -> Iterator[str]:
-    boxes = sorted((box_of(piece) for piece in tensor["pieces"]), key=lambda box: box[0].start)
-    for box in boxes:
-        for part, size in zip(box, tensor["shape"], strict=True):
-            if not 0 <= part.start < part.stop <= size:
-                yield f"piece {_text(box)} is empty or outside of shape {tensor['shape']}"
+def _uncovered(tensor: StoredTensor) -> Iterator[str]:
+    whole = Box.whole(tensor.shape)
+    boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
+        if box.overlap(whole) != box:
+            yield f"piece {box} is empty or outside of shape {list(tensor.shape)}"
         for other in boxes[number + 1 :]:
-            if other[0].start >= box[0].stop:
+            if other.start[0] >= box.stop[0]:
                 break
-            if all(a.start < b.stop and b.start < a.stop for a, b in zip(box, other, strict=True)):
-                yield f"pieces {_text(box)} and {_text(other)} overlap"
-    held = sum(math.prod(part.stop - part.start for part in box) for box in boxes)
-    if held != math.prod(tensor["shape"]):
-        yield f"pieces hold {held} elements of {math.prod(tensor['shape'])}"
+            if box.overlap(other):
+                yield f"pieces {box} and {other} overlap"
+    held = sum(box.elements for box in boxes)
+    if held != whole.elements:
+        yield f"pieces hold {held} elements of {whole.elements}"
 
 
-def _misfits(
-    directory: Path, name: str, file: dict[str, Any], manifest: dict[str, Any]
-) -> Iterator[str]:
+def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
     pieces = sorted(
         (
-            (piece["offset"], piece, tensor["dtype"])
-            for tensor in manifest["tensors"].values()
-            for piece in tensor["pieces"]
-            if piece["file"] == name
+            (piece, tensor)
+            for tensor in manifest.tensors.values()
+            for piece in tensor.pieces
+            if piece.file == name
         ),
-        key=lambda found: found[0],
+        key=lambda found: found[0].offset,
     )
-    sizes = [tuple(part.stop - part.start for part in box_of(piece)) for _, piece, _ in pieces]
-    head = header(
-        [(p["key"], dtype, size) for (_, p, dtype), size in zip(pieces, sizes, strict=True)]
-    )
-    offset = len(head)
-    for start, piece, dtype in pieces:
-        if start != offset:
-            yield f"{piece['key']} stands at byte {start} instead of {offset}"
-        offset += piece_bytes(piece, dtype)
-    if file["bytes"] != offset:
-        yield f"the manifest says {file['bytes']} bytes, its pieces take {offset}"
+    head = header([(piece.key, tensor.dtype, piece.box.size) for piece, tensor in pieces])
+    offset, said = len(head), manifest.files[name]
+    for piece, tensor in pieces:
+        if piece.offset != offset:
+            yield f"{piece.key} stands at byte {piece.offset} instead of {offset}"
+        offset += tensor.nbytes(piece)
+    if said != offset:
+        yield f"the manifest says {said} bytes, its pieces take {offset}"
     try:
         with open(directory / name, "rb") as stream:
             if stream.read(len(head)) != head:
@@ -122,12 +123,8 @@ def _misfits(
     except OSError as error:
         yield f"{error.strerror}"
         return
-    if size != file["bytes"]:
-        yield f"{size} bytes instead of {file['bytes']}"
-
-
-def _text(box: Slices) -> str:
-    return "[" + ", ".join(f"{part.start}:{part.stop}" for part in box) + "]"
+    if size != said:
+        yield f"{size} bytes instead of {said}"
 
 
 # -- diff ------------------------------------------------------------------------------------------
@@ -150,8 +147,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
 
     Raises InputError if one of them cannot be read.
     """
-    manifests = [files.sound_manifest(path) for path in (first, second)]
-    progress = [manifest["progress"] for manifest in manifests]
+    manifests = [sound_manifest(path) for path in (first, second)]
+    progress = [asdict(manifest.progress) for manifest in manifests]
     found = [
         Difference(f"progress/{key}", f"{progress[0].get(key)} and {progress[1].get(key)}")
         for key in sorted({*progress[0], *progress[1]})
@@ -171,13 +168,13 @@ def differences(first: Path, second: Path) -> list[Difference]:
 
 def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
     one, other = a.tensors[name], b.tensors[name]
-    if one["shape"] != other["shape"]:
-        yield Difference(name, f"shapes {one['shape']} and {other['shape']}")
+    if one.shape != other.shape:
+        yield Difference(name, f"shapes {list(one.shape)} and {list(other.shape)}")
         return
-    same_type = one["dtype"] == other["dtype"]
+    same_type = one.dtype == other.dtype
     differing, absolute, magnitude = 0, 0.0, 0.0
-    for slab in _slabs(one["shape"]):
-        x, y = _slab(a, name, slab, one["dtype"]), _slab(b, name, slab, other["dtype"])
+    for slab in Box.whole(one.shape).slabs(rows_of(one.shape, 8, SLAB_BYTES)):
+        x, y = _slab(a, name, slab, one.dtype), _slab(b, name, slab, other.dtype)
         unequal = _bits(x) != _bits(y) if same_type else x != y
         differing += int(unequal.sum())
         magnitude = max(magnitude, float(np.nan_to_num(np.abs(x), nan=0.0).max()))
@@ -185,27 +182,20 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
             delta = np.abs(x[unequal].astype(np.float64) - y[unequal])
             absolute = max(absolute, float(np.nan_to_num(delta, nan=math.inf).max()))
     if differing or not same_type:
-        what = f"{differing} of {math.prod(one['shape'])} elements"
+        what = f"{differing} of {math.prod(one.shape)} elements"
         if not same_type:
-            what = f"types {one['dtype']} and {other['dtype']}, {what}"
+            what = f"types {one.dtype} and {other.dtype}, {what}"
         relative = absolute / magnitude if magnitude else (math.inf if absolute else 0.0)
         yield Difference(name, what, absolute, relative)
 
 
-def _slabs(shape: Sequence[int]) -> Iterator[Slices]:
-    rows = max(1, SLAB_BYTES // (8 * math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        first = slice(start, min(shape[0], start + rows))
-        yield (first, *(slice(0, size) for size in shape[1:]))
-
-
-def _slab(reader: Reader, name: str, slab: Slices, dtype: str) -> np.ndarray:
-    values = np.zeros([part.stop - part.start for part in slab], dtype)
+def _slab(reader: Reader, name: str, slab: Box, dtype: str) -> Array:
+    values = np.zeros(slab.size, dtype)
     reader.read(name, slab, values)
     return values
 
 
-def _bits(values: np.ndarray) -> np.ndarray:
+def _bits(values: Array) -> Array:
     return values.view(f"u{values.itemsize}")
 
 

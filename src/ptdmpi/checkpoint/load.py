@@ -1,33 +1,21 @@
 """Loading a checkpoint into a rank of any layout, finding out on the way whether it is sound."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Damaged, Reader
-from ptdmpi.checkpoint.directory import Progress
-from ptdmpi.checkpoint.share import KINDS, tensor_of
+from ptdmpi.checkpoint.manifest import Manifest, Progress, sound_manifest
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.world import Axes, SharedInputError
+from ptdmpi.comm.world import SharedInputError
 from ptdmpi.config import InputError
-from ptdmpi.model.parameters import ParameterBuffer
-
-if TYPE_CHECKING:
-    from ptdmpi.train.engine import Engine
+from ptdmpi.model.state import WEIGHTS, Counters, Piece, State
 
 T = TypeVar("T")
 # of what a manifest says: raises InputError if this run may not take up its tensors
-Judge = Callable[[Path, dict[str, Any]], None]
-
-
-class HoldsWeights(Protocol):
-    """An engine, or a model that does not train: this rank's part of the weights."""
-
-    axes: Axes
-    buffer: ParameterBuffer
+Judge = Callable[[Path, Mapping[str, Any]], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
@@ -44,29 +32,27 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
     return value
 
 
-def load(engine: "Engine", directory: Path, judge: Judge) -> Progress | str:
+def load(state: State, world: Communicator, directory: Path, judge: Judge) -> Progress | str:
     """Load a checkpoint, or say why it cannot be read; the same on every rank.
 
     After damage the state is undefined: another must be loaded. Raises SharedInputError if the
     checkpoint is sound but not of this model, or `judge` refuses it.
     """
-    manifest = load_tensors(engine, directory, KINDS, judge)
+    manifest = load_tensors(state, world, directory, tuple(state.kinds), judge)
     if isinstance(manifest, str):
         return manifest
-    progress = Progress(**manifest["progress"])
-    engine.optimizer.updates = progress.updates
-    if engine.loss_scale.dynamic:
-        engine.loss_scale.value = progress.loss_scale
-        engine.loss_scale.good_steps = progress.good_steps
+    progress = manifest.progress
+    state.restore(Counters(progress.updates, progress.loss_scale, progress.good_steps))
     return progress
 
 
 def load_tensors(
-    engine: HoldsWeights,
+    state: State,
+    world: Communicator,
     directory: Path,
-    kinds: Sequence[str] = ("weights",),
-    judge: Judge = lambda path, manifest: None,
-) -> dict[str, Any] | str:
+    kinds: Sequence[str] = (WEIGHTS,),
+    judge: Judge = lambda path, said: None,
+) -> Manifest | str:
     """Load the tensors of these kinds; returns the manifest, or why it cannot be read. `judge` may
     refuse it, by an InputError on every rank, before a tensor is read.
 
@@ -74,58 +60,53 @@ def load_tensors(
     that nobody has read whole, because they were written in another layout, are read once more and
     checked by all ranks in turn. Raises as `load` does.
     """
-    world = engine.axes.world
     try:
-        manifest = on_root(world, lambda: files.sound_manifest(directory))
+        manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
         return str(error)
+    pieces = [piece for piece in state.pieces() if piece.kind in kinds]
     with Reader(directory, manifest) as reader:
-        unfit = _first(engine, InputError, lambda: _require_fit(engine, reader, kinds))
-        unfit = unfit or _first(engine, InputError, lambda: judge(directory, manifest))
+        unfit = _first(world, InputError, lambda: _require_fit(reader, pieces, kinds))
+        unfit = unfit or _first(world, InputError, lambda: judge(directory, manifest.said))
         if unfit:
             raise SharedInputError(unfit)
-        damage = _first(engine, Damaged, lambda: _read_state(engine, reader, kinds))
+        damage = _first(world, Damaged, lambda: _read(reader, pieces))
         if not damage:
             checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
             left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
-            damage = _first(engine, Damaged, lambda: [reader.check(number) for number in left])
+            damage = _first(world, Damaged, lambda: [reader.check(number) for number in left])
         if damage:
             return damage
-    engine.buffer.refresh_weights()
+    state.changed()
     return manifest
 
 
-def _require_fit(engine: HoldsWeights, reader: Reader, kinds: Sequence[str]) -> None:
-    if not any(name.startswith(f"{kinds[-1]}/") for name in reader.tensors):
+def _require_fit(reader: Reader, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
+    there = {name.partition("/")[0] for name in reader.tensors}
+    if not there >= set(kinds) - {WEIGHTS}:
         raise InputError(
             f"checkpoint {reader.directory} has no optimizer state: a run can begin from it "
             "(checkpoint.initial), not resume"
         )
-    for entry in engine.buffer.entries.values():
-        for kind in kinds:
-            reader.require(f"{kind}/{entry.name}", entry.declaration.shape)
+    for piece in pieces:
+        reader.require(piece.key, piece.shape)
 
 
-def _read_state(engine: HoldsWeights, reader: Reader, kinds: Sequence[str]) -> None:
-    tensor = engine.axes["tensor"]
-    for entry in engine.buffer.entries.values():
-        for kind in kinds:
-            local = tensor_of(engine, kind, entry)
-            for box in entry.declaration.boxes(tensor.rank, tensor.size):
-                target = local[box.local]
-                host = target.detach().cpu()  # the same memory on a CPU
-                if host.dtype == torch.bfloat16:  # of which numpy knows nothing
-                    host = host.float()
-                reader.read(f"{kind}/{entry.name}", box.logical, host.numpy())
-                if host.data_ptr() != target.data_ptr():
-                    target.copy_(host)
+def _read(reader: Reader, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        host = piece.values.cpu()  # the same memory on a CPU
+        if host.dtype == torch.bfloat16:  # of which numpy knows nothing
+            host = host.float()
+        reader.read(piece.key, piece.box, host.numpy())
+        if host.data_ptr() != piece.values.data_ptr():
+            piece.values.copy_(host)
 
 
-def _first(engine: HoldsWeights, kind: type[Exception], work: Callable[[], Any]) -> str | None:
+def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) -> str | None:
     """Do it on every rank; the message of the first one where it failed in this way."""
     text = None
     try:
         work()
     except kind as error:
         text = str(error)
-    return next((found for found in engine.axes.world.all_gather_object(text) if found), None)
+    return next((found for found in world.all_gather_object(text) if found), None)

@@ -1,16 +1,224 @@
-"""Whether a manifest has all that its readers take for granted: keys, kinds, lengths.
+"""The manifest: which box of which logical tensor stands where in a checkpoint's files.
 
-Its checksum tells damage; this tells what another program, or a faulty one, wrote with a checksum
-that holds. Whether the pieces cover their tensors is the matter of `examine`.
+    {"format_version": 2, "progress": {...}, "model": {section [model]}, what else the run says,
+     "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
+     "start", "stop", "offset", "crc32"}]}}, "crc32": of all that stands before it}
+
+Its checksum tells damage. What another program, or a faulty one, wrote with a checksum that holds
+is told by its form: keys, kinds, lengths. Whether the pieces cover their tensors is the matter of
+`examine`.
 """
 
-from collections.abc import Mapping
-from pathlib import PurePath
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePath
 from typing import Any
 
-_FILE = {"bytes": (int,)}
-_TENSOR = {"shape": (list,), "dtype": (str,), "pieces": (list,)}
-_PIECE = {
+import numpy as np
+
+from ptdmpi.base.box import Box
+from ptdmpi.base.disk import write_whole
+from ptdmpi.config import InputError
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+# The types that a checkpoint holds, and safetensors' names of them.
+TYPE_NAMES = {"float32": "F32", "float64": "F64"}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, besides its tensors. `step` steps are done, `samples` consumed; the
+    others are the optimizer's counters, and the seed of the order of samples."""
+
+    step: int
+    samples: int
+    updates: int
+    loss_scale: float
+    good_steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor in a file: its key there, its first byte, and the checksum of its bytes."""
+
+    file: str
+    key: str
+    box: Box
+    offset: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A logical tensor: its whole shape, numpy's name of its type, and the boxes of it in files."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    def nbytes(self, piece: Piece) -> int:
+        return piece.box.elements * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file as its rank wrote it: its size, and what it holds of each tensor."""
+
+    file: str
+    bytes: int
+    tensors: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of. `said`: how its tensors came to be, as JSON: progress, model
+    (the section [model] that they are weights of) and what else its run has added; `files`: bytes
+    of each; `tensors`: by their names in the state, such as `weights/NAME`."""
+
+    progress: Progress
+    said: Mapping[str, Any]
+    files: Mapping[str, int]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.files.values())
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_manifest(
+    directory: Path,
+    progress: Progress,
+    model: Mapping[str, Any],
+    written: Sequence[Written],
+    lineage: Mapping[str, Any] | None = None,
+) -> None:
+    """Write and sync the manifest over the files of all ranks; `model` is the section [model] that
+    they are weights of, `lineage` what else is said of how they came to be.
+
+    Raises InputError where a file is not seen from here.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in written:
+        path = directory / part.file
+        if not path.is_file() or path.stat().st_size != part.bytes:
+            raise InputError(
+                f"{path} was written by its rank but is not seen by rank 0: the run directory must "
+                "be on a file system that all nodes share"
+            )
+        for name, one in part.tensors.items():
+            table = {"shape": list(one.shape), "dtype": one.dtype, "pieces": []}
+            tensors.setdefault(name, table)["pieces"] += map(_piece_as_json, one.pieces)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "progress": asdict(progress),
+        "model": dict(model),
+        **(lineage or {}),
+        "files": {part.file: {"bytes": part.bytes} for part in written},
+        "tensors": dict(sorted(tensors.items())),
+    }
+    text = json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
+    write_whole(directory / MANIFEST, text)
+
+
+def _piece_as_json(piece: Piece) -> dict[str, Any]:
+    return {
+        "file": piece.file,
+        "key": piece.key,
+        "start": list(piece.box.start),
+        "stop": list(piece.box.stop),
+        "offset": piece.offset,
+        "crc32": piece.crc32,
+    }
+
+
+def checksum(manifest: Mapping[str, Any]) -> int:
+    """What stands under `crc32`, of a manifest as JSON without it."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises InputError unless it is whole and of this version."""
+    path = directory / MANIFEST
+    try:
+        table = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{path} is not JSON: truncated or damaged") from None
+    version = table.get("format_version") if isinstance(table, dict) else None
+    if version != FORMAT_VERSION:
+        raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
+    if table.pop("crc32", None) != checksum(table):
+        raise InputError(f"{path} is damaged: its checksum does not hold")
+    try:
+        _require_form(table)
+    except ValueError as error:
+        raise InputError(f"{path} is no manifest of a checkpoint: {error}") from None
+    types = {tensor["dtype"] for tensor in table["tensors"].values()}
+    if types - TYPE_NAMES.keys():
+        raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")
+    return Manifest(
+        Progress(**table["progress"]),
+        {name: one for name, one in table.items() if name not in ("files", "tensors")},
+        {name: file["bytes"] for name, file in table["files"].items()},
+        {name: _tensor_of_json(tensor) for name, tensor in table["tensors"].items()},
+    )
+
+
+def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
+    pieces = (
+        Piece(
+            one["file"],
+            one["key"],
+            Box(tuple(one["start"]), tuple(one["stop"])),
+            one["offset"],
+            one["crc32"],
+        )
+        for one in table["pieces"]
+    )
+    return StoredTensor(tuple(table["shape"]), table["dtype"], tuple(pieces))
+
+
+def sound_manifest(directory: Path) -> Manifest:
+    """The manifest, if all files that it names have the sizes that it names. Raises InputError."""
+    manifest = read_manifest(directory)
+    for name, size in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise InputError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise InputError(f"{path} has {path.stat().st_size} bytes instead of {size}")
+    return manifest
+
+
+def is_sound(directory: Path) -> bool:
+    """Whether `sound_manifest` finds nothing to complain about."""
+    try:
+        sound_manifest(directory)
+    except InputError:
+        return False
+    return True
+
+
+# -- form ------------------------------------------------------------------------------------------
+
+Kinds = Mapping[str, tuple[type, ...]]
+_PROGRESS: Kinds = {
+    one.name: (int, float) if one.type is float else (int,) for one in fields(Progress)
+}
+_FILE: Kinds = {"bytes": (int,)}
+_TENSOR: Kinds = {"shape": (list,), "dtype": (str,), "pieces": (list,)}
+_PIECE: Kinds = {
     "file": (str,),
     "key": (str,),
     "start": (list,),
@@ -18,17 +226,16 @@ _PIECE = {
     "offset": (int,),
     "crc32": (int,),
 }
-Kinds = Mapping[str, tuple[type, ...]]
 
 
-def require_form(manifest: Mapping[str, Any], progress: Kinds) -> None:
+def _require_form(manifest: Mapping[str, Any]) -> None:
     """Raises ValueError that says what is missing or of another kind; `progress` has exactly the
     fields of that name."""
     for name in ("progress", "model", "files", "tensors"):
         _require(manifest, name, (dict,), "it")
-    _require_all(manifest["progress"], progress, "progress")
-    if manifest["progress"].keys() != progress.keys():
-        raise ValueError(f"progress has other fields than {', '.join(progress)}")
+    _require_all(manifest["progress"], _PROGRESS, "progress")
+    if manifest["progress"].keys() != _PROGRESS.keys():
+        raise ValueError(f"progress has other fields than {', '.join(_PROGRESS)}")
     for name, file in manifest["files"].items():
         _require_all(file, _FILE, f"file {name!r}")
         if PurePath(name).name != name:

@@ -13,29 +13,28 @@ the messages of a step meet no others.
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ptdmpi.checkpoint import directory as files
-from ptdmpi.checkpoint.boxes import Block, write
-from ptdmpi.checkpoint.directory import Progress
+from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import load, load_tensors, on_root
-from ptdmpi.checkpoint.share import share, tensor_of
-from ptdmpi.comm.world import SharedInputError
-from ptdmpi.config import CheckpointConfig, InputError
+from ptdmpi.checkpoint.manifest import Progress, Written, write_manifest
+from ptdmpi.checkpoint.share import share
+from ptdmpi.comm.world import Axes, SharedInputError
+from ptdmpi.config import InputError
 from ptdmpi.lineage.course import Course
+from ptdmpi.model.state import State
 
-if TYPE_CHECKING:
-    from ptdmpi.train.engine import Engine
+T = TypeVar("T")
 
 
 class SaveFailed(SharedInputError):
@@ -62,8 +61,8 @@ class _Flight:
     temporary: Path
     progress: Progress
     since: float
-    writing: "Future[dict | None]"
-    publishing: "Future[tuple[float, str | None]] | None" = None  # rank 0 only
+    writing: Future[Written]
+    publishing: Future[tuple[float, str | None]] | None = None  # rank 0 only
     written: bool = False
     bytes: int = 0
     stall_s: float = 0.0
@@ -72,18 +71,17 @@ class _Flight:
 class Checkpoints:
     """The checkpoints of one run directory; every rank calls every method but `close`."""
 
-    def __init__(
-        self, directory: Path, engine: "Engine", config: CheckpointConfig, course: Course
-    ) -> None:
-        self.directory, self.engine, self.config = directory, engine, config
-        self.course = course
-        self.world = engine.axes.world
+    def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
+        """`course`: of the run whose state it is, and whose section [checkpoint] counts."""
+        self.directory, self.state, self.course = directory, state, course
+        self.config = course.config.checkpoint
+        self.world = axes.world
         self.damaged: list[str] = []  # names of checkpoints that were stepped over
         # what the first save has to do with checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
         self.followed: Path | None = None  # by an earlier start, which this one goes on from
-        self.parts = list(share(engine))
-        mine = sum(part.elements for part in self.parts) * engine.buffer.master.element_size()
+        self.parts = list(share(state, axes))
+        mine = sum(part.values.nbytes for part in self.parts)
         self.state_bytes = sum(self.world.all_gather_object(mine))
         self._host: Tensor | None = None
         self._flight: _Flight | None = None
@@ -104,10 +102,10 @@ class Checkpoints:
             temporary = on_root(self.world, lambda: self._prepare(step))
         except SharedInputError as error:
             raise self._failure(step, str(error)) from None
-        blocks = self._blocks()
+        parts = self._outgoing()
         path = temporary / f"rank-{self.world.rank:05d}.safetensors"
         since = time.perf_counter()
-        writing = self._threads.submit(write, path, blocks)
+        writing = self._threads.submit(write, path, parts)
         self._flight = _Flight(temporary, self._progress(step), since, writing)
         self._flight.stall_s = time.perf_counter() - begin
         return done if self.config.asynchronous else [*done, *self.finish()]
@@ -143,37 +141,36 @@ class Checkpoints:
         on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
 
     def _progress(self, step: int) -> Progress:
-        engine = self.engine
         return Progress(
             step=step,
             samples=self.course.samples(step),
-            updates=engine.optimizer.updates,
-            loss_scale=engine.loss_scale.value,
-            good_steps=engine.loss_scale.good_steps,
-            seed=engine.config.run.seed,
+            seed=self.course.config.run.seed,
+            **asdict(self.state.counters),
         )
 
-    def _blocks(self) -> list[Block]:
+    def _outgoing(self) -> list[Outgoing]:
         """This rank's part of the state: under `asynchronous` as it is now, in the host copy, whose
         memory is used again by each save; else the state itself."""
-        master = self.engine.buffer.master
-        dtype = str(master.dtype).removeprefix("torch.")
-        copied, begin = self.config.asynchronous, 0
-        if copied and self._host is None:
-            size = sum(part.elements for part in self.parts)
-            self._host = torch.empty(size, dtype=master.dtype, pin_memory=master.is_cuda)
-        blocks = []
+        copied, begin, found = self.config.asynchronous, 0, []
         for part in self.parts:
-            view = tensor_of(self.engine, part.kind, part.entry).detach()[part.box.local]
+            view = part.values
             if copied:
-                host = self._host[begin : begin + part.elements].view(view.shape)
+                host = self._host_memory(view)[begin : begin + view.numel()].view(view.shape)
                 host.copy_(view, non_blocking=True)
-                begin, view = begin + part.elements, host
-            name, shape = f"{part.kind}/{part.entry.name}", part.entry.declaration.shape
-            blocks.append(Block(name, shape, part.box.logical, dtype, partial(_on_host, view)))
-        if master.is_cuda:
-            torch.cuda.synchronize(master.device)
-        return blocks
+                begin, view = begin + view.numel(), host
+            dtype = str(view.dtype).removeprefix("torch.")
+            values = partial(_on_host, view)
+            found.append(Outgoing(part.key, part.shape, part.box, dtype, values))
+        if self.parts and self.parts[0].values.is_cuda:
+            torch.cuda.synchronize(self.parts[0].values.device)
+        return found
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        """Room for this rank's whole part, made at the first save."""
+        if self._host is None:
+            size = sum(part.values.numel() for part in self.parts)
+            self._host = torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)
+        return self._host
 
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight
@@ -199,16 +196,15 @@ class Checkpoints:
         everyone = self.world.all_gather_object((part, text))
         self._give_up_on(flight, next((text for _, text in everyone if text), None))
         written = [part for part, _ in everyone]
-        flight.written, flight.bytes = True, sum(part["bytes"] for part in written)
+        flight.written, flight.bytes = True, sum(part.bytes for part in written)
         if self.world.rank == 0:
             flight.publishing = self._threads.submit(self._publish, flight, written)
         return True
 
-    def _publish(self, flight: _Flight, written: list[dict]) -> tuple[float, str | None]:
+    def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
-        model = self.engine.config.model.model_dump()
-        progress, lineage = asdict(flight.progress), self.course.in_manifest()
-        files.write_manifest(flight.temporary, progress, model, written, lineage)
+        model, lineage = self.course.config.model.model_dump(), self.course.in_manifest()
+        write_manifest(flight.temporary, flight.progress, model, written, lineage)
         files.publish(flight.temporary, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every
@@ -261,7 +257,7 @@ class Checkpoints:
             self.followed, wanted = Path(wanted), "auto"
         skipped: list[str] = []
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
-            loaded = load(self.engine, candidate, partial(self.course.judge, "resume"))
+            loaded = load(self.state, self.world, candidate, partial(self.course.judge, "resume"))
             if isinstance(loaded, Progress):
                 if wanted != "auto":
                     named = Path(wanted)
@@ -299,12 +295,12 @@ class Checkpoints:
         tokenizer that they know, where its checkpoint does not say so."""
         directory = on_root(self.world, lambda: newest(path))
 
-        def judge(where: Path, manifest: dict[str, Any]) -> None:
-            self.course.judge("initial", where, manifest)
+        def judge(where: Path, said: Mapping[str, Any]) -> None:
+            self.course.judge("initial", where, said)
             if self.course.answer.note:
                 self.course.require_tokenizer(path, tokenizer_sha256)
 
-        loaded = load_tensors(self.engine, directory, judge=judge)
+        loaded = load_tensors(self.state, self.world, directory, judge=judge)
         if isinstance(loaded, str):
             raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
         return str(directory)
@@ -320,7 +316,7 @@ class Checkpoints:
         return files.checkpoints_in(self.directory)[::-1]
 
 
-def _result(future: Future) -> tuple[Any, str | None]:
+def _result(future: Future[T]) -> tuple[T | None, str | None]:
     """Wait for it: (result, None), or (None, why the disk or its user must be asked)."""
     try:
         return future.result(), None
@@ -328,5 +324,5 @@ def _result(future: Future) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _on_host(tensor: Tensor) -> np.ndarray:
+def _on_host(tensor: Tensor) -> Array:
     return tensor.cpu().numpy()

@@ -2,69 +2,30 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torch import Tensor
+from ptdmpi.comm.world import Axes
+from ptdmpi.model.state import Piece, State
 
-from ptdmpi.checkpoint.boxes import Slices
-from ptdmpi.model.parameters import Box, Entry
-from ptdmpi.plan.layout.grid import CUTTING
-
-if TYPE_CHECKING:
-    from ptdmpi.train.engine import Engine
-
-# What is kept of each parameter: its float32 (float64) master and Adam's two moments.
-KINDS = ("weights", "exp_avg", "exp_avg_sq")
 # Boxes up to this size are written by one rank, greater ones may be cut between two.
 WHOLE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class Part:
-    """A box of one tensor that this rank writes."""
-
-    kind: str
-    entry: Entry
-    box: Box
-
-    @property
-    def elements(self) -> int:
-        return math.prod(_size(self.box.logical))
-
-
-def tensor_of(engine: "Engine", kind: str, entry: Entry) -> Tensor:
-    """The master or a moment of one parameter: a view in its local shape."""
-    if kind == "weights":
-        return entry.view(engine.buffer.master)
-    return engine.optimizer.moment(kind, entry)
-
-
-def share(engine: "Engine") -> Iterator[Part]:
+def share(state: State, axes: Axes) -> Iterator[Piece]:
     """What this rank writes, so that every element of every tensor is written once."""
-    axes, differs = engine.axes, set(engine.policy.differs)
-    if any(axes.coordinates[axis] for axis in differs):
+    grid, rank = axes.grid, axes.world.rank
+    if any(axes.coordinates[axis] for axis in state.differs):
         return  # of replicas that differ the first one is saved
-    tensor, grid = axes["tensor"], axes.grid
-    counted = set(engine.reduction.counted)
-    entries = [entry for name, entry in engine.buffer.entries.items() if name in counted]
-    for replicated in (False, True):
-        parts = [
-            Part(kind, entry, box)
-            for entry in entries
-            if (entry.declaration.split is None) == replicated
-            for kind in KINDS
-            for box in entry.declaration.boxes(tensor.rank, tensor.size)
-            if box.counts
-        ]
-        # the ranks that hold the same of these are those that differ on no other axis
-        cuts = differs | ({"pipeline"} if replicated else set(CUTTING))
-        alike = grid.group(axes.world.rank, *(axis for axis in grid.axes if axis not in cuts))
-        holders, place = len(alike), alike.index(axes.world.rank)
-        shapes = [_size(part.box.logical) for part in parts]
-        for number, rows in divide(shapes, engine.buffer.master.element_size(), holders, place):
-            part = parts[number]
-            yield Part(part.kind, part.entry, _rows_of(part.box, rows))
+    owned = [piece for piece in state.pieces() if piece.owned]
+    # those that the fewest ranks hold come first
+    for cut_by in sorted({piece.cut_by for piece in owned}, key=len, reverse=True):
+        pieces = [piece for piece in owned if piece.cut_by == cut_by]
+        alike = grid.group(
+            rank, *(axis for axis in grid.axes if axis not in {*cut_by, *state.differs})
+        )
+        shapes = [piece.box.size for piece in pieces]
+        element_bytes = pieces[0].values.element_size()
+        for number, rows in divide(shapes, element_bytes, len(alike), alike.index(rank)):
+            yield pieces[number].rows(rows.start, rows.stop)
 
 
 def divide(
@@ -85,17 +46,3 @@ def divide(
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)
         offset += size
-
-
-def _rows_of(box: Box, rows: slice) -> Box:
-    """The given rows of dim 0 of a box, counted from its first."""
-
-    def cut(whole: Slices) -> Slices:
-        start = whole[0].start
-        return (slice(start + rows.start, start + rows.stop), *whole[1:])
-
-    return Box(cut(box.logical), cut(box.local))
-
-
-def _size(box: Slices) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in box)

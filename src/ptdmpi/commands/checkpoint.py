@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
+from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import InputError
 from ptdmpi.terminal.program import Group
 
@@ -42,20 +44,20 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 def _summary(path: Path, tensors: bool) -> dict:
     try:
-        manifest = files.sound_manifest(path)
+        manifest = sound_manifest(path)
     except InputError as error:
         return {"path": str(path), "problem": str(error)}
-    shapes = {name: tensor["shape"] for name, tensor in manifest["tensors"].items()}
+    shapes = {name: list(tensor.shape) for name, tensor in manifest.tensors.items()}
     weights = [name for name in shapes if name.startswith("weights/")]
     summary = {
         "path": str(path),
         "problem": None,
-        **manifest["progress"],
+        **asdict(manifest.progress),
         "parameters": sum(math.prod(shapes[name]) for name in weights),
         "tensors": len(shapes),
-        "types": sorted({tensor["dtype"] for tensor in manifest["tensors"].values()}),
-        "files": len(manifest["files"]),
-        "bytes": files.total_bytes(manifest),
+        "types": sorted({tensor.dtype for tensor in manifest.tensors.values()}),
+        "files": len(manifest.files),
+        "bytes": manifest.total_bytes,
     }
     if tensors:
         summary["shapes"] = shapes

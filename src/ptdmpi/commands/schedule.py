@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import click
 
-from ptdmpi.config.layout import default_schedule
+from ptdmpi.config import InputError
+from ptdmpi.config.layout import MOST_FORWARDS, default_schedule
 from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw
@@ -34,6 +35,13 @@ def command(
     **options: float | str | None,
 ) -> None:
     """Draw a pipeline schedule, with its bubble and its activations in flight."""
+    forwards = pipeline * virtual * microbatches
+    if forwards > MOST_FORWARDS:
+        raise InputError(
+            f"-p {pipeline} -v {virtual} -m {microbatches}: {forwards} forwards; at most "
+            f"{MOST_FORWARDS} are listed and drawn, so with these stages -m is at most "
+            f"{MOST_FORWARDS // (pipeline * virtual)}"
+        )
     schedule = build(kind or default_schedule(virtual), pipeline, virtual, microbatches)
     costs = Costs(options["forward_cost"], options["backward_cost"])
     title = f"{schedule.kind}: p={pipeline}, v={virtual}, m={microbatches}"

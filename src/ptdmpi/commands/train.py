@@ -43,8 +43,8 @@ def command(
     With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
-    launch.begin("train")
     if dry_run:
+        launch.prepare()
         from ptdmpi.commands.dry_run import show
 
         if layout is not None:
@@ -53,6 +53,7 @@ def command(
         return
     if dry["ranks"] or dry["as_json"]:
         raise InputError("--ranks and --json belong to --dry-run")
+    launch.begin("train")
     # from here on, so that a signal during the start-up is not lost
     with StopRequest() as signals:
         # MPI is initialised by this import: before torch starts its threads
@@ -65,6 +66,9 @@ def command(
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
+                from ptdmpi.plan.search.choose import require_free
+
+                world.on_root(lambda: require_free(overrides))
                 tree = _laid_out(tree, world)
             recover.train(tree, world, signals)
 

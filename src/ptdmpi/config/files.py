@@ -1,6 +1,8 @@
 """TOML and `--set` in, a checked configuration out, and back to TOML."""
 
+import contextlib
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -53,6 +55,7 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     Raises InputError with one line for each mistake, all of them together.
     """
     mistakes: list[str] = []
+    wrong: set[str] = set()  # keys of which no rule can be asked
     sections: dict[str, Section] = {}
     tree = _with_model(tree, mistakes)
     for name in tree:
@@ -63,7 +66,14 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
             sections[name] = field.annotation.model_validate(tree.get(name, {}))
         except ValidationError as error:
             mistakes.extend(_explain(name, field.annotation, error))
-    mistakes.extend(rules(sections, ranks))
+            keys = _meant(field.annotation, error)
+            wrong |= keys
+            rest = tree.get(name, {})
+            with contextlib.suppress(ValidationError, AttributeError):
+                known = {key: value for key, value in rest.items() if key not in keys}
+                sections[name] = field.annotation.model_validate(known)
+    told = rules(sections, ranks)
+    mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
     if mistakes:
         raise InputError("\n".join(mistakes))
     config = Config.model_construct(**sections)
@@ -89,6 +99,14 @@ def synthetic_config(
         for name, keys in given.items():
             tree[name] = {**tree.get(name, {}), **keys}
     return resolve(tree, layout.ranks if ranks is None else ranks)
+
+
+def _meant(section: type[Section], error: ValidationError) -> set[str]:
+    """The keys that are wrong, and those that an unknown one was likely meant to be."""
+    keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
+    known = list(section.model_fields)
+    near = (difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys - {*known})
+    return keys.union(*near)
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:

@@ -28,6 +28,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     model, parallel = sections.get("model"), sections.get("parallel")
     run, optimizer = sections.get("run"), sections.get("optimizer")
     spare = run.spare_ranks if isinstance(run, RunConfig) else 0
+    if isinstance(run, RunConfig) and run.profile_steps and not run.profiled:
+        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
     if spare and run.on_failure != "shrink":
         yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
     if spare >= ranks:

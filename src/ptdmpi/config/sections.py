@@ -27,6 +27,16 @@ class RunConfig(Section):
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
     cluster: str = ""
+    profile_steps: Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")] = ""
+    profile_ranks: (
+        Annotated[tuple[NonNegative, ...], Field(min_length=1, strict=False)] | Literal["all"]
+    ) = (0,)
+
+    @property
+    def profiled(self) -> range:
+        """The steps (from 1) that are profiled, perhaps none."""
+        first, _, last = self.profile_steps.partition(":")
+        return range(int(first), int(last) + 1) if first else range(0)
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +79,11 @@ class PrecisionConfig(Section):
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "fp32"
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     loss_scale_window: Positive = 1000
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether small gradients would vanish in the type, so that the loss is scaled."""
+        return self.compute == "fp16"
 
 
 class RecomputeConfig(Section):

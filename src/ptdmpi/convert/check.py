@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config
@@ -20,6 +21,7 @@ from ptdmpi.convert.tensors import TYPES, WeightFiles
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 # Greatest difference of two logits over the greatest magnitude of all.
@@ -130,9 +132,8 @@ def _stage(
     )
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.master)
-        everything = tuple(slice(0, size) for size in whole.shape)
-        reader.read(f"weights/{name}", everything, whole.numpy())
+        reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
         for place, dtype in types.get(name, []):
-            whole[place.box] = whole[place.box].to(TYPES[dtype]).double()
+            whole[place.box.index] = whole[place.box.index].to(TYPES[dtype]).double()
     stage.place_tables(config.model, torch.device("cpu"))
     return stage

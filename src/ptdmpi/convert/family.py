@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ptdmpi.checkpoint.boxes import Slices
+from ptdmpi.base.box import Box
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
@@ -78,22 +78,18 @@ class Place:
 
     ours: str
     whole: tuple[int, ...]
-    box: Slices
+    box: Box
     theirs: str
     transposed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of their tensor."""
-        size = tuple(part.stop - part.start for part in self.box)
-        return size[::-1] if self.transposed else size
+        return self.box.size[::-1] if self.transposed else self.box.size
 
-    def inside(self, part: Slices) -> Slices:
-        """A part of the box, in the whole of our tensor."""
-        return tuple(
-            slice(box.start + one.start, box.start + one.stop)
-            for box, one in zip(self.box, part, strict=True)
-        )
+    def ours_of(self, part: Box) -> Box:
+        """A box of their tensor, in the whole of our tensor."""
+        return (part.transposed() if self.transposed else part).within(self.box)
 
 
 class ConfigJson:
@@ -134,7 +130,7 @@ def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]
         sizes = declaration.split.parts if len(theirs) > 1 else (shape[0],)
         transposed = family.transposed and layer is not None and len(shape) == 2
         for one, size in zip(theirs, sizes, strict=True):
-            box = (slice(start, start + size), *(slice(0, length) for length in shape[1:]))
+            box = Box.whole(shape).along(0, start, start + size)
             base = f"{one.replace('{i}', layer[1]) if layer else one}.{kind}"
             yield Place(name, shape, box, family.again.get(base, base), transposed)
             start += size

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ptdmpi.base.box import Box
 from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
-from ptdmpi.checkpoint.boxes import Block, Slices, write
-from ptdmpi.checkpoint.directory import Progress
+from ptdmpi.checkpoint.boxes import Array, Outgoing, write
+from ptdmpi.checkpoint.manifest import Progress, write_manifest
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
@@ -26,6 +27,7 @@ from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
 from ptdmpi.model.parameters import Declaration
+from ptdmpi.model.state import WEIGHTS, Counters, key
 from ptdmpi.terminal.progress import progress
 
 # These hold weights, in whatever form; everything else of a model directory is kept.
@@ -45,9 +47,9 @@ def from_hf(source: Path, target: Path) -> Converted:
         model, needed = _model(keys, family, theirs, config.name, vocab_size)
         plan = make_plan(family, model, needed, theirs.tensors, str(source))
         plan = _settled(plan, model, theirs)
-        blocks = list(_blocks(theirs, plan))
-        files.require_space(folder, sum(block.nbytes for block in blocks))
-        size = _write_checkpoint(folder / "checkpoints", blocks, model.model_dump())
+        parts = list(_outgoing(theirs, plan))
+        files.require_space(folder, sum(part.nbytes for part in parts))
+        size = _write_checkpoint(folder / "checkpoints", parts, model.model_dump())
         _write_config(folder / CONFIG, model.model_dump(), target, source)
         _keep(folder / KEPT, theirs, plan)
         difference = compare(open_model(folder), family, config, theirs, plan)
@@ -93,45 +95,42 @@ def _equal(theirs: WeightFiles, one: str, other: str) -> bool:
     )
 
 
-def _blocks(theirs: WeightFiles, plan: Plan) -> Iterator[Block]:
-    """Every parameter as pieces of whole rows, read when they are written."""
+def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
+    """Every parameter as pieces of whole rows of ours, read when they are written."""
     chosen = {name: place for name, place in plan.by_name.items() if name not in plan.again}
     wide = {place.ours for n, place in chosen.items() if theirs.tensors[n].dtype == "F64"}
     for name, place in chosen.items():
         dtype = torch.float64 if place.ours in wide else torch.float32
-        size = place.shape[::-1] if place.transposed else place.shape
-        for slab in slabs(size, dtype.itemsize):
-            yield Block(
-                f"weights/{place.ours}",
+        for slab in slabs(place.box.size, dtype.itemsize):
+            yield Outgoing(
+                key(WEIGHTS, place.ours),
                 place.whole,
-                place.inside(slab),
+                slab.within(place.box),
                 str(dtype).removeprefix("torch."),
                 partial(_ours, theirs, name, slab, place.transposed, dtype),
             )
 
 
-def _ours(
-    theirs: WeightFiles, name: str, slab: Slices, transposed: bool, dtype: torch.dtype
-) -> np.ndarray:
-    values = theirs.read(name, slab[::-1] if transposed else slab)
+def _ours(theirs: WeightFiles, name: str, slab: Box, transposed: bool, dtype: torch.dtype) -> Array:
+    values = theirs.read(name, slab.transposed() if transposed else slab)
     return (values.t() if transposed else values).to(dtype).contiguous().numpy()
 
 
-def _write_checkpoint(directory: Path, blocks: list[Block], model: Mapping) -> int:
+def _write_checkpoint(directory: Path, parts: list[Outgoing], model: Mapping[str, Any]) -> int:
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
-    with progress("converting", sum(block.nbytes for block in blocks), "B") as advance:
-        told = [replace(block, values=partial(_told, block, advance)) for block in blocks]
+    with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
+        told = [replace(part, values=partial(_told, part, advance)) for part in parts]
         written = write(temporary / "rank-00000.safetensors", told)
-    state = Progress(step=0, samples=0, updates=0, loss_scale=1.0, good_steps=0, seed=0)
-    files.write_manifest(temporary, asdict(state), dict(model), [written])
+    fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
+    write_manifest(temporary, fresh, model, [written])
     files.publish(temporary, ())
-    return written["bytes"]
+    return written.bytes
 
 
-def _told(block: Block, advance: Callable[[float], object]) -> np.ndarray:
-    advance(block.nbytes)
-    return block.values()
+def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
+    advance(part.nbytes)
+    return part.values()
 
 
 def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> None:

@@ -5,7 +5,6 @@
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ptdmpi.checkpoint.boxes import Slices
+from ptdmpi.base.box import Box, rows_of
 from ptdmpi.config import InputError
 from ptdmpi.terminal.progress import progress
 
@@ -105,11 +104,11 @@ class WeightFiles:
                 raise InputError(f"{path}: {error}") from None
         return self._open[file]
 
-    def read(self, name: str, box: Slices | None = None) -> Tensor:
+    def read(self, name: str, box: Box | None = None) -> Tensor:
         """A tensor, or a box of it, in its own type."""
-        if box is None or not box:
+        if box is None:
             return self._file(name).get_tensor(name)
-        return self._file(name).get_slice(name)[box]
+        return self._file(name).get_slice(name)[box.index]
 
 
 def header_text(path: Path) -> str:
@@ -199,12 +198,9 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
         os.fsync(file.fileno())
 
 
-def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Slices]:
+def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
     """A tensor in pieces of whole rows, of SLAB_BYTES or one row."""
-    rows = max(1, SLAB_BYTES // (element_bytes * max(1, math.prod(shape[1:]))))
-    for start in range(0, shape[0], rows):
-        first = slice(start, min(shape[0], start + rows))
-        yield (first, *(slice(0, size) for size in shape[1:]))
+    return Box.whole(shape).slabs(rows_of(shape, element_bytes, SLAB_BYTES))
 
 
 def read_json(path: Path) -> dict[str, Any]:

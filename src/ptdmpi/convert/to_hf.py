@@ -35,6 +35,7 @@ from ptdmpi.inference.stored import (
     require_weights,
 )
 from ptdmpi.model.parameters import Declaration
+from ptdmpi.model.state import WEIGHTS, key
 
 # The names that config.json has for types, and those of safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -240,13 +241,14 @@ def _values(
         with safe_open(kept / BUFFERS, framework="pt") as buffers:
             yield buffers.get_tensor(name)
         return
-    dtype = reader.tensors[f"weights/{place.ours}"]["dtype"]
+    ours = key(WEIGHTS, place.ours)
+    dtype = reader.tensors[ours].dtype
     for slab in slabs(stored.shape, np.dtype(dtype).itemsize):
-        box = place.inside(slab[::-1] if place.transposed else slab)
-        values = np.empty([part.stop - part.start for part in box], dtype)
+        box = place.ours_of(slab)
+        values = np.empty(box.size, dtype)
         try:
-            reader.read(f"weights/{place.ours}", box, values)
+            reader.read(ours, box, values)
         except Damaged as error:
             raise InputError(str(error)) from None
-        ours = torch.from_numpy(values)
-        yield (ours.t() if place.transposed else ours).to(TYPES[stored.dtype])
+        found = torch.from_numpy(values)
+        yield (found.t() if place.transposed else found).to(TYPES[stored.dtype])

@@ -20,6 +20,7 @@ from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
+from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
 from ptdmpi.model.transformer import Context
 from ptdmpi.plan.layout.grid import grid_of
@@ -169,7 +170,7 @@ def open_inference(
     torch.set_num_threads(threads)
     axes = world.split(grid_of(config))
     model = InferenceModel(config, axes, stored.vocab_size, device_of(world))
-    loaded = load_tensors(model, stored.checkpoint)
+    loaded = load_tensors(State(model.buffer), axes.world, stored.checkpoint)
     if isinstance(loaded, str):
         raise SharedInputError(loaded)
     return model, stored

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Reader
+from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config, InputError, Layout, synthetic_config
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CONFIG = "config.toml"
@@ -31,17 +32,17 @@ class StoredModel:
     path: Path
     checkpoint: Path
     tree: Mapping[str, Any]
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
     @property
     def vocab_size(self) -> int:
-        return self.manifest["tensors"][f"weights/{TIED_NAME}"]["shape"][0]
+        return self.manifest.tensors[key(WEIGHTS, TIED_NAME)].shape[0]
 
     @property
     def trained_on(self) -> TrainedOn | None:
         """What its weights were trained on; None where an older version wrote them, or another
         program. Raises InputError for a damaged manifest."""
-        return Before.of(self.checkpoint, self.manifest).trained_on
+        return Before.of(self.checkpoint, self.manifest.said).trained_on
 
     @property
     def datasets(self) -> list[str]:
@@ -52,22 +53,22 @@ class StoredModel:
 
     @property
     def step(self) -> int:
-        return self.manifest["progress"]["step"]
+        return self.manifest.progress.step
 
     def config(self, ranks: int = 1, precision: str = "fp32", **parallel: int) -> Config:
         """A configuration of this model for work without training. Raises InputError."""
         return config_of(self.tree["model"], ranks, precision, **parallel)
 
     def reader(self) -> Reader:
-        return Reader(self.checkpoint, dict(self.manifest))
+        return Reader(self.checkpoint, self.manifest)
 
 
 def open_model(path: Path) -> StoredModel:
     """The newest complete checkpoint that `path` names, and its config.toml. Raises InputError."""
     checkpoint = examine.newest(path)
-    manifest = files.sound_manifest(checkpoint)
-    if f"weights/{TIED_NAME}" not in manifest["tensors"]:
-        raise InputError(f"checkpoint {checkpoint} holds no weights/{TIED_NAME}")
+    manifest = sound_manifest(checkpoint)
+    if key(WEIGHTS, TIED_NAME) not in manifest.tensors:
+        raise InputError(f"checkpoint {checkpoint} holds no {key(WEIGHTS, TIED_NAME)}")
     folders = (path, checkpoint.parent.parent, checkpoint)
     folder = next((one for one in folders if (one / CONFIG).is_file()), None)
     if folder is None:
@@ -82,7 +83,7 @@ def open_model(path: Path) -> StoredModel:
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
     # the file has what a command asked for last, the checkpoint what was trained
-    model = manifest["model"] or tree["model"]
+    model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
 
@@ -104,9 +105,10 @@ def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     """Raises InputError unless the checkpoint has exactly these weights in these shapes."""
     for name, declaration in needed.items():
-        reader.require(f"weights/{name}", declaration.shape)
-    known = {f"weights/{name}" for name in needed}
-    extra = [name for name in reader.tensors if name.startswith("weights/") and name not in known]
+        reader.require(key(WEIGHTS, name), declaration.shape)
+    known = {key(WEIGHTS, name) for name in needed}
+    prefix = key(WEIGHTS, "")
+    extra = [name for name in reader.tensors if name.startswith(prefix) and name not in known]
     if extra:
         raise InputError(
             f"checkpoint {reader.directory}: {extra[0]} is not of the model in its {CONFIG}"

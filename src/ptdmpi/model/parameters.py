@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptdmpi.base.box import Box
 from ptdmpi.model.random import initial
 
 # Every parameter starts at a multiple of this many elements, so that vectorised kernels handle each
@@ -46,14 +47,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangular piece: where it stands in the logical tensor and in the local one.
+class Held:
+    """A piece of a parameter: its box in the logical tensor, and where that is in the local one.
 
     `copies` neighbouring ranks of the tensor axis hold it; on the first of them it `counts`.
     """
 
-    logical: tuple[slice, ...]
-    local: tuple[slice, ...]
+    logical: Box
+    local: Box
     copies: int = 1
     counts: bool = True
 
@@ -89,11 +90,11 @@ class Declaration:
         shape[self.split.dim] = sum(self.split.local_sizes(tensor_size))
         return tuple(shape)
 
-    def boxes(self, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
+    def held(self, tensor_rank: int, tensor_size: int) -> Iterator[Held]:
         """The pieces of the logical tensor that one tensor rank holds; empty ones are left out."""
-        whole = tuple(slice(0, size) for size in self.shape)
+        whole = Box.whole(self.shape)
         if self.split is None:
-            yield Box(whole, whole)
+            yield Held(whole, whole)
             return
         dim, begin, local_begin = self.split.dim, 0, 0
         shares, sizes = self.split.shares(tensor_size), self.split.local_sizes(tensor_size)
@@ -102,17 +103,13 @@ class Declaration:
             number, copy = divmod(tensor_rank, copies)
             start, stop = (min(part, size * (number + k)) for k in (0, 1))
             if stop > start:
-                yield Box(
-                    _replaced(whole, dim, begin + start, begin + stop),
-                    _replaced(whole, dim, local_begin, local_begin + stop - start),
+                yield Held(
+                    whole.along(dim, begin + start, begin + stop),
+                    whole.along(dim, local_begin, local_begin + stop - start),
                     copies,
                     copy == 0,
                 )
             begin, local_begin = begin + part, local_begin + size
-
-
-def _replaced(slices: tuple[slice, ...], dim: int, start: int, stop: int) -> tuple[slice, ...]:
-    return (*slices[:dim], slice(start, stop), *slices[dim + 1 :])
 
 
 class Parameter(nn.Parameter):
@@ -247,8 +244,8 @@ class ParameterBuffer:
             flat = self.master if entry.declaration.trains else self.weights
             local = entry.view(flat)
             whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
-            for box in entry.declaration.boxes(self.tensor_rank, self.tensor_size):
-                local[box.local] = whole[box.logical].to(local)
+            for held in entry.declaration.held(self.tensor_rank, self.tensor_size):
+                local[held.local.index] = whole[held.logical.index].to(local)
         self.refresh_weights()
 
     def refresh_weights(self) -> None:

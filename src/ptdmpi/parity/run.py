@@ -10,8 +10,8 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, Layout, ModelConfig, synthetic_config
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Batch
+from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
 from ptdmpi.train.engine import Engine
@@ -23,10 +23,6 @@ INIT_STD = 0.1
 # Adam's step of an element whose gradient is rounding is itself rounding over epsilon. With 1e-8
 # that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
 EPSILON = 1e-6
-
-
-# name -> (this rank's pieces: where each stands in the logical tensor, and its values)
-Pieces = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -117,56 +113,20 @@ def train(task: Task, axes: Axes) -> Training | None:
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
     losses, norms = [], []
-    gradients: Pieces = {}
+    gradients: list[Piece] = []
     for step in range(task.steps):
         result = engine.step(step, microbatches(config, task.case, step, axes["data"].rank))
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
-            gradients = pieces(engine.buffer, engine.buffer.gradients)
-    here = (gradients, pieces(engine.buffer, engine.buffer.master))
-    shapes = {name: entry.declaration.shape for name, entry in engine.buffer.entries.items()}
-    everyone = axes.world.control.gather((shapes, *here), root=0)
+            gradients = [piece.copied() for piece in engine.state.gradients()]
+    weights = [piece.copied() for piece in engine.state.pieces() if piece.kind == WEIGHTS]
+    everyone = axes.world.control.gather((gradients, weights), root=0)
     if everyone is None:
         return None
-    shapes = {name: shape for of_rank in everyone for name, shape in of_rank[0].items()}
-    found = Training(losses, norms)
-    for whole, parts in ((found.gradients, 1), (found.parameters, 2)):
-        for name in sorted(shapes):
-            held = [piece for of_rank in everyone for piece in of_rank[parts].get(name, ())]
-            whole[name], same = assemble(shapes[name], held)
-            if not same and name not in found.torn:
-                found.torn.append(name)
-    return found
-
-
-def pieces(buffer: ParameterBuffer, flat: Tensor) -> Pieces:
-    """This rank's parts of the logical tensors in `flat`, copied."""
-    return {
-        name: [
-            (box.logical, entry.view(flat)[box.local].clone())
-            for box in entry.declaration.boxes(buffer.tensor_rank, buffer.tensor_size)
-        ]
-        for name, entry in buffer.entries.items()
-    }
-
-
-def assemble(
-    shape: tuple[int, ...], held: Sequence[tuple[tuple[slice, ...], Tensor]]
-) -> tuple[Tensor, bool]:
-    """The logical tensor from the pieces of all ranks, and whether all copies have the same bits.
-
-    An element that no rank holds is NaN, so that no comparison lets it pass.
-    """
-    whole = held[0][1].new_full(shape, torch.nan)
-    filled = torch.zeros(shape, dtype=torch.bool)
-    same = True
-    for place, values in held:
-        again = filled[place]
-        same = same and torch.equal(whole[place][again], values[again])
-        whole[place] = values
-        filled[place] = True
-    return whole, same
+    first, torn = assemble(piece for of_rank in everyone for piece in of_rank[0])
+    last, also_torn = assemble(piece for of_rank in everyone for piece in of_rank[1])
+    return Training(losses, norms, first, last, list(dict.fromkeys(torn + also_torn)))
 
 
 class Blocks:

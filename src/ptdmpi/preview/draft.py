@@ -58,7 +58,7 @@ compute = "{precision}"         # "bf16" on GPUs; masters and gradients stay flo
 path = {train}
 
 [checkpoint]
-every_steps = {save}         # what a crash can cost at most
+every_minutes = 15        # what a crash can cost at most
 keep = 2                  # the newest ones
 
 [log]
@@ -215,7 +215,6 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, sampl
         optimizer=optimizer,
         valid=f"valid = {_toml(valid)}" if valid else '# valid = "DIRECTORY"   # other shards',
         train=_toml(data["train"][0]["path"]),
-        save=tenth,
         log=max(1, min(10, steps // 20)),
         validate=f"validate_every_steps = {tenth}" if valid else "# validate_every_steps = 100",
     )

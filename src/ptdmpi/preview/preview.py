@@ -11,6 +11,7 @@ from typing import Any
 
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
+from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
@@ -123,9 +124,9 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
     if wanted != "auto" and files.went_on_from(own, files.named(named)):
         named = own
     path = newest(named)
-    manifest = files.sound_manifest(path)
-    course.judge("resume", path, manifest)
-    step, changed = manifest["progress"]["step"], list(course.answer.changed)
+    manifest = sound_manifest(path)
+    course.judge("resume", path, manifest.said)
+    step, changed = manifest.progress.step, list(course.answer.changed)
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
         said = f"has nothing to train: {path} has {step} steps"
@@ -200,8 +201,13 @@ def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     size = STATE_KINDS * element * parameter_count(config.model, vocab_size)
     there = os.statvfs(_existing(Path(config.run.dir)))
     free = there.f_bavail * there.f_frsize
-    every = config.checkpoint.every_steps
-    return {"bytes": size, "free_bytes": free, "fits": size <= free, "every_steps": every}
+    return {
+        "bytes": size,
+        "free_bytes": free,
+        "fits": size <= free,
+        "every_steps": config.checkpoint.every_steps,
+        "every_minutes": config.checkpoint.every_minutes,
+    }
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> int:

@@ -40,8 +40,10 @@ def words(found: dict[str, Any]) -> str:
     said = "" if step_s is None else f"{duration(step_s)} a step, {duration(times['total_s'])} for "
     said += "" if step_s is None else f"{times['steps']:,} steps, "
     rows.append(("time", f"{said}{times['from']}"))
-    every = checkpoint["every_steps"]
-    often = f"every {every:,} steps" if every else "at the end only"
+    steps, minutes = checkpoint["every_steps"], checkpoint["every_minutes"]
+    when = [f"every {steps:,} steps"] if steps else []
+    when += [f"every {minutes:g} minutes"] if minutes else []
+    often = " and ".join([*when, "at the end"])
     rows.append(("checkpoint", f"{checkpoint['bytes'] / 1e6:,.1f} MB, {often}"))
     lines = [f"{name:<12}{value}" for name, value in rows]
     return "\n".join([*lines, "", *_batch(found["batch"])])

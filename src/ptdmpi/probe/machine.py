@@ -18,7 +18,7 @@ from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.terminal.say import note
-from ptdmpi.train.capacity import rank_memory_bytes
+from ptdmpi.train.capacity import process_bytes, rank_memory_bytes
 
 UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
 
@@ -52,6 +52,9 @@ def probe(
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
+    # what the program takes is not there for tensors, but is part of what a run is seen to use
+    program = process_bytes()[1] if device.type == "cpu" else 0
+    program = max(bench.everyone.all_gather_object(program))
     note("probe: products of matrices")
     launch = kernels.launch_s(bench)
     gemm = kernels.products(bench, compute, extent.sides, launch)
@@ -59,7 +62,8 @@ def probe(
     stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
     tree = {
         "name": f"probed-{world.places[0].host}",
-        "device": _device(bench, precision, gemm, stream, memory) | {"kernel_s": launch},
+        "device": _device(bench, precision, gemm, stream, memory + program)
+        | {"kernel_s": launch, "runtime_bytes": float(program)},
         "node": _node(world),
         "software": TRAINER.model_dump()
         | {

@@ -149,6 +149,9 @@ def summary(run: Run) -> dict[str, Any]:
         numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
         numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
+    profiles = sorted((run.path / "profile").glob("*-rank-*"))
+    if profiles:
+        numbers["profiles"] = [str(path) for path in profiles]
     if run.attempts:
         numbers["attempts"] = trained.as_json(run.attempts)
     return numbers
@@ -194,6 +197,9 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
                 )
                 for of in value
             ]
+            continue
+        if key == "profiles":
+            rows += [("profile", path) for path in value]
             continue
         if key == "validation_losses":
             rows += [(f"validation loss of {path}", f"{loss:.4f}") for path, loss in value.items()]

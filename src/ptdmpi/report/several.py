@@ -10,7 +10,7 @@ from ptdmpi.report import Run, rows_of
 from ptdmpi.report.status import binned
 
 # what makes up a run rather than what comes out of it, and so is no column of a comparison
-OWN = ("attempts", "drawn", "validation_losses", "step_shares", "comparison")
+OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 POINTS = 200  # of each curve
 
 

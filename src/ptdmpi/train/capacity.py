@@ -77,13 +77,19 @@ def rank_memory_bytes(device: torch.device, local_ranks: int) -> int:
     if device.type == "cuda":
         sharing = -(-local_ranks // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // sharing
-    page = resource.getpagesize()
-    virtual, resident = (int(n) * page for n in (PROCESS / "statm").read_text().split()[:2])
+    virtual, resident = process_bytes()
     left = host_memory_bytes() // local_ranks - resident
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         left = min(left, addresses - virtual)
     return max(1, left)
+
+
+def process_bytes() -> tuple[int, int]:
+    """(addresses, resident memory) of this process so far."""
+    page = resource.getpagesize()
+    virtual, resident = (int(n) * page for n in (PROCESS / "statm").read_text().split()[:2])
+    return virtual, resident
 
 
 def host_memory_bytes() -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes, SharedInputError
 from ptdmpi.config import Config
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
-from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.stage import TIED_NAME, Batch, Stage
+from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
@@ -18,7 +19,7 @@ from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.train.data_parallel import Replica, data_parallel
 from ptdmpi.train.gradients import GradientReduction
-from ptdmpi.train.optimizer import LossScale, Optimizer, learning_rate
+from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
@@ -108,9 +109,15 @@ class Engine:
         replica = Replica(axes, self.buffer, self.stages, self.schedule)
         self.policy = data_parallel(config, replica)
         self.runner.hooks.append(self.policy)
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy)
-        self.optimizer = Optimizer(config.optimizer, self.buffer)
-        self.loss_scale = LossScale(config.precision)
+        # a tied table on two ranks is one parameter: the first stage's counts
+        tied = any(stage.tied for stage in self.stages.values())
+        first = any(stage.first for stage in self.stages.values())
+        borrowed = [TIED_NAME] if tied and not first else []
+        scales = config.precision.scales_loss
+        self.state = State(self.buffer, MOMENTS, borrowed, self.policy.differs, scales)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy, borrowed)
+        self.optimizer = Optimizer(config.optimizer, self.state)
+        self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
 

@@ -5,7 +5,7 @@ over the data axis, the sums over the tensor axis of what each of its ranks, or 
 there, saw a part of, and the two uses of a tied table over the ends of the pipeline.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.model.parameters import Box, Entry, ParameterBuffer
+from ptdmpi.model.parameters import Entry, Held, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
 from ptdmpi.train.data_parallel import DataParallel
@@ -49,11 +49,11 @@ class CopiedShares:
     """Sums what neighbours on the tensor axis hold copies of (a key head that serves several ranks'
     queries): each saw its own queries' part of the gradient.
 
-    `copied`: the boxes of each such parameter on this rank.
+    `copied`: the pieces of each such parameter on this rank.
     """
 
     def __init__(
-        self, tensor: Communicator, buffer: ParameterBuffer, copied: Mapping[str, Sequence[Box]]
+        self, tensor: Communicator, buffer: ParameterBuffer, copied: Mapping[str, Sequence[Held]]
     ) -> None:
         self.tensor, self.buffer, self.copied = tensor, buffer, copied
 
@@ -62,14 +62,14 @@ class CopiedShares:
         others stand. That moves t / c times what a group for each share would, once in a step, and
         needs no further communicators."""
         tensor = self.tensor
-        for name, boxes in self.copied.items():
+        for name, pieces in self.copied.items():
             gradient = self.buffer.gradient(name)
-            for box in boxes:
-                if box.copies > 1:
-                    local = gradient[box.local]
-                    shares = tensor.size // box.copies
+            for held in pieces:
+                if held.copies > 1:
+                    local = gradient[held.local.index]
+                    shares = tensor.size // held.copies
                     every = local.new_zeros((shares, *local.shape))
-                    mine = every[tensor.rank // box.copies]
+                    mine = every[tensor.rank // held.copies]
                     mine.copy_(local)
                     tensor.all_reduce(every)
                     local.copy_(mine)
@@ -106,7 +106,9 @@ class GradientReduction:
         buffer: ParameterBuffer,
         stages: Mapping[int, Stage],
         policy: DataParallel,
+        borrowed: Collection[str] = (),
     ) -> None:
+        """`borrowed`: names that another rank of the pipeline counts, as a state has them."""
         self.axes = axes
         self.buffer = buffer
         tied = any(stage.tied for stage in stages.values())
@@ -118,10 +120,7 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, None))
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
-        borrowed = tied and not any(stage.first for stage in stages.values())
-        self.counted = sorted(
-            name for name in buffer.entries if not (borrowed and name == TIED_NAME)
-        )
+        self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
     def reduce(self) -> None:
@@ -167,7 +166,8 @@ class GradientReduction:
         gradient = self.buffer.gradient(name)
         if name not in self.copied:
             return torch.linalg.vector_norm(gradient)
-        squares = [gradient[box.local].square().sum() for box in self.copied[name] if box.counts]
+        counted = [held.local.index for held in self.copied[name] if held.counts]
+        squares = [gradient[index].square().sum() for index in counted]
         return sum(squares, gradient.new_zeros(())).sqrt()
 
 
@@ -187,12 +187,12 @@ def _partial_sums(
     return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
 
 
-def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Box]]:
-    """The boxes of those parameters of which ranks of the tensor axis hold copies of a part."""
+def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Held]]:
+    """The pieces of those parameters of which ranks of the tensor axis hold copies of a part."""
     if tensor.size == 1:
         return {}
-    held = {
-        entry.name: list(entry.declaration.boxes(tensor.rank, tensor.size))
+    pieces = {
+        entry.name: list(entry.declaration.held(tensor.rank, tensor.size))
         for entry in buffer.entries.values()
     }
-    return {name: boxes for name, boxes in held.items() if any(box.copies > 1 for box in boxes)}
+    return {name: held for name, held in pieces.items() if any(one.copies > 1 for one in held)}

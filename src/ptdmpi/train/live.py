@@ -2,13 +2,14 @@
 
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.lineage.judge import Answer
+from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 from ptdmpi.train.engine import Engine, StepResult
 
@@ -48,7 +49,7 @@ class Report:
 
     place: Coordinates | None = None
     step: int | None = None
-    counters: tuple[int, float, int] = (0, 1.0, 0)
+    counters: Counters = field(default_factory=Counters)
     completed: Completed | None = None
     concluded: int = 0
     saved: tuple[int, str] | None = None
@@ -66,7 +67,7 @@ class Holding:
 
 def hold(engine: Engine, report: Report) -> Holding:
     """The state of `engine`, which may be dropped then, but for these tensors."""
-    return Holding(report, engine.optimizer.flat_state())
+    return Holding(report, engine.state.flats)
 
 
 def live_step(reports: Sequence[Report], grid: Grid) -> int | None:
@@ -119,20 +120,11 @@ def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
     """Fill the engine's tensors with what `source` sends, or with what this rank holds itself."""
     wire = MpiCommunicator(world.control)
     mine = holding.tensors if source == world.rank else ()
-    targets = engine.optimizer.flat_state()
+    targets = engine.state.flats
     for target, tensor in zip(targets, mine, strict=False):
         target.copy_(tensor)
     if not mine:
         for target in targets:
             for message in target.split(MESSAGE_ELEMENTS):
                 wire.recv(message, source)
-    engine.buffer.refresh_weights()
-
-
-def counters(engine: Engine) -> tuple[int, float, int]:
-    """What the optimizer counts besides its tensors."""
-    return (engine.optimizer.updates, engine.loss_scale.value, engine.loss_scale.good_steps)
-
-
-def count_on(engine: Engine, values: tuple[int, float, int]) -> None:
-    engine.optimizer.updates, engine.loss_scale.value, engine.loss_scale.good_steps = values
+    engine.state.changed()

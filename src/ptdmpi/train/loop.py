@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
+from ptdmpi.data.shards import find_shards
 from ptdmpi.inference.model import device_of
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
@@ -33,6 +34,7 @@ from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
 
 
@@ -71,9 +73,10 @@ class Loop:
         with self.memory.explained():
             self.engine = Engine(config, self.axes, vocab_size, device, self.lookout.place)
         names, say = self.lookout.ranks.name, self.journal.say
+        self.profile = Profile(config.run, world.rank, device, say)
         self.skips = Skips(self.engine, names, config.run.max_skips, say)
         checkpoints = Checkpoints(
-            Path(config.run.dir) / "checkpoints", self.engine, config.checkpoint, self.feed.course
+            Path(config.run.dir) / "checkpoints", self.engine.state, self.axes, self.feed.course
         )
         start = handover or Handover(config.checkpoint.resume)
         self.attempt = Attempt(world, self.engine, checkpoints, start)
@@ -138,7 +141,7 @@ class Loop:
         begin = time.perf_counter()
         with watch.span("data"):
             batches = self.feed.place(next(feed))
-        with self.memory.explained():
+        with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
         self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)
@@ -210,10 +213,29 @@ class Loop:
 
 def checked(tree: dict[str, Any], ranks: int) -> Config:
     """All that can be wrong before memory is allocated, found by one rank for everyone."""
-    config = resolve(tree, ranks)
+    try:
+        config = resolve(tree, ranks)
+    except InputError as error:
+        raise InputError("\n".join([str(error), *_absent(tree)])) from None
     require(config.log)
     checked_data(config)
     return config
+
+
+def _absent(tree: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the datasets of a configuration that is wrong elsewhere too, so that all
+    is said in one round."""
+    data = tree.get("data")
+    train = data.get("train") if isinstance(data, dict) else None
+    valid = data.get("valid") if isinstance(data, dict) else None
+    parts = train if isinstance(train, list) else []
+    paths = [part.get("path") for part in parts if isinstance(part, dict)]
+    for path in (*paths, *(valid if isinstance(valid, list) else [valid])):
+        if isinstance(path, str):
+            try:
+                find_shards(path)
+            except InputError as error:
+                yield str(error)
 
 
 def checked_data(config: Config) -> int:

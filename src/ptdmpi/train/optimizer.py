@@ -1,13 +1,15 @@
 """AdamW on the flat master weights, the learning-rate schedule, clipping and fp16's loss scale."""
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
-from ptdmpi.model.parameters import Entry, ParameterBuffer
+from ptdmpi.model.state import Counters, State
+
+# The kinds of state that AdamW keeps of each parameter, by torch's own names for them.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
@@ -30,13 +32,18 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 class LossScale:
     """fp16's dynamic loss scale (Micikevicius et al. 2018): halved when a gradient overflows,
-    doubled after `window` steps without. 1 and constant for other types."""
+    doubled after `window` steps without. 1 and constant for other types. What it counts stands in
+    the state's `counters`."""
 
-    def __init__(self, precision: PrecisionConfig) -> None:
-        self.dynamic = precision.compute == "fp16"
+    def __init__(self, precision: PrecisionConfig, counters: Counters) -> None:
+        self.dynamic = precision.scales_loss
         self.window = precision.loss_scale_window
-        self.value = precision.initial_loss_scale if self.dynamic else 1.0
-        self.good_steps = 0
+        self.counters = counters
+        counters.loss_scale = precision.initial_loss_scale if self.dynamic else 1.0
+
+    @property
+    def value(self) -> float:
+        return self.counters.loss_scale
 
     @property
     def can_fall(self) -> bool:
@@ -45,29 +52,33 @@ class LossScale:
     def update(self, overflow: bool) -> None:
         if not self.dynamic:
             return
-        self.good_steps = 0 if overflow else self.good_steps + 1
+        counters = self.counters
+        counters.good_steps = 0 if overflow else counters.good_steps + 1
         if overflow:
-            self.value = max(1.0, self.value / 2)
-        elif self.good_steps == self.window:
-            self.value *= 2
-            self.good_steps = 0
+            counters.loss_scale = max(1.0, counters.loss_scale / 2)
+        elif counters.good_steps == self.window:
+            counters.loss_scale *= 2
+            counters.good_steps = 0
 
 
 class Optimizer:
-    """PyTorch's AdamW, fused, on two flat tensors: weights that decay and weights that do not."""
+    """PyTorch's AdamW, fused, on two flat tensors: weights that decay and weights that do not.
 
-    def __init__(self, config: OptimizerConfig, buffer: ParameterBuffer) -> None:
-        self.config = config
-        self.buffer = buffer
+    The masters, the moments and the count of updates are those of `state`.
+    """
+
+    def __init__(self, config: OptimizerConfig, state: State) -> None:
+        self.config, self.state = config, state
+        self.buffer = buffer = state.buffer
         boundary, end = buffer.decay_size, buffer.master.numel()
         decays = ((slice(0, boundary), config.weight_decay), (slice(boundary, end), 0.0))
         groups = []
-        self.flat: list[tuple[slice, torch.nn.Parameter]] = []
+        kept = {}
         for part, decay in decays:
             tensor = torch.nn.Parameter(buffer.master[part])
             tensor.grad = buffer.gradients[part]
-            self.flat.append((part, tensor))
             groups.append({"params": [tensor], "weight_decay": decay})
+            kept[tensor] = {kind: state.kinds[kind].flat[part] for kind in MOMENTS}
         self.adam = torch.optim.AdamW(
             groups,
             lr=config.learning_rate,
@@ -75,37 +86,10 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        for _, tensor in self.flat:
-            self.adam.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
-                "exp_avg": torch.zeros_like(tensor),
-                "exp_avg_sq": torch.zeros_like(tensor),
-            }
-
-    @property
-    def updates(self) -> int:
-        """Updates made so far; skipped steps do not count."""
-        return int(self.adam.state[self.flat[0][1]]["step"])
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        for _, tensor in self.flat:
-            self.adam.state[tensor]["step"].fill_(count)
-
-    def moment(self, kind: str, entry: Entry) -> Tensor:
-        """The "exp_avg" or "exp_avg_sq" of one parameter, a view in its local shape."""
-        for part, tensor in self.flat:
-            if part.start <= entry.start < part.stop:
-                return replace(entry, start=entry.start - part.start).view(
-                    self.adam.state[tensor][kind]
-                )
-        raise KeyError(entry.name)
-
-    def flat_state(self) -> list[Tensor]:
-        """All tensors that an update changes, flat: masters and moments."""
-        states = [self.adam.state[tensor] for _, tensor in self.flat]
-        moments = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
-        return [self.buffer.master, *moments]
+        self._steps: list[Tensor] = []  # Adam's own count, one for each of its tensors
+        for tensor, moments in kept.items():
+            self._steps.append(torch.zeros((), dtype=torch.float32, device=tensor.device))
+            self.adam.state[tensor] = {"step": self._steps[-1], **moments}
 
     def step(self, rate: float, norm: Tensor) -> None:
         """Clip by `norm`, the global norm of the gradients, and update.
@@ -117,5 +101,9 @@ class Optimizer:
             self.buffer.gradients.mul_(factor)
         for group in self.adam.param_groups:
             group["lr"] = rate
+        counters = self.state.counters
+        for steps in self._steps:
+            steps.fill_(counters.updates)
         self.adam.step()
-        self.buffer.refresh_weights()
+        counters.updates += 1
+        self.state.changed()

@@ -11,6 +11,7 @@ import gc
 import importlib
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
+from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
@@ -162,9 +164,9 @@ class Survivors:
             return Handover(resume)
         source = next(source for source, target in ways if target == self.world.rank)
 
-        def load(engine) -> int:
+        def load(engine: Engine) -> int:
             live.take(self.world, engine, self.holding, source)
-            live.count_on(engine, reports[source].counters)
+            engine.state.restore(reports[source].counters)
             return step
 
         same = [report for report in reports if report.step == step]
@@ -183,7 +185,7 @@ class Survivors:
         report = Report(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done,
-            counters=live.counters(loop.engine),
+            counters=replace(loop.engine.state.counters),
             completed=loop.completed,
             concluded=loop.concluded,
             asked=self.signals.received,

@@ -27,6 +27,7 @@ from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS, Place
 from ptdmpi.watch.whereabouts import (
     BEAT_S,
+    SILENT_BEATS,
     TERMINAL_ROWS,
     Ranks,
     Report,
@@ -47,7 +48,8 @@ DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
 # For the stacks of all ranks, once the verdict is there.
 COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
-LEAST_SILENCE_S = 5.0  # of rank 0: a busy machine may keep a thread waiting
+LEAST_SILENCE_S = 5.0  # a busy machine may keep a thread waiting
+MISSED_BEATS = 3  # who has missed so many is not waited for: it would write no stacks
 
 
 class Heartbeat:
@@ -68,6 +70,8 @@ class Heartbeat:
         self.stall_s = stall_s
         self.mailbox = Mailbox(axes.world.control)
         self._heard_s = math.inf  # when rank 0 last was, as rank 1 knows
+        self._missed_s: float | None = None  # when rank 1 began to miss it
+        self._beat_s = time.monotonic()
         self._noted: list[tuple[int, float]] = []
         self._failure: tuple[float, str] | None = None
         self._shown = False
@@ -122,6 +126,9 @@ class Heartbeat:
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()
+        if now_s - self._beat_s > LEAST_SILENCE_S and self._heard_s < math.inf:
+            self._heard_s = now_s  # this process was stopped: nobody could be heard
+        self._beat_s = now_s
         for number in came:
             if not self._noted or now_s - self._noted[-1][1] > DUPLICATE_S:
                 self._noted.append((int(number), now_s))
@@ -134,7 +141,7 @@ class Heartbeat:
             if isinstance(message, Report):
                 self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
-                self._heard_s = now_s
+                self._hear_rank_0(now_s)
             elif not self._shown:
                 self._shown = True
                 self._write_stacks()
@@ -143,6 +150,24 @@ class Heartbeat:
             self._follow(self.judge, now_s)
         elif self.stall_s and now_s - self._heard_s > max(self.stall_s, LEAST_SILENCE_S):
             self._replace_the_judge(now_s)
+        elif self._missed_s is None and now_s - self._heard_s > SILENT_BEATS * self.ranks.beat_s:
+            self._missed_s = self._heard_s
+            away = f"was not heard of for {now_s - self._heard_s:.0f} s"
+            self._tell(f"warning: {self.ranks.name(0)} {away}, says {self.ranks.name(1)}")
+
+    def _hear_rank_0(self, now_s: float) -> None:
+        self._heard_s = now_s
+        if self._missed_s is not None:
+            self._tell(
+                f"{self.ranks.name(0)} is heard of again, after {now_s - self._missed_s:.0f} s"
+            )
+            self._missed_s = None
+
+    def _tell(self, line: str) -> None:
+        """Rank 1 speaks where rank 0 does not; the log gets it too, if it can."""
+        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
+            log.write(line + "\n")
 
     def _replace_the_judge(self, now_s: float) -> None:
         """Rank 0 does not even say where it is: its process is stopped, or sits in a call that lets
@@ -157,7 +182,7 @@ class Heartbeat:
             flush=True,
         )
         self._write_stacks()
-        time.sleep(COLLECT_S)
+        time.sleep(1.5 * BEAT_S)  # until the others have written theirs
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
@@ -227,8 +252,9 @@ class Judge:
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
-        self._told_silent: set[int] = set()
+        self._told_silent: dict[int, float] = {}  # rank -> when it was last heard of
         self._next_look_s = 0.0
+        self._looked_s, self._awake_s = math.inf, 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
         """Take a report into the table."""
@@ -243,10 +269,17 @@ class Judge:
         """Whether the stacks of all ranks are wanted now: something has gone wrong."""
         if self.verdict is not None:
             return False
+        if now_s - self._looked_s > LEAST_SILENCE_S:
+            # this process was stopped, with its job perhaps: what is known is old
+            self._awake_s = now_s + LEAST_SILENCE_S
+            self._told_silent.clear()
+        self._looked_s = now_s
         if self._failed:
             self.verdict = "a rank failed"
         elif now_s >= self._next_look_s:
             self._next_look_s = now_s + self.ranks.beat_s
+            if now_s < self._awake_s:
+                return False
             self._tell_silent(now_s)
             if self._stalls(now_s):
                 self.verdict = "no rank gets on"
@@ -254,8 +287,12 @@ class Judge:
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Every rank has written its stacks, or has had the time."""
-        shown = all(seen.report.shown for seen in self.table.values())
+        """Every rank that is heard of has written its stacks, or has had the time."""
+        begun_s = self._deadline_s - COLLECT_S
+        missed_s = MISSED_BEATS * self.ranks.beat_s
+        shown = all(
+            seen.report.shown or begun_s - seen.at_s > missed_s for seen in self.table.values()
+        )
         return shown or now_s > self._deadline_s
 
     def pronounce(self, directory: Path) -> None:
@@ -294,7 +331,15 @@ class Judge:
 
     def _stalls(self, now_s: float) -> bool:
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
-        if any(seen.report.phase != "training" for seen in self.table.values()):
+        quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
+        frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)
+        heard = [
+            self.table[rank].report.phase
+            for rank, since_s in quiet_s.items()
+            if since_s <= MISSED_BEATS * self.ranks.beat_s
+        ]
+        # who sits in one thing for long, and rightly, is heard of; a frozen rank's phase is old
+        if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
@@ -310,10 +355,14 @@ class Judge:
 
     def _tell_silent(self, now_s: float) -> None:
         silent = {r for r, seen in self.table.items() if self.ranks.silent(seen, now_s)}
-        for rank in sorted(silent - self._told_silent):
+        for rank in sorted(silent - self._told_silent.keys()):
             seen = self.table[rank]
             self.say(
                 f"warning: {self.ranks.name(rank)} was not heard of for {now_s - seen.at_s:.0f} s; "
                 f"last in step {seen.report.step}: {describe(seen.report)}"
             )
-        self._told_silent = silent
+        for rank in sorted(self._told_silent.keys() - silent):
+            away_s = now_s - self._told_silent.pop(rank)
+            self.say(f"{self.ranks.name(rank)} is heard of again, after {away_s:.0f} s")
+        for rank in silent:
+            self._told_silent.setdefault(rank, self.table[rank].at_s)

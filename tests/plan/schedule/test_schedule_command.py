@@ -65,6 +65,7 @@ def test_files_are_written_and_named(tmp_path):
     [
         (("--kind", "interlaced"), 'did you mean "interleaved"'),
         (("--kind", "1f1b", "-v", "2"), "has virtual = 1, not 2; legal"),
+        (("-p", "2000", "-m", "2000"), "4000000 forwards; .* -m is at most 125"),
         (("-m", "0"), "microbatches is 0, must be at least 1"),
         (("--backward-cost", "0"), "backward cost 0.0: legal are"),
         (("--png", "a.pdf"), "a.pdf: pictures are .png or .svg"),

@@ -44,6 +44,13 @@ def test_mistakes_that_are_not_of_the_layout_stay_mistakes():
         choose.choose(odd, 53, load_cluster("dgx-h100"), RANKS)
 
 
+@pytest.mark.parametrize("key", ["parallel.tensor", "batch.micro_size", "recompute.mode"])
+def test_a_key_that_was_set_is_not_lost(key):
+    with pytest.raises(InputError, match=f"--layout auto chooses {key}, so --set {key}=2 would"):
+        choose.require_free(["run.steps=3", f"{key}=2"])
+    choose.require_free(["run.steps=3", "batch.global_size=8", "model.layers=2"])
+
+
 def test_a_run_with_a_checkpoint_keeps_its_layout(tmp_path):
     where = {"run.dir": str(tmp_path)}
     before = resolve(small(**where, **{"parallel.tensor": 2, "batch.micro_size": 2}), RANKS)

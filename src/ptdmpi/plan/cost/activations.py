@@ -15,6 +15,7 @@ from ptdmpi.plan.machine.cluster import TRAINER, Software
 
 WIDE_BYTES = 4
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+QUERY_BLOCK = 128  # queries whose capped scores are computed at once
 MASK_CHUNK_ELEMENTS = 2**18  # of a dropout mask, drawn at once (on a CPU)
 
 
@@ -155,6 +156,7 @@ def our_layer(sizes: Sizes, mode: str) -> list[Item]:
     return [
         *_norm(sizes, "attention_norm", first[0]),
         Item("attention.qkv.input", local, c, first[1]),
+        *(_query_key_norms(sizes) if model.qk_norm else ()),
         *_attention_core(sizes, mode),
         Item("attention.out.input", sizes.tokens * sizes.share(model.attention_width), c),
         *(_norm(sizes, "attention_post_norm") if model.block_norm == "sandwich" else ()),
@@ -180,6 +182,20 @@ def _norm(
         yield Item(f"{name}.statistics", rows, sizes.wide_bytes)  # 1 / root mean square
 
 
+def _query_key_norms(sizes: Sizes) -> Iterator[Item]:
+    """Their input is all that the first linear gave: queries and keys are views of it."""
+    model, c = sizes.model, sizes.compute_bytes
+    heads, kv_heads = sizes.share(model.heads), sizes.share(model.kv_heads)
+    size = sizes.tokens * (heads + 2 * kv_heads) * model.head_size
+    yield Item("attention.query_key_norms.input", size, c)
+    rows, layernorm = sizes.tokens * (heads + kv_heads), model.norm == "layernorm"
+    yield Item(
+        "attention.query_key_norms.statistics",
+        rows * (2 if layernorm else 1),
+        c if layernorm else sizes.wide_bytes,
+    )
+
+
 def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
     """From query, key and value to the heads' outputs, which are the next linear's input."""
     model, c = sizes.model, sizes.compute_bytes
@@ -199,6 +215,8 @@ def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
         scores = rows * model.seq_length
         if model.attention == "causal":
             yield Item("attention.future", model.seq_length**2, 1, "none")
+        if model.attention_softcap:
+            yield Item("attention.tangents", scores, c, "none")
         yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
         yield Item("attention.softmax.mask", scores, 1, "none")
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
@@ -228,6 +246,7 @@ def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
     return [
         *(_norm(sizes, "final_norm") if model.block_norm != "post" else ()),
         *(_masked_head(sizes) if model.masked else [Item("head.input", local, c)]),
+        *([Item("head.tangents", logits, c)] if model.logit_softcap else ()),
         Item("loss.probabilities", logits, sizes.wide_bytes),
         Item("loss.labels", sizes.predicted, 8),
         Item("loss.here", sizes.predicted, 1),
@@ -277,7 +296,8 @@ def loss_working_bytes(sizes: Sizes, vocab_size: int) -> int:
     once more."""
     half = sizes.compute_bytes < sizes.wide_bytes
     logits = sizes.predicted * sizes.share(vocab_size)
-    return logits * (sizes.wide_bytes + sizes.compute_bytes) * half
+    uncapped = sizes.compute_bytes if sizes.model.logit_softcap else 0
+    return logits * ((sizes.wide_bytes + sizes.compute_bytes) * half + uncapped)
 
 
 def _mlp_backward(sizes: Sizes) -> int:
@@ -335,4 +355,15 @@ def _core_backward(sizes: Sizes) -> int:
         scores = rows * model.seq_length
         drawing = _hash_bytes(scores) + 2 * scores * c
         return held + max(scores * 2 * sizes.wide_bytes, drawing)
-    return held + 4 * rows * model.head_size * sizes.operand_bytes
+    return held + 4 * rows * model.head_size * sizes.operand_bytes + _capped_block(sizes)
+
+
+def _capped_block(sizes: Sizes) -> int:
+    """Of attention with capped scores, one block of queries on all keys: scores, tangents, their
+    gradients and a factor of these, and the weights as they are multiplied."""
+    model = sizes.model
+    if not model.attention_softcap:
+        return 0
+    heads = sizes.share(model.heads) * sizes.layout.micro_size
+    scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
+    return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

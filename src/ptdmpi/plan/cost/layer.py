@@ -121,15 +121,18 @@ class LayerTimes:
 
     def _attention_core(self, backward: bool) -> float:
         """From query, key, value to the heads' outputs. Unfused, a scores tensor of a s^2 b / t
-        elements: the mask spares half the reads of the softmax kernel, not the writes."""
+        elements: the mask spares half the reads of the softmax kernel, not the writes. Capped
+        scores are unfused everywhere."""
         b, s = self.layout.micro_size, self.model.seq_length
         batch, d, e = b * self.heads, self.head_size, self.e
-        if self.software.attention == "flash":
+        capped = self.model.attention_softcap > 0.0
+        if self.software.attention == "flash" and not capped:
             # backward: the scores again, and two products for each of the two forward ones
-            return self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
+            whole_s = self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
+            return whole_s * self._seen_share
         scores = batch * s * s
         gemm = self.machine.gemm_s
-        fused = s <= FUSED_KEYS and batch % FUSED_HEADS == 0
+        fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         streams = [scores * softmax * e / 2]
         if self.software.dropout:
@@ -139,6 +142,27 @@ class LayerTimes:
         else:
             products = gemm(s, s, d, batch) + gemm(s, d, s, batch)
         return products + self._stream(*streams)
+
+    @cached_property
+    def _seen_share(self) -> float:
+        """Scores of a causal layer that lie in its window, the mean over the layers: of a window of
+        r s keys, 1 - (1 - r)^2."""
+        s, window = self.model.seq_length, self.model.sliding_window
+        if not 0 < window < s:
+            return 1.0
+        sliding = (s - self.model.mean_keys) / (s - window)
+        return 1.0 - sliding * (1.0 - window / s) ** 2
+
+    def _norms(self, *element_bytes: float, backward: bool = False) -> float:
+        """All norms of a layer, those of queries and keys among them."""
+        count = 4 if self.model.block_norm == "sandwich" else 2
+        seconds = count * self._norm(*element_bytes, backward=backward)
+        if self.model.qk_norm:
+            elements = self.tokens * (self.heads + self.kv_heads) * self.head_size
+            kind = self.model.norm + ("_backward" if backward else "")
+            moved = (elements * size for size in element_bytes)
+            seconds += self.machine.elementwise_s(kind, elements, *moved)
+        return seconds
 
     @cached_property
     def core_forward_s(self) -> float:
@@ -153,7 +177,7 @@ class LayerTimes:
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
         if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
             products += self._stream(t * self.qkv.outputs * 2 * e)
-        norms = 2 * self._norm(2 * e)
+        norms = self._norms(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
         activation = self._activation((self.gates + 1) * e)
         residuals = 2 * self._stream(local * (3 * e + mask))
@@ -166,7 +190,7 @@ class LayerTimes:
         e, t = self.e, self.tokens
         local = self.local_tokens * self.model.hidden
         mask = MASK_BYTES if self.software.dropout else 0
-        norms = 2 * self._norm(3 * e, 2 * e, 3 * e, backward=True)
+        norms = self._norms(3 * e, 2 * e, 3 * e, backward=True)
         merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
         activation = self._activation((2 * self.gates + 1) * e, backward=True)
         residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0

@@ -4,7 +4,7 @@ The file's own sizes of the axes, schedule, microbatch and recomputation are lef
 the configuration stays. A run that has a checkpoint keeps the layout that it has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,17 @@ def bare(tree: Mapping[str, Any]) -> Config:
     if isinstance(run, dict):
         left["run"] = {**run, "spare_ranks": 0}
     return resolve(left, 1)
+
+
+def require_free(overrides: Sequence[str]) -> None:
+    """Raises InputError for a `--set SECTION.KEY=VALUE` of a key that the search chooses."""
+    for override in overrides:
+        section, _, key = override.partition("=")[0].strip().partition(".")
+        if key in CHOSEN.get(section, ()):
+            raise InputError(
+                f"--layout auto chooses {section}.{key}, so --set {override} would be lost: leave "
+                "one of the two out; `ptdmpi plan --layout` prices a layout of your own"
+            )
 
 
 def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:

@@ -19,12 +19,15 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import LETTERS, RECOMPUTE_MODES, Layout, default_schedule
+from ptdmpi.config.layout import LETTERS, MOST_FORWARDS, RECOMPUTE_MODES, Layout, default_schedule
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
 from ptdmpi.terminal.progress import progress
 
+# Chunks per rank, and stages, that are looked at: what further ones would save of the bubble is
+# little, and each costs messages.
+MOST_CHUNKS, MOST_STAGES = 64, 256
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 
@@ -72,10 +75,14 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                             yield layout
 
 
-def chunked(space: Space, group: Layout, layers: int) -> Iterator[Layout]:
-    """The layouts of a group: every v, under the schedule asked for or its default. One stage alone
-    has nothing to interleave."""
-    most = layers // group.pipeline if group.pipeline > 1 else 1
+def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
+    """The layouts of a group: every v that is looked at, under the schedule asked for or its
+    default. One stage alone has nothing to interleave."""
+    most = 1
+    if group.pipeline > 1:
+        p, microbatches = group.pipeline, group.microbatches(batch)
+        ordered = MOST_FORWARDS // (p * microbatches)  # what the rule of legality allows
+        most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
         if kind == "1f1b" and virtual > 1:
@@ -125,7 +132,7 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     """The `count` fastest layouts that fit, fastest first, each at its best settings. Raises
     InputError if none fits or is legal."""
     legal, layers = list(groups(space, pricer)), pricer.model.config.layers
-    layouts = [layout for group in legal for layout in chunked(space, group, layers)]
+    layouts = [layout for group in legal for layout in chunked(space, group, layers, pricer.batch)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
     found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
     with progress("searching", len(layouts), "layouts") as advance:

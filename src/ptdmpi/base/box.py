@@ -1,0 +1,84 @@
+"""The one rectangle: a box of a tensor, whatever it is a box of and whoever cuts it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+
+def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
+    """How many rows of dim 0 of a tensor stay below a limit; at least one."""
+    return max(1, limit_bytes // (element_bytes * max(1, math.prod(shape[1:]))))
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements `start[k] <= index < stop[k]` along every dim k of a tensor."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape, if it were a tensor."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What a tensor or an array is indexed by for the elements of the box."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def along(self, dim: int, start: int, stop: int) -> Self:
+        """The same box but for one dim, along which it goes from `start` to `stop`."""
+        return replace(
+            self,
+            start=(*self.start[:dim], start, *self.start[dim + 1 :]),
+            stop=(*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        )
+
+    def rows(self, first: int, last: int) -> Self:
+        """Rows [first, last) of dim 0, counted from the box's own first."""
+        return self.along(0, self.start[0] + first, self.start[0] + last)
+
+    def slabs(self, rows: int) -> Iterator[Self]:
+        """The box in pieces of so many rows, the last one perhaps of fewer."""
+        height = self.size[0]
+        for first in range(0, height, rows):
+            yield self.rows(first, min(height, first + rows))
+
+    def overlap(self, other: "Box") -> Self | None:
+        """What both have in common; None where that is nothing."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return replace(self, start=start, stop=stop)
+
+    def relative(self, origin: "Box") -> Self:
+        """The box as seen from the first corner of `origin`, such as the tensor that holds it."""
+        return self._moved(origin, -1)
+
+    def within(self, origin: "Box") -> Self:
+        """A box that is given as seen from the first corner of `origin`, in the whole tensor."""
+        return self._moved(origin, 1)
+
+    def _moved(self, origin: "Box", sign: int) -> Self:
+        start = tuple(a + sign * o for a, o in zip(self.start, origin.start, strict=True))
+        stop = tuple(b + sign * o for b, o in zip(self.stop, origin.start, strict=True))
+        return replace(self, start=start, stop=stop)
+
+    def transposed(self) -> Self:
+        """The same elements of the transposed tensor."""
+        return replace(self, start=self.start[::-1], stop=self.stop[::-1])
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"

@@ -1,0 +1,87 @@
+"""Profiles of a few steps: torch's trace and a memory snapshot for each chosen rank."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from ptdmpi.config import RunConfig
+
+FOLDER = "profile"
+MEMORY_EVENTS = 100_000  # of a GPU's snapshot, the newest
+
+
+class Profile:
+    """Of one rank: `run.profile_steps` "10:12" covers steps 10 to 12. Its files go into
+    `profile/` of the run directory; one that cannot be made is told of, and the run goes on."""
+
+    def __init__(
+        self, run: RunConfig, rank: int, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        wanted = run.profile_ranks == "all" or rank in run.profile_ranks
+        self._steps = run.profiled if wanted else range(0)
+        self._rank, self._device, self._say = rank, device, say
+        self._folder = Path(run.dir) / FOLDER
+        self._running: torch.profiler.profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around the work of step `step` (from 1)."""
+        if step in self._steps and self._running is None:
+            self._begin()
+        yield
+        if self._running is not None and step >= self._steps[-1]:
+            self._end()
+
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._running = torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=True
+        )
+        self._running.start()
+
+    def _end(self) -> None:
+        profiler, self._running = self._running, None
+        if profiler is None:
+            return
+        profiler.stop()
+        name = f"steps-{self._steps[0]}-{self._steps[-1]}-rank-{self._rank}"
+        trace = self._folder / f"trace-{name}.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            memory = self._keep_memory(name, trace)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._say(f"warning: the profile of rank {self._rank} is not kept: {error}")
+            return
+        self._say(f"profiled steps {self._steps[0]} to {self._steps[-1]}: {trace}, {memory}")
+
+    def _keep_memory(self, name: str, trace: Path) -> Path:
+        """What memory was taken when: the GPU's own snapshot (for pytorch.org/memory_viz), on a CPU
+        the bytes that tensors hold after each allocation, from the trace."""
+        if self._device.type == "cuda":
+            path = self._folder / f"memory-{name}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            return path
+        path = self._folder / f"memory-{name}.json"
+        path.write_text(json.dumps(memory_events(trace)), encoding="utf-8")
+        return path
+
+
+def memory_events(trace: Path) -> list[dict[str, Any]]:
+    """Each allocation and release in a trace, in order: microseconds, bytes, and the total then."""
+    events = json.loads(trace.read_bytes())["traceEvents"]
+    found = [
+        {"us": one["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}
+        for one in events
+        if one.get("name") == "[memory]" and (args := one.get("args", {}))
+    ]
+    return sorted(found, key=lambda one: one["us"])

@@ -150,7 +150,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
     changes = {"parallel.tensor": 2, "run.steps": 1, "batch.global_size": 2}
     with loop(comm, tmp_path, changes, patch) as made:
         made.run()
-        (mine,) = made.lookout.heartbeat.compute_s
+        (mine,) = made.lookout.place.compute_s
         waited_s = made.engine.runner.tensor_s
     if comm.rank == 1:
         assert mine > 0.5

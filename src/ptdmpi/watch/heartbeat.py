@@ -15,7 +15,6 @@ import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.world import Axes
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
-from ptdmpi.watch.stopwatch import Place
+from ptdmpi.watch.stopwatch import COMPUTE_STEPS, Place
 from ptdmpi.watch.whereabouts import (
     BEAT_S,
     SILENT_BEATS,
@@ -51,7 +50,6 @@ COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
 LEAST_SILENCE_S = 5.0  # a busy machine may keep a thread waiting
 MISSED_BEATS = 3  # who has missed so many is not waited for: it would write no stacks
-COMPUTE_STEPS = 20  # own work is judged by the median of so many steps
 
 
 class Heartbeat:
@@ -74,8 +72,6 @@ class Heartbeat:
         self._heard_s = math.inf  # when rank 0 last was, as rank 1 knows
         self._missed_s: float | None = None  # when rank 1 began to miss it
         self._beat_s = time.monotonic()
-        self.compute_s: deque[float] = deque(maxlen=COMPUTE_STEPS)
-        self.lost: MPI.Exception | None = None
         self._noted: list[tuple[int, float]] = []
         self._failure: tuple[float, str] | None = None
         self._shown = False
@@ -121,12 +117,10 @@ class Heartbeat:
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        try:
+        # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own.
+        with contextlib.suppress(MPI.Exception):
             while not self._ended.is_set():
                 self._beat()
-        except MPI.Exception as error:
-            # A rank was lost. Whoever trains on makes a new world, with a heartbeat of its own.
-            self.lost = error
 
     def _beat(self) -> None:
         hurried = self.judge is not None and self.judge.verdict is not None
@@ -209,7 +203,7 @@ class Heartbeat:
             if busy := group.busy:  # read once: the other thread may leave it meanwhile
                 axis, collective = name, busy
                 break
-        known = len(self.compute_s) == COMPUTE_STEPS
+        known = len(self.place.compute_s) == COMPUTE_STEPS
         return Report(
             phase=self.place.phase,
             step=self.place.step,
@@ -219,7 +213,7 @@ class Heartbeat:
             axis=axis,
             collective=collective,
             age_s=time.perf_counter() - doing.since_s,
-            compute_s=statistics.median(tuple(self.compute_s)) if known else 0.0,
+            compute_s=statistics.median(tuple(self.place.compute_s)) if known else 0.0,
             signals=tuple((number, now_s - at_s) for number, at_s in self._noted),
             failure=self._failure,
             shown=self._shown,

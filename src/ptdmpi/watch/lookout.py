@@ -64,7 +64,7 @@ class Lookout:
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
         """A step is computed: how long this rank's own work in it took, and all of it."""
-        self.heartbeat.compute_s.append(compute_s)
+        self.place.compute_s.append(compute_s)
         self.requests.stepped(elapsed_s)
 
     def usual_s(self, elapsed_s: float) -> float:

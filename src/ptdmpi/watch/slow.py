@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ptdmpi.plan.layout.grid import Grid
-from ptdmpi.watch.heartbeat import COMPUTE_STEPS, Judge
+from ptdmpi.watch.heartbeat import Judge
+from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
 # A rank is slow if its own work takes so many times that of the others; told once in a while.

@@ -2,11 +2,14 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
+
+COMPUTE_STEPS = 20  # own work is judged by the median of so many steps
 
 
 class Doing(NamedTuple):
@@ -22,12 +25,14 @@ class Place:
     """Where a rank is: written by the thread that trains, read by the heartbeat's.
 
     `doing` is replaced as a whole, so a reader never sees half of it. `phase` is "start-up",
-    "training", "validation", "saving" or "ending"; `step` counts from 1.
+    "training", "validation", "saving" or "ending"; `step` counts from 1; `compute_s` are the
+    seconds of this rank's own work in each of the last steps.
     """
 
     def __init__(self) -> None:
         self.phase = "start-up"
         self.step = 0
+        self.compute_s: deque[float] = deque(maxlen=COMPUTE_STEPS)
         self.doing = Doing("", "", None, time.perf_counter())
 
     def enter(self, phase: str) -> None:

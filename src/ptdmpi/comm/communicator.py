@@ -238,7 +238,7 @@ class OneRank(Communicator):
         self.clock, self.group = HOST, ""
         self.busy, self._waits = "", None
 
-    def _never(self, *arguments: Any) -> NoReturn:
+    def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")
 
     _all_reduce = _all_gather = _reduce_scatter = _broadcast = _isend = _irecv = _never

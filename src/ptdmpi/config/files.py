@@ -15,7 +15,8 @@ from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
-from ptdmpi.config.sections import Config, Section, TrainDataConfig
+from ptdmpi.config.section import Section
+from ptdmpi.config.sections import Config, TrainDataConfig
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -61,24 +62,31 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
     for name in tree:
         if name not in Config.model_fields:
             mistakes.append(f"[{name}] is no section{_did_you_mean(name, Config.model_fields)}")
-    for name, field in Config.model_fields.items():
+    for name, kind in _kinds_of_sections():
         try:
-            sections[name] = field.annotation.model_validate(tree.get(name, {}))
+            sections[name] = kind.model_validate(tree.get(name, {}))
         except ValidationError as error:
-            mistakes.extend(_explain(name, field.annotation, error))
-            keys = _meant(field.annotation, error)
+            mistakes.extend(_explain(name, kind, error))
+            keys = _meant(kind, error)
             wrong |= keys
             rest = tree.get(name, {})
             with contextlib.suppress(ValidationError, AttributeError):
                 known = {key: value for key, value in rest.items() if key not in keys}
-                sections[name] = field.annotation.model_validate(known)
+                sections[name] = kind.model_validate(known)
     told = rules(sections, ranks)
     mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
     if mistakes:
         raise InputError("\n".join(mistakes))
-    config = Config.model_construct(**sections)
+    config = Config.model_construct(set(sections), **sections)
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+
+
+def _kinds_of_sections() -> Iterator[tuple[str, type[Section]]]:
+    for name, field in Config.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type) and issubclass(kind, Section), name
+        yield name, kind
 
 
 def synthetic_config(

@@ -4,8 +4,9 @@ It stands here and not in `plan`, because a configuration is checked before anyt
 `config` may not import `plan`, and whoever plans, trains or compares asks `Layout.mistakes`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 from ptdmpi.config.errors import InputError
@@ -206,9 +207,7 @@ class Layout:
             yield Rule(
                 key,
                 value not in legal,
-                lambda key=key, value=value, legal=legal: (
-                    f'{key} "{value}" is unknown; legal are {", ".join(legal)}'
-                ),
+                partial(_unknown, key, value, legal),
             )
         yield Rule(
             "recompute_layers",
@@ -244,6 +243,10 @@ class Layout:
         )
 
 
+def _unknown(key: str, value: str, legal: Sequence[str]) -> str:
+    return f'{key} "{value}" is unknown; legal are {", ".join(legal)}'
+
+
 def parse(text: str) -> dict[str, int]:
     """ "t=8,p=8,d=1,v=3,b=1" as fields of a Layout; raises InputError for anything else."""
     sizes: dict[str, int] = {}
@@ -264,15 +267,17 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
     """The layout of `sizes`, with d from the number of ranks where it is not given, and the default
     schedule of its v; `settings` that are None are left out. Raises InputError where sizes and
     ranks do not agree."""
-    sizes = {"tensor": 1, "pipeline": 1, **sizes}
-    model_ranks = sizes["tensor"] * sizes["pipeline"]
-    if "data" not in sizes:
+    tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+    model_ranks = tensor * pipeline
+    data = sizes.get("data")
+    if data is None:
         if ranks is None:
             raise InputError("give --ranks, or d in --layout")
         if ranks % model_ranks:
             raise InputError(f"layout: t p = {model_ranks} does not divide {ranks} ranks")
-        sizes["data"] = ranks // model_ranks
-    layout = Layout(**sizes)
+        data = ranks // model_ranks
+    virtual, micro_size = sizes.get("virtual", 1), sizes.get("micro_size", 1)
+    layout = Layout(tensor, pipeline, data, virtual, micro_size)
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
             f"layout {layout}: t p d = {layout.ranks}, but --ranks is {ranks}; "

@@ -136,14 +136,14 @@ class ModelConfig(Section):
         known = isinstance(kind, str) and kind in MODEL_KINDS
         # A wrong value is told of as such, not by the keys that depend on it: any stands in.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
-        heads, hidden = filled.get("heads"), filled.get("hidden")
-        sound, counted = _sound(hidden), _sound(heads)
-        filled.setdefault("kv_heads", heads if counted else 1)
+        heads: Any = filled.get("heads")
+        hidden: Any = filled.get("hidden")
+        filled.setdefault("kv_heads", heads if _sound(heads) else 1)
         if "head_size" not in filled:  # 0 where heads do not divide: a rule speaks of it
-            whole = sound and counted and hidden % heads == 0
+            whole = _sound(hidden) and _sound(heads) and hidden % heads == 0
             filled["head_size"] = hidden // heads if whole else 0
         if "ffn_hidden" not in filled:
-            ffn_hidden = default_ffn_hidden(filled) if sound else 1
+            ffn_hidden = default_ffn_hidden(filled) if _sound(hidden) else 1
             filled["ffn_hidden"] = min(ffn_hidden, MOST)
         return filled
 

@@ -27,11 +27,13 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     """
     model, parallel = sections.get("model"), sections.get("parallel")
     run, optimizer = sections.get("run"), sections.get("optimizer")
-    spare = run.spare_ranks if isinstance(run, RunConfig) else 0
-    if isinstance(run, RunConfig) and run.profile_steps and not run.profiled:
-        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
-    if spare and run.on_failure != "shrink":
-        yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
+    spare = 0
+    if isinstance(run, RunConfig):
+        spare = run.spare_ranks
+        if run.profile_steps and not run.profiled:
+            yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
+        if spare and run.on_failure != "shrink":
+            yield f'run.spare_ranks = {spare} needs run.on_failure = "shrink"'
     if spare >= ranks:
         yield (
             f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
@@ -145,16 +147,15 @@ def _layout_mistakes(
     """What `Layout` says of the sections that did parse."""
     model, batch = sections.get("model"), sections.get("batch")
     recompute = sections.get("recompute")
-    data = parallel.data
-    if data == "auto":
-        data = max(1, ranks // (parallel.tensor * parallel.pipeline))
-    known = isinstance(batch, BatchConfig)
+    filling = max(1, ranks // (parallel.tensor * parallel.pipeline))
+    data = filling if parallel.data == "auto" else parallel.data
+    known = batch if isinstance(batch, BatchConfig) else None
     layout = Layout.of(
         parallel,
-        batch if known else BatchConfig(global_size=1),
+        known or BatchConfig(global_size=1),
         recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(),
         data,
     )
     yield from layout.mistakes(
-        model if isinstance(model, ModelConfig) else None, batch.global_size if known else None
+        model if isinstance(model, ModelConfig) else None, known.global_size if known else None
     )

@@ -25,7 +25,7 @@ _HEAP_BYTES = 1 << 20  # looked at in each place where HDF5 keeps the texts of a
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
 # HDF5's type of an attribute, h5py's, and its name; of texts: True
-_KINDS = {
+_KINDS: dict[bool, tuple[Any, type[Any], str]] = {
     False: (h5py.h5t.TypeIntegerID, np.integer, "integer"),
     True: (h5py.h5t.TypeStringID, str, "text of variable length"),
 }
@@ -54,8 +54,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def _attributes(file: h5py.File) -> dict[str, int | str]:
-    values: dict[str, int | str] = {}
+def _attributes(file: h5py.File) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     attributes = file.attrs  # h5py makes a new object each time it is asked
     for name in (*_INTEGERS, *_TEXTS):
         if name not in attributes:

@@ -132,6 +132,7 @@ class MaskedSamples:
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
         """Where in the text the segments stand, in the order of the sample, and that order."""
+        cuts: np.ndarray | list[int]
         cuts = np.flatnonzero(starts[1:]) + 1 if self.sentence_order else []
         if not len(cuts):
             return [(0, len(text))], -1

@@ -154,9 +154,9 @@ class ShardWriter:
 
     def _write_piece(self, piece: np.ndarray) -> None:
         self._check_ids(piece)
-        self._crc32 = zlib.crc32(piece, self._crc32)
+        self._crc32 = zlib.crc32(piece.data, self._crc32)
         try:
-            self._stream.write(piece)
+            self._stream.write(piece.data)
             at = self._stream.tell()
             if at >= self._out + _OUT_BYTES:
                 start_writing_out(self._stream, self._out, at)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,7 @@ class _MappedTokens:
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        mapped = self._tokens.base
+        mapped: Any = self._tokens.base  # numpy's types know of arrays only
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base
         self._size = mapped.size  # of the file, now
@@ -301,10 +302,11 @@ def verify(path: str | Path) -> list[str]:
         tokens = map_tokens(header)
     except InputError as error:
         return [str(error)]
-    problems, checksum = [], 0
+    problems: list[str] = []
+    checksum = 0
     for start in range(0, header.tokens, _VERIFY_TOKENS):
         piece = tokens[start : start + _VERIFY_TOKENS]
-        checksum = zlib.crc32(piece, checksum)
+        checksum = zlib.crc32(piece.data, checksum)
         if not problems and piece.max() >= header.vocab_size:
             at = int(np.argmax(piece >= header.vocab_size))
             problems.append(

@@ -69,6 +69,8 @@ def attempts(directory: Path) -> list[Attempt]:
     found: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
         event, number = line.get("event"), line.get("attempt")
+        if not isinstance(number, int):
+            continue
         if event == "begin":
             found[number] = line
         elif event == "end" and number in found:

@@ -91,7 +91,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scor
     if not scores.softcap:
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
-            *(widened(part) for part in (q, k, v)),
+            widened(q),
+            widened(k),
+            widened(v),
             attn_mask=seen,
             scale=scores.scale,
             enable_gqa=grouped,
@@ -255,8 +257,9 @@ def _capped(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> tuple[
 
 
 @cache
-def _packed_attention() -> Callable[..., Tensor] | None:
-    """PyTorch's attention of sequences laid end to end; None before it had grouped queries."""
+def _packed_attention() -> Callable[..., Any] | None:
+    """PyTorch's attention of sequences laid end to end; None before it had grouped queries. It
+    returns a tensor where, as here, nothing more is asked for."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

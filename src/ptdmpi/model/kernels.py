@@ -68,14 +68,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 class _RmsNorm(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         dnormed = dy * weight.to(scale.dtype)

@@ -9,6 +9,7 @@ every rank and in every layout; only the local slices differ.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ class Parameter(nn.Parameter):
     main_grad: Tensor
 
 
-def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options) -> Parameter:
+def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
     """A parameter without storage yet. `options` are those of `Declaration`.
 
     Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.

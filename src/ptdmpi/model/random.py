@@ -7,6 +7,7 @@ without any generator state.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +75,7 @@ class Stream:
             first_head=first_head,
         )
 
-    def hidden_mask(self, shape: tuple[int, int, int], rate: float) -> Tensor:
+    def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
         """[s, b, h] bool: True where kept, with probability 1 - rate."""
         s, _, h = shape
         device = self.samples.device
@@ -82,7 +83,7 @@ class Stream:
         rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * _GOLDEN)
         return _keep(rows[:, :, None], torch.arange(h, device=device), rate)
 
-    def attention_mask(self, shape: tuple[int, int, int, int], rate: float) -> Tensor:
+    def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
         """[b, a, s, s] bool: True where kept, with probability 1 - rate."""
         _, a, s, _ = shape
         device = self.samples.device

@@ -133,7 +133,11 @@ class Stage(nn.Module):
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
         renamed = {"head.weight": TIED_NAME} if self.tied else {}
-        return [(renamed.get(name, name), weight) for name, weight in self.named_parameters()]
+        found = []
+        for name, weight in self.named_parameters():
+            assert isinstance(weight, Parameter), f"{name} is not declared"
+            found.append((renamed.get(name, name), weight))
+        return found
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
         """Those of `named_logical_parameters` that have gradients."""
@@ -143,13 +147,15 @@ class Stage(nn.Module):
             if weight.declaration.trains
         ]
 
-    def place_tables(self, model, device: torch.device) -> None:
+    def place_tables(self, model: ModelConfig, device: torch.device) -> None:
         """Make what is computed once for all layers: the rotary angles."""
         if model.positions == "rope" and self.layers:
             # in the compute type: a conversion in each layer would be a copy to keep
             compute = next(self.parameters()).dtype
-            self.rotary = tuple(angles.to(compute) for angles in rotary_table(model, device))
+            cos, sin = rotary_table(model, device)
+            self.rotary = (cos.to(compute), sin.to(compute))
             for block in self.layers.values():
+                assert isinstance(block, Block)
                 block.attention.rotary = self.rotary
 
     def begin_step(
@@ -196,6 +202,7 @@ class Stage(nn.Module):
         """What this stage's layers make of the ids, or of the stage's input `x`."""
         if self.embedding is not None:
             x = self.embedding(ids, context, types)
+        assert x is not None, "only the first stage makes its own input"
         for block in self.layers.values():
             x = block(x, context)
         return x if self.final_norm is None else self.final_norm(x)
@@ -206,7 +213,8 @@ class Stage(nn.Module):
             stream = Stream.of(self.seed, step, batch.samples)
         if self.rotary is not None and batch.documents is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
-            rotary = tuple(part[batch.documents.positions, 0] for part in self.rotary)
+            (cos, sin), at = self.rotary, batch.documents.positions
+            rotary = (cos[at, 0], sin[at, 0])
         return Context(stream, batch.documents, rotary)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -217,6 +225,7 @@ class Stage(nn.Module):
         return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
 
     def _token_logits(self, x: Tensor) -> Tensor:
+        assert self.head is not None, "only the last stage has a head"
         return self.head(x if self.mlm is None else self.mlm(x))
 
     def _loss(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -230,6 +239,7 @@ class Stage(nn.Module):
         loss = cross_entropy(self._token_logits(x[1:]), batch.labels, batch.weights, self.axis)
         if self.sentence is None:
             return loss, None
+        assert batch.order is not None, "a model that judges the order of segments needs to know it"
         logits = self.sentence(x[0]).to(loss.dtype)
         return loss, F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
 

@@ -16,6 +16,7 @@ Weight gradients are added to the parameter's float32 `main_grad` right where th
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,13 +82,15 @@ class _ColumnLinear(Function):
     """f, then x W^T + b. Saves only this rank's positions and gathers them again when needed."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis):
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = (weight, bias, axis)
         return kernels.linear(axis.gather(x), weight, bias)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
         # under way while the weights' gradients, which do not need it, are computed
@@ -103,7 +106,9 @@ class _RowLinear(Function):
     """x W^T, then g, then + b."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis):
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = (weight, bias, axis)
         if axis.size == 1:
@@ -112,7 +117,7 @@ class _RowLinear(Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, bias, axis = ctx.layer
         (x,) = ctx.saved_tensors
         accumulate_bias_gradient(bias, dy)
@@ -167,13 +172,13 @@ class _Linear(Function):
     """x W^T + b with a weight that every rank holds whole."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Parameter, bias: Parameter | None):
+    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = (weight, bias)
         return kernels.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         weight, bias = ctx.layer
         (x,) = ctx.saved_tensors
         if weight.requires_grad:
@@ -196,12 +201,12 @@ class ReplicatedLinear(nn.Module):
 
 class _SelectPositions(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
         ctx.axis, ctx.shape, ctx.positions = axis, x.shape, positions
         return axis.gather(x).gather(0, positions[..., None].expand(-1, -1, x.shape[-1]))
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         local, b, h = ctx.shape
         length = local * (ctx.axis.size if ctx.axis.divides_sequence else 1)
         # every rank has the whole gradient, and keeps its positions of it
@@ -217,12 +222,12 @@ def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
 
 class _Look(Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, table: Parameter) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
         ctx.rows, ctx.table = rows, table
         return F.embedding(rows, table)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
         gradient = ctx.table.main_grad
         dy = dy.reshape(-1, dy.shape[-1]).to(gradient.dtype)
         gradient.index_add_(0, ctx.rows.reshape(-1), dy)
@@ -245,7 +250,7 @@ class Table(nn.Module):
 
 class _Embed(Function):
     @staticmethod
-    def forward(ctx, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
         if axis.size == 1:
             ctx.layer = (weight, axis, ids, None)
             return F.embedding(ids, weight)
@@ -258,7 +263,7 @@ class _Embed(Function):
         return axis.reduce(partial)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         weight, axis, local, elsewhere = ctx.layer
         dy = axis.gather(dy)
         if elsewhere is not None:
@@ -286,13 +291,13 @@ class _AddBias(Function):
     """In place: a product with its bias would be a view, which the loss could not overwrite."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Parameter) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:
         ctx.bias = bias
         ctx.mark_dirty(x)
         return x.add_(bias)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         accumulate_bias_gradient(ctx.bias, dy)
         return dy, None
 
@@ -354,7 +359,9 @@ class _CrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis):
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
+    ) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         columns = wide.shape[-1]
         local = labels - axis.rank * columns
@@ -373,7 +380,7 @@ class _CrossEntropy(Function):
         return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
-    def backward(ctx, scale: Tensor):
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, local, here, weights = ctx.saved_tensors
         factors = scale.expand(here.shape) if weights is None else scale * weights
         gradient = probabilities.mul_(factors[..., None])

@@ -169,7 +169,7 @@ class Attention(nn.Module):
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
-        keep = stream.attention_mask(tuple(weights.shape), self.rate)
+        keep = stream.attention_mask(weights.shape, self.rate)
         return kernels.product(dropout(weights, keep, self.rate), v)
 
 
@@ -250,7 +250,7 @@ def drop_hidden(
         return x
     first = axis.rank * x.shape[0] if axis.divides_sequence else 0
     stream = context.stream.at(*place, first_position=first)
-    return dropout(x, stream.hidden_mask(tuple(x.shape), rate), rate)
+    return dropout(x, stream.hidden_mask(x.shape, rate), rate)
 
 
 class Embedding(nn.Module):
@@ -280,6 +280,7 @@ class Embedding(nn.Module):
         elif self.position is not None:
             x = x + self.position(here)[:, None, :]
         if self.token_type is not None:
+            assert types is not None, "a model that tells segments apart needs to know them"
             x = x + self.token_type(types[here])
         if self.norm is not None:
             x = self.norm(x)

@@ -7,7 +7,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
-from ptdmpi.plan.machine.measured import MeasuredMachine, interpolate
+from ptdmpi.plan.machine.measured import interpolate, machine_of
 from ptdmpi.plan.search.search import Space, search
 
 SHEETS = {
@@ -91,7 +91,7 @@ def cluster(**measured):
 
 
 def test_measured_sizes_are_as_measured_and_others_between():
-    machine = MeasuredMachine(cluster(), "fp32", 4)
+    machine = machine_of(cluster(), "fp32", 4)
     assert machine.gemm_s(1000, 10, 1000) == pytest.approx(1e-6 + 2e7 / 8e8)
     # halfway in logarithms of both sides: the geometric mean of the four corners
     assert machine.gemm_s(100, 10, 100) == pytest.approx(
@@ -110,13 +110,13 @@ def test_measured_sizes_are_as_measured_and_others_between():
 
 
 def test_launches_are_hidden_where_the_host_is_ahead():
-    machine = MeasuredMachine(cluster(asynchronous=True), "fp32", 4)
+    machine = machine_of(cluster(asynchronous=True), "fp32", 4)
     assert machine.gemm_s(1, 1, 1) == 1e-6
     assert machine.gemm_s(1000, 10, 1000) == pytest.approx(2e7 / 8e8)
 
 
 def test_groups_of_other_sizes_take_more_steps_and_ring_bytes():
-    machine = MeasuredMachine(cluster(), "fp32", 4)
+    machine = machine_of(cluster(), "fp32", 4)
     assert machine.all_reduce_s(1e6, Group(2, 2)) == pytest.approx(2e-3)
     # three times the steps of 1 ms, and 3/4 over 1/2 of the bytes' 1 ms
     assert machine.all_reduce_s(1e6, Group(4, 4)) == pytest.approx(3e-3 + 1.5e-3)

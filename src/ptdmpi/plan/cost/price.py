@@ -7,7 +7,6 @@ as Megatron-LM and this trainer run it.
 import math
 from dataclasses import dataclass
 
-from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
@@ -76,9 +75,7 @@ class Pricer:
     """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
 
     def __init__(self, cluster: Cluster, model: Model, batch: int, precision: str) -> None:
-        if precision not in cluster.device.peak_flops:
-            known = ", ".join(cluster.device.peak_flops)
-            raise InputError(f"{cluster.device.name} has no {precision}; legal are {known}")
+        cluster.device.peak(precision)  # refused here, before anything is made of it
         self.cluster, self.model, self.batch = cluster, model, batch
         self.capacity_bytes = cluster.device.memory_bytes
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
@@ -89,8 +86,8 @@ class Pricer:
             cluster.software,
             cluster.device.runtime_bytes,
         )
-        self._layers: dict[tuple, LayerTimes] = {}
-        self._rough: dict[tuple, float] = {}
+        self._layers: dict[tuple[int, int, bool], LayerTimes] = {}
+        self._rough: dict[tuple[int, int, int, int, bool, str], float] = {}
 
     def layer(self, layout: Layout) -> LayerTimes:
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
@@ -266,12 +263,12 @@ class Pricer:
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
         fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * each
-        key = (layout.tensor, p, layout.data, layout.micro_size)
-        key += (layout.sequence_parallel, layout.recompute)
+        sizes = (layout.tensor, p, layout.data, layout.micro_size)
+        key = (*sizes, layout.sequence_parallel, layout.recompute)
         if key not in self._rough:
             elements = config.layers * layer_elements(config, layout.tensor) // p
-            ends = (layer.embedding_forward, layer.embedding_backward)
-            ends += (layer.head_forward, layer.head_backward)
+            embedding = (layer.embedding_forward, layer.embedding_backward)
+            ends = (*embedding, layer.head_forward, layer.head_backward)
             work_s = config.layers * each + sum(part.total for part in ends)
             after_s = self.optimizer_s(layout, elements)
             if not layout.dp_overlap:

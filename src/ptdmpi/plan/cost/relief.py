@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.near import divisors
@@ -53,7 +54,9 @@ class Step:
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
         """On `grown` times the ranks with the keys of a configuration set; None if not legal."""
-        fields = {FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()}
+        fields: dict[str, Any] = {
+            FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
+        }
         if fields.get("recompute_layers") == "all":
             fields["recompute_layers"] = None
         layout, ranks = replace(self.layout, **fields), self.layout.ranks * grown

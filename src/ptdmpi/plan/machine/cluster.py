@@ -62,6 +62,13 @@ class Device(Section):
     exponentials_per_clock: PositiveNumber
     kernel_s: Delay
 
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in numbers of type `dtype`; raises InputError for one that it does not have."""
+        for known, flops in self.peak_flops.items():
+            if known == dtype:
+                return flops
+        raise InputError(f"{self.name} has no {dtype}; legal are {', '.join(self.peak_flops)}")
+
 
 class Node(Section):
     """`devices` joined by links (one direction), and the adapters that they share outwards.

@@ -37,7 +37,7 @@ class Machine:
     def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
         self.cluster, self.dtype, self.element_bytes = cluster, dtype, element_bytes
         device, reached = cluster.device, cluster.efficiency
-        self.peak = device.peak_flops[dtype]
+        self.peak = device.peak(dtype)
         self.tile_rate = self.peak * reached.gemm_fraction / device.multiprocessors
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
@@ -149,6 +149,7 @@ class Machine:
     def _fabric(self, group: Group) -> nccl.Fabric:
         rings = max(1.0, group.per_node * self.adapter_share)  # one for each adapter
         node = self.cluster.node
+        gather, scatter, both = node.ll128_bytes_per_s
         return nccl.Fabric(
             group.ranks,
             group.nodes,
@@ -156,7 +157,7 @@ class Machine:
             self.cluster.efficiency.link_step_s,
             self.network_step_s,
             node.tree_bytes_per_s,
-            tuple(rings * rate for rate in node.ll128_bytes_per_s),
+            (rings * gather, rings * scatter, rings * both),
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:

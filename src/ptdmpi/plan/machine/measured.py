@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from ptdmpi.config import InputError
-from ptdmpi.plan.machine.cluster import Cluster, Messages
+from ptdmpi.plan.machine.cluster import Cluster, Measured, Messages
 from ptdmpi.plan.machine.kernels import Group, Machine
 
 
@@ -36,9 +36,11 @@ class MeasuredMachine(Machine):
     """A `Machine` whose kernels and messages were measured, as the ranks of a node ran them at
     once."""
 
-    def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
+    def __init__(
+        self, cluster: Cluster, measured: Measured, dtype: str, element_bytes: int
+    ) -> None:
         super().__init__(cluster, dtype, element_bytes)
-        self.measured = cluster.measured
+        self.measured = measured
         self._overhead_s = cluster.device.kernel_s
         self._messages: dict[tuple[str, bool], list[Messages]] = {}
         for table in self.measured.messages:
@@ -139,5 +141,6 @@ class MeasuredMachine(Machine):
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
     """The machine of a cluster file: by its data sheets, or as it was measured."""
-    kind = Machine if cluster.measured is None else MeasuredMachine
-    return kind(cluster, dtype, element_bytes)
+    if cluster.measured is None:
+        return Machine(cluster, dtype, element_bytes)
+    return MeasuredMachine(cluster, cluster.measured, dtype, element_bytes)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
@@ -102,7 +102,11 @@ class Timeline:
     def to_json(self) -> str:
         """One JSON object: title, time unit, names of the columns, one row per span."""
         rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
-        head = {"title": self.title, "time_unit": self.time_unit, "columns": _COLUMNS}
+        head: dict[str, Any] = {
+            "title": self.title,
+            "time_unit": self.time_unit,
+            "columns": _COLUMNS,
+        }
         head["tensor_s"] = {str(rank): seconds for rank, seconds in self.tensor_s.items()}
         return json.dumps({**head, "spans": rows})
 

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import LETTERS, MOST_FORWARDS, RECOMPUTE_MODES, Layout, default_schedule
@@ -45,7 +46,7 @@ class Space:
     dp_overlap: bool = False
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, Any]:
         """Those of a Layout, as `groups` takes them; `variants` takes them the other way."""
         return {
             "scatter_gather": self.scatter_gather is not False,
@@ -134,7 +135,8 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     legal, layers = list(groups(space, pricer)), pricer.model.config.layers
     layouts = [layout for group in legal for layout in chunked(space, group, layers, pricer.batch)]
     rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
-    found, waiting = Best(count, same=str), []  # waiting: heap of (bound, number, way, layout)
+    found = Best(count, same=str)
+    waiting: list[tuple[float, int, int, Layout]] = []  # heap of (bound, number, way, layout)
     with progress("searching", len(layouts), "layouts") as advance:
         for rough_s, number in [*rough, (math.inf, -1)]:
             while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
@@ -215,7 +217,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     tried.append(replace(layout, schedule=other))
     tried += [replace(layout, recompute=mode) for mode in RECOMPUTE_MODES]
     for key in SWITCHES:
-        tried.append(replace(layout, **{key: not getattr(layout, key)}))
+        switched: dict[str, Any] = {key: not getattr(layout, key)}
+        tried.append(replace(layout, **switched))
     tried += [replace(layout, zero=zero) for zero in range(4)]
     for changed in tried:
         if changed != layout and changed.is_legal(pricer.model.config, pricer.batch):

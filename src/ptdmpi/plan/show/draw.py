@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
@@ -176,10 +176,9 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
 
     lanes = [max(len(timeline.ranks), 1) for timeline in timelines]
     heights = [_LANE_INCHES * count + _MARGIN_INCHES for count in lanes]
-    style = {"font.size": 9, "svg.hashsalt": "ptdmpi", "hatch.linewidth": 0.6}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "ptdmpi", "hatch.linewidth": 0.6}):
         handles = _legend(timelines)
-        columns = min(len(handles), 7 if max(len(h.get_label()) for h in handles) < 18 else 5)
+        columns = min(len(handles), 7 if max(len(str(h.get_label())) for h in handles) < 18 else 5)
         rows = math.ceil(len(handles) / columns)
         below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
         drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
@@ -206,7 +205,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     # The date would make two pictures of the same timeline differ.
-    options = {"metadata": {"Date": None}} if kind == "svg" else {}
+    options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {}
     _write(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
 
 
@@ -306,6 +305,7 @@ def _draw_bars(
     corners = [
         [(x, y), (x + width, y), (x + width, y + height), (x, y + height)] for x, y, width in bars
     ]
+    style: dict[str, Any]
     if kind == "receive":
         style = {"facecolors": _IDLE, "edgecolors": _HATCH, "linewidths": 0, "hatch": "/////"}
     else:

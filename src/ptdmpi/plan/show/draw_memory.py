@@ -1,12 +1,15 @@
 """Memory over the time of a step, one line per pipeline rank, beside what a rank has."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.schedule.held import held
+from ptdmpi.plan.schedule.held import Held, held
 from ptdmpi.plan.schedule.ops import Op
+from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
 MOST_DRAWN = 8  # ranks; of more than these SOME_DRAWN are drawn
@@ -26,20 +29,26 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     curves = []
     for rank in range(layout.pipeline):
         standing = memory.peak(layout, rank, microbatches).standing
-        own = times.placed.stages_of(rank)
-        kept = {stage: memory.kept_bytes(layout, stage) for stage in own}
-        beside = memory.beside_bytes(layout, rank)
-        works = {stage: memory.working_bytes(layout, stage) + beside for stage in own}
-        moments, amounts = [0.0], [standing]
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
-        ops = [Op.parse(span.op) for span in spans]
-        walk = held(ops, lambda _, stage, kept=kept: kept[stage], works.__getitem__)
-        for span, moment in zip(spans, walk, strict=True):
+        own = times.placed.stages_of(rank)
+        moments, amounts = [0.0], [standing]
+        for span, moment in zip(spans, _walk(memory, layout, rank, own, spans), strict=True):
             moments += [span.start_s, span.end_s]
             amounts += [standing + moment.during, standing + moment.after]
         curves.append((moments, amounts))
     return curves
+
+
+def _walk(
+    memory: MemoryModel, layout: Layout, rank: int, stages: Sequence[int], spans: Sequence[Span]
+) -> Iterator[Held]:
+    """What a rank with these stages holds over its spans, beside what stands."""
+    kept = {stage: memory.kept_bytes(layout, stage) for stage in stages}
+    beside = memory.beside_bytes(layout, rank)
+    works = {stage: memory.working_bytes(layout, stage) + beside for stage in stages}
+    ops = [Op.parse(span.op) for span in spans]
+    return held(ops, lambda _, stage: kept[stage], works.__getitem__)
 
 
 def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:

@@ -7,7 +7,7 @@ from ptdmpi.train.engine import Engine, Sums
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.meter import validation_record
-from ptdmpi.watch.requests import Asked
+from ptdmpi.watch.requests import Asked, Save
 
 
 class Validation:
@@ -39,7 +39,7 @@ class Validation:
         place = self.engine.place
         sums = [Sums() for _ in self.feed.valid]
         place.enter("validation")
-        asked = Asked("", False, 0)
+        asked = Asked("", Save.NO, 0)
         for number, group in self.feed.validation():
             sums[number] += self.engine.evaluate(self.feed.place(group))
             asked = self.vote()

@@ -223,8 +223,7 @@ class MemoryModel:
         on each side that has a stage, and what is gathered of sharded state."""
         stages = placement_of(layout).stages_of(rank)
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
-        messages = 2 * sides * self.parts(layout).sizes.boundary_bytes
-        return messages + self._whole_bytes(layout)
+        return 2 * sides * self.parts(layout).sizes.boundary_bytes + self._whole_bytes(layout)
 
     def _whole_bytes(self, layout: Layout) -> int:
         """What a backward pass has whole for a moment though it is sharded: the weight that ZeRO 3

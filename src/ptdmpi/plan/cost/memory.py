@@ -110,7 +110,7 @@ class MemoryModel:
         return tuple(first.values())
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
-        """Of pipeline rank `rank` of a step of `microbatches`.
+        """What pipeline rank `rank` needs in a step of `microbatches`.
 
         The most at any moment of the rank's order: what the microbatches in flight keep, what the
         running op needs beside, and one tensor each way on either side where there is another
@@ -186,7 +186,7 @@ class MemoryModel:
 
     @property
     def _each_bytes(self) -> tuple[int, int, int]:
-        """Of one parameter: weight, gradient, and AdamW's moments with a master."""
+        """Bytes of one parameter: weight, gradient, and AdamW's moments with a master."""
         summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
         masters = 3 if self.compute_bytes < WIDE_BYTES else 2
@@ -194,7 +194,7 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of all that stands between steps, nothing sharded."""
+        """Bytes of a parameter in all that stands between steps, nothing sharded."""
         return sum(self._each_bytes)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:

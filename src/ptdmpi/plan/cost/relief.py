@@ -92,7 +92,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(memory: MemoryModel) -> float:
-    """State of the whole model. Over t p ranks no split has less on each of them than their mean."""
+    """Bytes of the whole model. Over t p ranks no split has less on each than their mean."""
     return parameter_count(memory.model, memory.vocab_size) * memory.bytes_per_parameter
 
 

@@ -101,8 +101,7 @@ class MemoryModel:
 
     def _found_distinct(self, placed: Placement, recompute_layers: int | None) -> tuple[int, ...]:
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-        layers = self._splits(placed)
-        first: dict[tuple[object, tuple[bool, bool]], int] = {}
+        layers, first = self._splits(placed), dict[tuple[object, tuple[bool, bool]], int]()
         for rank in range(placed.pipeline):
             stages = placed.stages_of(rank)
             alike = tuple(tuple(_segments(layout, layers[stage])) for stage in stages)

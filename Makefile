@@ -52,9 +52,10 @@ setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarr
 	    --no-compile --no-deps --requirement requirements-extras.lock
 	@touch $@
 
-test: setup ## lint, import rules, all tests
+test: setup ## lint, import rules, types, all tests
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 test-long: setup ## what is exhaustive or slow by nature, and not in `make test`

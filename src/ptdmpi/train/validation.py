@@ -106,7 +106,7 @@ class Validation:
         place = self.engine.place
         sums = [Sums() for _ in self.feed.valid]
         place.enter("validation")
-        asked = Asked("", False, 0)
+        asked = Asked("", Save.NO, 0)
         for number, group in self.feed.validation():
             sums[number] += self.engine.evaluate(self.feed.place(group))
             asked = self.vote()

@@ -292,7 +292,7 @@ class Checkpoints:
         return self._branch is not None
 
     def _is_own(self, wanted: str) -> bool:
-        """Of a run directory, or its `checkpoints/`: the run's own, of which "auto" means the
+        """Whether `wanted` is the run's own directory or its `checkpoints/`, where "auto" means the
         newest."""
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)

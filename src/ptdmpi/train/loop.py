@@ -153,7 +153,8 @@ class Loop:
         with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)
+        watches = [one for one in (watch, result.watch) if one is not None]
+        self.journal.recent.add(elapsed, watches, result.tensor_s)
         self.lookout.computed(result.compute_s, elapsed)
         return result, batches, elapsed
 

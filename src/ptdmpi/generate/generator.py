@@ -1,6 +1,7 @@
 """Continues prompts, several at a time, with a key-value cache, in any layout."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,7 +79,9 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    with progress("generating", len(mine), "batches") as advance:
+    # whoever asks for a group at a time has a progress of its own
+    shown = progress("generating", len(mine), "batches")
+    with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
             found = _continue([prompts[i] for i in group], model, sampling, ends)
             done.update(zip(group, found, strict=True))

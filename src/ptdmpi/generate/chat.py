@@ -1,0 +1,122 @@
+"""A conversation on the terminal: line by line, each behind all that was said before."""
+
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import InputError
+from ptdmpi.generate.generator import Prompt, generate
+from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
+from ptdmpi.terminal.say import note
+
+SIGN = "> "
+TORN = "\ufffd"  # what a character of several tokens is decoded to while some are missing
+
+
+class Chat:
+    """Keeps what was said, and answers. Every rank has one.
+
+    The text so far is that of all lines and answers, each ended by a newline; where it leaves no
+    room for an answer, the oldest lines and answers fall out of sight, and of a line that is too
+    long by itself its beginning.
+    """
+
+    def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
+        """`out`: where answers are written as they arise; stdout. Raises InputError on every
+        rank."""
+        self.writer, self.out = writer, out or sys.stdout
+        self.said: list[str] = []
+        self.answers = 0
+        self._shown = ""
+        most = writer.model.seq_length - len(writer.text.prefix) - 1
+        if not 1 <= self._room <= most:
+            raise SharedInputError(
+                f"--max-new-tokens {self._room} in a conversation; legal: 1 to {most}, for the "
+                f"model has seq_length = {writer.model.seq_length}"
+            )
+
+    def talk(self, read: Callable[[], str | None]) -> str:
+        """Answer every line that rank 0's `read` gives (None: no more); returns why it ended. On
+        one rank Ctrl-C ends it at any moment; of several ranks only while rank 0 reads."""
+        world = self.writer.world
+        try:
+            while True:
+                line, why = world.on_root(lambda: _asked(read))
+                if line is None:
+                    return str(why)
+                try:
+                    self.writer.text.encode(line)
+                except InputError as error:  # the same on all ranks
+                    note(f"ptdmpi generate: {error}")
+                    continue
+                self.answer(line)
+        except KeyboardInterrupt:
+            if world.size > 1:
+                raise
+            return "Ctrl-C"
+
+    def answer(self, line: str) -> str:
+        """What the model writes behind `line` and all that was said before, printed as it arises by
+        the one rank that decides."""
+        writer, text = self.writer, self.writer.text
+        ids = self._within(line)
+        self._shown = ""
+
+        def show(new: list[int]) -> bool:
+            self._show(text.behind(ids, new))
+            return False
+
+        prompt = Prompt(ids, self._room, self.answers, show)
+        (found,) = generate(writer.model, [prompt], writer.sampling, text.ends)
+        written = text.behind(ids, found.ids)
+        if writer.model.decides and writer.model.axes["data"].rank == 0:
+            self._show(written + ("" if written.endswith("\n") else "\n"), whole=True)
+        self.said += [line, written]
+        self.answers += 1
+        return written
+
+    @property
+    def _room(self) -> int:
+        """How many tokens an answer may have: as asked, by itself at most half of `seq_length`."""
+        length = self.writer.model.seq_length
+        asked: int | None = self.writer.options["max_new_tokens"]
+        return min(MAX_NEW_TOKENS, max(1, length // 2)) if asked is None else asked
+
+    def _within(self, line: str) -> list[int]:
+        """The ids of the text so far with `line`, as many as leave room for the answer."""
+        text = self.writer.text
+        most = self.writer.model.seq_length - self._room
+        while True:
+            ids = text.prompt("".join(one.removesuffix("\n") + "\n" for one in (*self.said, line)))
+            if len(ids) <= most:
+                return ids
+            if not self.said:
+                kept = most - len(text.prefix)
+                return [*text.prefix, *ids[len(ids) - kept :]]
+            del self.said[:2]
+            note("ptdmpi generate: the oldest line and its answer are out of sight now")
+
+    def _show(self, written: str, whole: bool = False) -> None:
+        """Print what is new in an answer; a character that is not whole yet waits."""
+        if (whole or not written.endswith(TORN)) and written.startswith(self._shown):
+            self.out.write(written[len(self._shown) :])
+            self.out.flush()
+            self._shown = written
+
+
+def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
+    """Rank 0's next line, or None and why there is none."""
+    try:
+        return read(), "end of input"
+    except KeyboardInterrupt:
+        return None, "Ctrl-C"
+
+
+def read_line() -> str | None:
+    """A line of standard input, with a sign before it on a terminal; None at its end."""
+    if sys.stdin.isatty():
+        sys.stdout.write(SIGN)
+        sys.stdout.flush()
+    line = sys.stdin.readline()
+    return line.removesuffix("\n") if line else None

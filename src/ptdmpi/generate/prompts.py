@@ -1,0 +1,50 @@
+"""Prompts from a file: a line each, or a JSON object each."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import InputError
+
+JSON_LINES = ".jsonl"
+PROMPT = "prompt"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A prompt. `fields`: what else stood in its JSON object; `place`: file and line, for
+    messages."""
+
+    text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""
+
+
+def read_prompts(path: Path) -> list[Given]:
+    """The prompts of a file: of one that ends in .jsonl the field "prompt" of each line's object,
+    else each line that is not blank. Raises InputError with the line."""
+    try:
+        # only \n ends a line: others (U+2028) may stand in texts as they are
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
+    numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(f"{path} holds no prompt")
+    if path.suffix == JSON_LINES:
+        return [_of_json(line, place) for place, line in numbered]
+    return [Given(line.removesuffix("\r"), place=place) for place, line in numbered]
+
+
+def _of_json(line: str, place: str) -> Given:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place}: not a JSON line: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get(PROMPT), str):
+        raise InputError(f"{place}: no JSON object with a text in the field {PROMPT!r}")
+    return Given(values.pop(PROMPT), values, place)

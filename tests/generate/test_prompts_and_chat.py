@@ -1,0 +1,168 @@
+"""Prompts from a file, and a conversation."""
+
+import io
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ptdmpi.comm.world import World
+from ptdmpi.commands.generate import command
+from ptdmpi.config import InputError
+from ptdmpi.generate.chat import Chat
+from ptdmpi.generate.prompts import read_prompts
+from ptdmpi.generate.write import Writer, write_file
+from tests import _stored
+from tests.parallel import parallel
+
+OPTIONS = {
+    "layout": None,
+    "precision": None,
+    "tokenizer": "bytes",
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": 1.0,
+    "seed": 3,
+    "samples": 2,
+    "max_new_tokens": 6,
+    "batch": 2,
+}
+LINES = ["one", "two words", "", "é", "a somewhat longer line"]
+
+
+def _run(comm, folder):
+    if comm.rank == 0:
+        _stored.stored(folder / "run", 257, seq_length=32)
+        (folder / "a.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    comm.Barrier()
+    return folder / "run"
+
+
+@parallel(ranks=[2])
+def test_a_file_is_written_in_its_order_whatever_the_batch_and_layout(comm, tmp_path):
+    run, world = _run(comm, tmp_path), World(comm)
+    found = {}
+    for batch, layout in ((1, "d=2"), (2, "d=2"), (50, "t=2"), (3, "p=2")):
+        options = {**OPTIONS, "batch": batch, "layout": layout, "from_file": tmp_path / "a.txt"}
+        lines = list(write_file(run, world, **options))
+        assert bool(lines) == (comm.rank == 0)
+        found[batch] = [json.loads(line) for line in lines]
+    assert found[1] == found[2] == found[50] == found[3]
+    if comm.rank == 0:
+        texts = [line for line in LINES if line for _ in range(2)]
+        assert [one["prompt"] for one in found[1]] == texts
+        assert found[1][0]["ids"] != found[1][1]["ids"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return _stored.stored(tmp_path / "run", 257, seq_length=32)
+
+
+def _invoke(run, *words, **more):
+    return CliRunner().invoke(command, [str(run), "--tokenizer", "bytes", *words], **more)
+
+
+def test_the_command_takes_json_lines_and_keeps_their_fields(run, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "id": 7}\n\n{"id": 8, "prompt": "b\\u2028c", "text": "old"}\n')
+    result = _invoke(run, "--prompts", str(file), "--batch", "1")
+    assert result.exit_code == 0, result.output
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first["prompt"], first["id"], second["id"]) == ("a", 7, 8)
+    assert second["prompt"] == "b\u2028c" and second["text"] != "old"
+    alone = _invoke(run, "--prompt", "a", "--json")
+    assert json.loads(alone.stdout)["samples"][0]["ids"] == first["ids"]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": 1}', "a.jsonl:1: no JSON object with a text in the field 'prompt'"),
+        ('{"prompt": "a"}\n[', "a.jsonl:2: not a JSON line"),
+        ('{"prompt": "a"}\n{"prompt": "' + "x" * 40 + '"}', "a.jsonl:2: a prompt of 40 tokens"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_written(run, tmp_path, content, message, capfd):
+    (tmp_path / "a.jsonl").write_text(content)
+    result = _invoke(run, "--prompts", str(tmp_path / "a.jsonl"))
+    assert result.exit_code == 2 and not result.stdout
+    assert message in (result.stderr + capfd.readouterr().err).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--prompts", "a", "--prompt", "b"], "--prompt and --prompts: legal is one of them"),
+        (["--prompts", "a", "--chat"], "--prompts and --chat: legal is one of them"),
+        (["--chat", "--json"], "--json is not for a --chat"),
+        (["--chat", "--samples", "2"], "--samples 2: a --chat has one answer to each line"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(run, words, message):
+    with pytest.raises(InputError, match=message):
+        _invoke(run, *words, catch_exceptions=False)
+
+
+def test_what_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\n\xff")
+    with pytest.raises(InputError, match="not UTF-8: invalid start byte at byte 2"):
+        read_prompts(tmp_path / "a.txt")
+
+
+@parallel(ranks=[1, 2])
+def test_a_conversation_sees_what_was_said_within_the_models_length(comm, tmp_path):
+    run, world = _run(comm, tmp_path), World(comm)
+    options = {**OPTIONS, "layout": f"t={comm.size}"}
+    writer, out = Writer(run, world, options), io.StringIO()
+    chat = Chat(writer, out)
+    seen, asked = [], iter(["hi", "you there", "x" * 40, "caf\udce9", "end"])
+    within = chat._within
+
+    def watched(line):
+        ids = within(line)
+        seen.append(writer.text.decode(ids))
+        return ids
+
+    chat._within = watched
+    assert chat.talk(lambda: next(asked, None)) == "end of input"
+    second, third, last = seen[1:]
+    assert seen[0] == "hi\n" and second.startswith("hi\n") and second.endswith("you there\n")
+    assert third == "x" * 25 + "\n"  # 32 tokens, of which 6 are the answer's
+    assert last.endswith("end\n") and len(seen) == 4
+    answers = chat.said[1::2]
+    if writer.model.decides:  # what was printed piece by piece is all of it
+        printed = "".join(a if a.endswith("\n") else a + "\n" for a in answers)
+        assert out.getvalue().endswith(printed)
+    else:
+        assert not out.getvalue()
+
+
+def test_ctrl_c_ends_a_conversation_in_one_line(run, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ptdmpi.generate.chat.read_line", interrupted)
+    result = _invoke(run, "--chat")
+    assert result.exit_code == 0
+    assert result.stderr.strip().splitlines()[-1].endswith("the conversation ends: Ctrl-C")
+    writer = Writer(run, World(), OPTIONS)
+    chat = Chat(writer)
+    chat.answer = lambda line: interrupted()  # while it answers
+    assert chat.talk(lambda: "line") == "Ctrl-C"
+
+
+def test_a_conversation_through_a_pipe(run):
+    result = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\nagain\n")
+    assert result.exit_code == 0 and "the conversation ends: end of input" in result.stderr
+    assert result.stdout.count("\n") >= 2
+    refused = _invoke(run, "--chat", "--max-new-tokens", "32")
+    assert refused.exit_code == 2
+
+
+def test_a_torn_character_waits(run):
+    chat = Chat(Writer(run, World(), OPTIONS), out := io.StringIO())
+    for text in ("a", "a\ufffd", "a\u00e9"):
+        chat._show(text)
+    assert out.getvalue() == "aé"

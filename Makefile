@@ -92,5 +92,5 @@ fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz
 
 clean: ## remove .venv/ and all caches (runs/ stays)
-	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build src/*.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .mypy_cache .hypothesis build src/*.egg-info
 	find src data_prep tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ TEST = [
     *DATA,
     "hypothesis>=6.100",
     "import-linter>=2.1",
+    "mypy>=2.4",
     "psutil>=5.9",
     "pytest>=8.1",
     "ruff>=0.6",

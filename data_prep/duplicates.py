@@ -71,7 +71,7 @@ class ExactKeys:
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Of a document, from the hashes of its pieces: uint64 [columns]."""
+        """The keys of a document, from the hashes of its pieces: uint64 [columns]."""
         if len(pieces) == 1:
             return pieces[0]
         return _exact_hash(np.concatenate(pieces).tobytes().hex())

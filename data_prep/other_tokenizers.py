@@ -42,7 +42,8 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """Of every token's bytes and of how a text is split: whichever files they come from."""
+        """The hash of every token's bytes and of how a text is split, whichever files they come
+        from."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)

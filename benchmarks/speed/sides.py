@@ -135,7 +135,7 @@ class Side:
         )
 
     def gemm_time_s(self) -> float:
-        """Of the bare linear GEMMs of one step: that of the rank which has most of them."""
+        """Seconds of the bare linear GEMMs of one step, on the rank that has most of them."""
         return max(reply["gemm_time_s"] for reply in self.ask(gemms=True))
 
     def _say(self, stream: TextIO, message: dict[str, Any]) -> None:

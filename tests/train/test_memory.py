@@ -57,6 +57,17 @@ def measured(work: Callable[[], object]) -> tuple[int, int]:
     return now, most
 
 
+def library_scratch_bytes(dtype: torch.dtype) -> int:
+    """What a product of these sizes takes beside its result: oneDNN's half-type products allocate
+    room of their own on CPUs that multiply them (75 KB of 108 here; next to nothing at real sizes).
+    """
+    rows, columns, tokens = 4 * SHAPE["model.hidden"], SHAPE["model.hidden"], 64
+    left, right = torch.ones(tokens, rows, dtype=dtype), torch.ones(tokens, columns, dtype=dtype)
+    result = torch.empty(rows, columns, dtype=dtype)
+    _, most = measured(lambda: torch.mm(left.t(), right, out=result))
+    return most
+
+
 def check(comm, changes) -> None:
     """Kept by a forward, peak of a step's ops, and state, of every rank."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
@@ -76,12 +87,16 @@ def check(comm, changes) -> None:
         assert left == pytest.approx(memory.kept_bytes(layout, 0), rel=KEPT)
     watch = engine.stopwatch()
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
-    assert peak == pytest.approx(foreseen.activations + foreseen.working, rel=PEAK)
+    expected = foreseen.activations + foreseen.working
+    most = (1 + PEAK) * expected + library_scratch_bytes(compute)
+    assert (1 - PEAK) * expected <= peak <= most, (peak, expected)
 
     buffer = engine.buffer
-    buffers = {id(flat): flat for flat in (buffer.master, buffer.weights, buffer.gradients)}
-    held = [*buffers.values(), *(engine.state.kinds[kind].flat for kind in MOMENTS)]
-    assert sum(tensor.nbytes for tensor in held) == pytest.approx(foreseen.standing, rel=KEPT)
+    flat = [buffer.master, buffer.weights, buffer.gradients]
+    flat += [engine.state.kinds[kind].flat for kind in MOMENTS]
+    # masters are the weights where the compute type is as wide
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in flat}
+    assert sum(held.values()) == pytest.approx(foreseen.standing, rel=KEPT)
 
 
 @parallel(ranks=[1])

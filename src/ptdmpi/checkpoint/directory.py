@@ -2,6 +2,7 @@
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
     checkpoints/latest                   the name of the newest one, for people and scripts
+    checkpoints/best                     that of the lowest validation loss (`checkpoint.keep_best`)
     checkpoints/step-00000200.tmp        being written, or left by a crash
     checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
     checkpoints/step-00000100.damaged    the same, for one that was found damaged
@@ -23,6 +24,7 @@ from ptdmpi.checkpoint.manifest import is_sound
 from ptdmpi.config import InputError
 
 LATEST = "latest"
+BEST = "best"
 BRANCHED_FROM = "branched_from"
 
 
@@ -46,8 +48,9 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 
 def named(path: Path) -> Path:
-    """The checkpoint that a user names: itself, or through the file `latest`. Raises InputError."""
-    if path.is_file() and path.name == LATEST:
+    """The checkpoint that a user names: itself, or through the file `latest` or `best`. Raises
+    InputError."""
+    if path.is_file() and path.name in (LATEST, BEST):
         name = path.read_text(encoding="utf-8", errors="replace").strip()
         if not is_name(name):
             raise InputError(f"{path} names no checkpoint: it has {name!r}")
@@ -156,10 +159,14 @@ def put_back(directory: Path) -> None:
 
 
 def superfluous(
-    directory: Path, keep: int, keep_every: int, damaged: Collection[str] = ()
+    directory: Path,
+    keep: int,
+    keep_every: int,
+    damaged: Collection[str] = (),
+    spared: Collection[Path] = (),
 ) -> Iterator[Path]:
     """Checkpoints that retention lets go: complete ones, neither among the newest `keep` complete
-    ones nor at a multiple of `keep_every` steps. `keep = 0` keeps all."""
+    ones nor at a multiple of `keep_every` steps, nor `spared`. `keep = 0` keeps all."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:
@@ -167,7 +174,8 @@ def superfluous(
         if path.name in damaged or not is_sound(path):
             continue
         kept += 1
-        if kept > keep and not (keep_every and step_of(path) % keep_every == 0):
+        regular = kept <= keep or (keep_every and step_of(path) % keep_every == 0)
+        if not regular and path not in spared:
             yield path
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.examine import checkpoints, newest
@@ -60,6 +61,7 @@ class _Flight:
 
     temporary: Path
     progress: Progress
+    validation_loss: float | None
     since: float
     writing: Future[Written]
     publishing: Future[tuple[float, str | None]] | None = None  # rank 0 only
@@ -77,6 +79,7 @@ class Checkpoints:
         self.config = course.config.checkpoint
         self.world = axes.world
         self.damaged: list[str] = []  # names of checkpoints that were stepped over
+        self.validated: tuple[int, float] | None = None  # the last validation: step, loss
         # what the first save has to do with checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
         self.followed: Path | None = None  # by an earlier start, which this one goes on from
@@ -106,7 +109,8 @@ class Checkpoints:
         path = temporary / f"rank-{self.world.rank:05d}.safetensors"
         since = time.perf_counter()
         writing = self._threads.submit(write, path, parts)
-        self._flight = _Flight(temporary, self._progress(step), since, writing)
+        loss = self.validated[1] if self.validated and self.validated[0] == step else None
+        self._flight = _Flight(temporary, self._progress(step), loss, since, writing)
         self._flight.stall_s = time.perf_counter() - begin
         return done if self.config.asynchronous else [*done, *self.finish()]
 
@@ -117,6 +121,8 @@ class Checkpoints:
         if self._branch is not None:
             self._branch()
             self._branch = None
+            if (self.directory / files.BEST).is_file():  # it may name one of those
+                best.point(self.directory, self.damaged)
         return temporary
 
     def poll(self) -> list[Saved]:
@@ -203,13 +209,19 @@ class Checkpoints:
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
         """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
-        model, lineage = self.course.config.model.model_dump(), self.course.in_manifest()
+        model = self.course.config.model.model_dump()
+        lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
         write_manifest(flight.temporary, flight.progress, model, written, lineage)
         files.publish(flight.temporary, self.damaged)
+        keep_best = int(self.config.keep_best)
+        if keep_best:
+            best.point(self.directory, self.damaged)
         write_s = time.perf_counter() - flight.since
         keep, keep_every = self.config.keep, self.config.keep_every
         try:
-            for path in list(files.superfluous(self.directory, keep, keep_every, self.damaged)):
+            spared = best.spared(self.directory, keep_best, self.damaged) if keep else ()
+            retention = (self.directory, keep, keep_every, self.damaged, spared)
+            for path in list(files.superfluous(*retention)):
                 files.discard(path)
         except OSError as error:
             return write_s, f"older checkpoints cannot be removed: {error}"
@@ -280,7 +292,7 @@ class Checkpoints:
         return self._branch is not None
 
     def _is_own(self, wanted: str) -> bool:
-        """Of a run directory, or its `checkpoints/`: the run's own, of which "auto" means the
+        """Whether `wanted` is the run's own directory or its `checkpoints/`, where "auto" means the
         newest."""
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)

@@ -70,7 +70,7 @@ class Total:
 
     @property
     def seconds(self) -> float:
-        """Of all pairs that are done by now."""
+        """Seconds between all pairs of marks that are done by now."""
         self._add_done()
         return self._done_s
 

@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 
 class _Done:
-    """Of what was over when it was begun."""
+    """The handle of what was over when it was begun."""
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
 from ptdmpi.checkpoint.manifest import sound_manifest
@@ -21,8 +22,8 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and n
 def command() -> None:
     """Inspect, verify, compare or prune checkpoints, without MPI or a GPU.
 
-    PATH is a checkpoint (runs/NAME/checkpoints/step-00000100), the file `latest` beside it, or a
-    whole run directory.
+    PATH is a checkpoint (runs/NAME/checkpoints/step-00000100), the file `latest` or `best`
+    beside it, or a whole run directory.
     """
 
 
@@ -127,18 +128,21 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @click.argument("path", type=PATH)
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest ones to keep.")
 @click.option("--keep-every", type=click.IntRange(min=0), default=0, help="And all multiples.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="And the best ones.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @AS_JSON
-def prune(path: Path, keep: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
+def prune(path: Path, dry_run: bool, as_json: bool, **keep: int) -> None:
     """Remove complete checkpoints of the run directory PATH that retention would not keep.
 
-    Damaged ones are neither counted nor removed.
+    Damaged ones are neither counted nor removed, and what the file `best` names stays.
     """
     directory = check.checkpoints(path)[0].parent
     if directory not in (path, path / "checkpoints"):
         raise InputError(f"{path} is one checkpoint: prune wants the run directory")
     gone = []
-    for one in list(files.superfluous(directory, keep, keep_every)):
+    spared = best.spared(directory, keep["keep_best"])
+    superfluous = files.superfluous(directory, keep["keep"], keep["keep_every"], spared=spared)
+    for one in list(superfluous):
         if not dry_run:
             try:
                 files.discard(one)

@@ -70,7 +70,7 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Of the harness, values may be words: N/A of a spread that it did not ask for."""
+    """A value of the harness, which may be a word: N/A of a spread that was not asked for."""
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -149,7 +149,8 @@ class ModelConfig(Section):
 
     @property
     def attention_width(self) -> int:
-        """Of all heads side by side: the output of the queries, the input of the output linear."""
+        """Width of all heads side by side: the output of the queries, the input of the output
+        linear."""
         return self.heads * self.head_size
 
     @property
@@ -163,7 +164,7 @@ class ModelConfig(Section):
 
     @property
     def attention_bias(self) -> bool:
-        """Of the linear behind attention."""
+        """Whether the linear behind attention has a bias."""
         return self.bias in (True, "attention")
 
     @property
@@ -172,7 +173,7 @@ class ModelConfig(Section):
 
     @property
     def head_bias(self) -> bool:
-        """Of a masked model's heads."""
+        """Whether a masked model's heads have biases."""
         return self.bias is True
 
     @property

@@ -8,7 +8,9 @@ from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
+    CheckpointConfig,
     CommConfig,
+    DataConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -44,6 +46,7 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
         log = sections.get("log")
         if model.masked and isinstance(log, LogConfig) and log.bigram_baseline:
             yield "log.bigram_baseline predicts the next token, not masked ones"
+    yield from _validation_rules(sections)
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
         yield from _layout_mistakes(sections, parallel, ranks)
@@ -65,6 +68,22 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
                 f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than "
                 f"run.steps = {run.steps}"
             )
+
+
+def _validation_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    """What goes by validations needs some."""
+    run, checkpoint = sections.get("run"), sections.get("checkpoint")
+    data, log = sections.get("data"), sections.get("log")
+    wishes = {}
+    if isinstance(run, RunConfig):
+        wishes["run.stop_after_worse"] = run.stop_after_worse
+    if isinstance(checkpoint, CheckpointConfig):
+        wishes["checkpoint.keep_best"] = int(checkpoint.keep_best)
+    for key, value in wishes.items():
+        if value and isinstance(data, DataConfig) and not data.valid_paths:
+            yield f"{key} = {value} goes by validations: it needs data.valid"
+        if value and isinstance(log, LogConfig) and not log.validate_every_steps:
+            yield f"{key} = {value} goes by validations: it needs log.validate_every_steps above 0"
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:

@@ -24,6 +24,7 @@ class RunConfig(Section):
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
     max_skips: NonNegative = 3
+    stop_after_worse: NonNegative = 0
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
     cluster: str = ""
@@ -149,12 +150,13 @@ class DataConfig(Section):
 class CheckpointConfig(Section):
     """Besides at the end, a run saves every `every_steps` steps and `every_minutes` minutes, 0:
     never; `keep = 0` keeps every checkpoint, and `keep_every` those at its multiples besides the
-    newest ones."""
+    newest ones; `keep_best` (true: 1) those of so many lowest validation losses."""
 
     every_steps: NonNegative = 0
     every_minutes: Annotated[float, Field(ge=0)] = 15.0
     keep: NonNegative = 2
     keep_every: NonNegative = 0
+    keep_best: bool | NonNegative = 0
     asynchronous: bool = False
     resume: str = "auto"
     initial: str | None = None

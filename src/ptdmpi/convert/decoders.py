@@ -171,7 +171,7 @@ def _rope_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
-    """Of a window in the layers that `sliding` marks, unless `layer_types` says which they are."""
+    """Keys of a window in the layers that `sliding` marks, or that `layer_types` names."""
     window, types = config.values.get("sliding_window"), config.get("layer_types")
     if types is not None:
         known = {"sliding_attention": True, "full_attention": False}

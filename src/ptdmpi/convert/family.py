@@ -84,7 +84,7 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of their tensor."""
+        """The shape of their tensor."""
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:

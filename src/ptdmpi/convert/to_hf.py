@@ -168,7 +168,7 @@ def _without_heads(form: Form, stored: StoredModel, needed: Mapping[str, Declara
 
 
 def _buffers(kept: Path | None) -> set[str]:
-    """Of what `from_hf` has kept, the tensors that are no parameters."""
+    """The tensors that are no parameters, of those that `from_hf` has kept."""
     if kept is None or not (kept / BUFFERS).is_file():
         return set()
     with safe_open(kept / BUFFERS, framework="pt") as buffers:

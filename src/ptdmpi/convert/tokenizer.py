@@ -30,7 +30,7 @@ class Beside:
 
 
 def tokenizer_of(stored: StoredModel) -> Beside:
-    """Of the shards that the model was trained on. Where they are gone, weights go without it."""
+    """The tokenizer of the shards that the model was trained on; none where they are gone."""
     without = f"no {TOKENIZER} is written"
     try:
         header = shard_header(stored)

@@ -50,7 +50,7 @@ class Vocabulary:
 
 
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> Vocabulary:
-    """Of the tokenizer that made the shards of `dataset`.
+    """The vocabulary of the tokenizer that made the shards of `dataset`.
 
     Raises InputError if words are asked for and there is no `tokenizer.json` beside the shards, or
     it is of no known kind.
@@ -127,13 +127,13 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """Of a token whose characters are bytes; those beyond ASCII are parts of letters."""
+    """The ends of a token whose characters are bytes; those beyond ASCII are parts of letters."""
     first, last = (c.isalnum() or c == "_" or ord(c) > 127 for c in (token[0], token[-1]))
     return first, last
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Of a token that is written as it is, a blank as BLANK, and a single byte as <0x..>."""
+    """The ends of a token that is written as it is, a blank as BLANK, a byte as <0x..>."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     first, last = (c.isalnum() or c == "_" for c in (token[0], token[-1]))

@@ -62,7 +62,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
 
 
 def _read(options: Options) -> dict[str, tuple[list[Item], list[str]]]:
-    """Of each task file the items and their contexts, solved examples included."""
+    """The items of each task file and their contexts, solved examples included."""
     if not (options["data"] or options["tasks"] or options["lm_eval"]):
         raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")
     if options["shots"] and options["shots_from"] is None:

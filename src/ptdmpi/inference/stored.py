@@ -46,7 +46,7 @@ class StoredModel:
 
     @property
     def datasets(self) -> list[str]:
-        """Of the shards that the model was trained on last; none where it was not trained here."""
+        """Paths of the shards that the model was trained on last; none where that was elsewhere."""
         if self.trained_on is not None:
             return [one.path for one in self.trained_on.last.sources]
         return [one["path"] for one in self.tree.get("data", {}).get("train", [])]

@@ -20,7 +20,8 @@ def kept_files(stored: StoredModel) -> Path | None:
 
 
 def shard_header(stored: StoredModel) -> ShardHeader | None:
-    """Of the first shard that the model was trained on; None where it was not trained here.
+    """The header of the first shard that the model was trained on; None where it was not trained
+    here.
 
     Raises InputError where it was, and the shards are gone, or were made anew with another
     tokenizer.
@@ -66,7 +67,7 @@ def known_tokenizer(path: Path) -> str | None:
 
 
 def tokenizer_sha256(stored: StoredModel) -> str | None:
-    """Of the tokenizer that the model knows, where that can be told."""
+    """The hash of the tokenizer that the model knows, where that can be told."""
     trained_on = stored.trained_on
     if trained_on is not None:
         return trained_on.tokenizer_sha256

@@ -126,7 +126,7 @@ def begun(config: Config, train: Sequence["Dataset"]) -> TrainedOn:
 
 
 def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
-    """Of a run whose samples are made up, in tests and benchmarks."""
+    """The identity of a run whose samples are made up, in tests and benchmarks."""
     model, size = config.model, config.batch.global_size
     source = Source(name, "0" * 64, 10**9, "1", 0)
     first = Stretch(0, 0, 0, config.run.seed, size, model.seq_length, (source,))

@@ -274,9 +274,9 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     where these meet what divides, recomputes or cuts into documents."""
     model = Model(kind="gemma2", documents=True)
     layouts = [
-        Layout(4, 1, 1, sequence_parallel=True, recompute="full", micro_size=2),
-        Layout(tensor=2, pipeline=2, data=2, schedule="1f1b", scatter_gather=True, micro_size=2),
-        Layout(1, 2, 1, virtual=3, schedule="interleaved", recompute="selective", micro_size=4),
+        ComparedLayout(4, 1, 1, sequence_parallel=True, recompute="full", micro_size=2),
+        ComparedLayout(2, 2, 2, schedule="1f1b", scatter_gather=True, micro_size=2),
+        ComparedLayout(1, 2, 1, 3, 4, "interleaved", "selective"),
     ]
     models = [replace(model, dropout=True), model, replace(model, documents=False)]
     cases = [Case(*both) for both in zip(layouts, models, strict=True)]

@@ -38,7 +38,7 @@ class Bench:
         self.found.append((name, value))
 
     def median(self, value: float) -> float:
-        """Of all ranks."""
+        """The median over all ranks."""
         return statistics.median(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:

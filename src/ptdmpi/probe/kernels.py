@@ -37,7 +37,7 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Of a kernel that does nothing: how fast they follow each other at best."""
+    """Seconds of a kernel that does nothing: how fast kernels follow each other at best."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")

@@ -175,7 +175,7 @@ class Layers:
         )
 
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
-        """Of steps in which each rank has its own batch, or t ranks share one."""
+        """Times of steps in which each rank has its own batch, or t ranks share one."""
         config = self._config(case, tensor)
         axes = self.world.split(training_grid(tensor=tensor, data=self.world.size // tensor))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
@@ -217,7 +217,7 @@ class Layers:
         return times
 
     def _rest_s(self, engine: Engine, step: int, batch: Batch) -> float:
-        """Of a whole step, what is neither forward, backward, sum nor update."""
+        """Seconds of a whole step that are neither forward, backward, sum nor update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
         result = engine.step(step, [batch])

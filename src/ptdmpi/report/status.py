@@ -16,7 +16,14 @@ from ptdmpi.config import InputError
 RECENT = 50  # steps that rates are taken from
 REMARKS = 3  # lines of the log that are shown
 SILENT_S, SILENT_STEPS = 60.0, 10.0  # without a word for longer than both: something is wrong
-TELLING = ("warning", "slow in computing", "lost in step", "skipped", "no rank has begun")
+TELLING = (
+    "warning",
+    "slow in computing",
+    "lost in step",
+    "skipped",
+    "no rank has begun",
+    "stopped early",
+)
 
 
 class Tail:

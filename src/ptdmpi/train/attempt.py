@@ -22,7 +22,8 @@ from ptdmpi.train.meter import RunDirectory, mark_done
 class Attempt:
     """Made by all ranks together; rank 0 keeps the history.
 
-    `first`: steps that were done before. `idle`: nothing is left to train, so nothing is written.
+    `first`: steps that were done before. `over`: why the run has ended before its last step, once
+    it has. `idle`: nothing is left to train, so nothing is written.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Attempt:
         self.live = start.load is not None  # so no checkpoint may have the state yet
         self.skipped: list[str] = []  # checkpoints that were stepped over, and why
         self.how = "begins"
-        self.why = ""
+        self.why = self.over = ""
         engine.steps_done = None
         self.first = self._from_checkpoint(start) if start.load is None else start.load(engine)
         if start.load is not None:
@@ -44,8 +45,12 @@ class Attempt:
                 self.course.go_on(start.answer)
         world.on_root(self.course.check)
         engine.steps_done = self.first
-        self.idle = self.first >= config.run.steps and start.unfinished is None
+        self.pending = start.unfinished is not None  # the last step's record and save
         self.history: History | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover) -> int:
         """Load what `checkpoint.resume` and `checkpoint.initial` ask for; returns how many steps
@@ -100,6 +105,7 @@ class Attempt:
         why = "done"
         try:
             yield
+            why = self.why or why
         except SystemExit as stop:
             why = self.why or f"exit code {stop.code}"
             raise
@@ -118,11 +124,11 @@ class Attempt:
                 text = f"ptdmpi: warning: {self.history.path}: {error.strerror}"
                 print(text, file=sys.stderr, flush=True)
 
-    def finish(self) -> None:
-        """On all ranks: say in the run directory that all steps are done, where it does not yet."""
-        steps = self.config.run.steps
-        if not self.idle or self.first == steps:
-            self.world.on_root(lambda: mark_done(self.path, steps))
+    def finish(self, last: int) -> None:
+        """On all ranks: say in the run directory that the run is done after the step `last`, where
+        it does not yet."""
+        if not self.idle or self.over or self.first == self.config.run.steps:
+            self.world.on_root(lambda: mark_done(self.path, last))
 
     def lines(self, vocab_size: int) -> Iterator[str]:
         """What is said at the start."""
@@ -146,10 +152,15 @@ class Attempt:
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
         if self.idle:
-            asked = f"run.steps = {config.run.steps}"
+            asked = self.over or f"run.steps = {config.run.steps}"
+            legal = (
+                "a higher run.stop_after_worse, or 0"
+                if self.over
+                else f"run.steps above {self.first}"
+            )
             yield (
                 f"step {self.first} was trained before; {asked}: nothing is left to do, and "
-                f"nothing is written; legal: run.steps above {self.first}"
+                f"nothing is written; legal: {legal}"
             )
             return
         answer = self.course.answer

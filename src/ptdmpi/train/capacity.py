@@ -23,8 +23,8 @@ FAILED_SHARE = 0.9  # of what is needed: a rank that could not get all of it may
 
 
 class Memory:
-    """Of one rank of a run: what it may use, and what the model will take. Made by all ranks
-    together, before any of it is allocated.
+    """The memory of one rank of a run: what it may use, and what the model will take. Made by all
+    ranks together, before any of it is allocated.
 
     Raises InputError on every rank if a node cannot hold what its ranks need.
     """
@@ -73,7 +73,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def rank_memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Of its GPU, or of the host, whose ranks share it, less what the program takes so far."""
+    """Memory of its GPU, or of the host, which its ranks share, less what is taken so far."""
     if device.type == "cuda":
         sharing = -(-local_ranks // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // sharing
@@ -102,7 +102,7 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Of this process's control groups and of all that they are in (versions 2 and 1)."""
+    """Limits of this process's control groups and of all that they are in (versions 2 and 1)."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -220,7 +220,8 @@ class Engine:
         """Samples of the global batch that have a sentence order."""
         if not self.config.model.sentence_order:
             return 0
-        mine = sum(int((batch.order >= 0).sum()) for batch in batches)
+        orders = [batch.order for batch in batches if batch.order is not None]
+        mine = sum(int((order >= 0).sum()) for order in orders)
         return sum(self.axes["data"].all_gather_object(mine))
 
     def _summed_losses(self) -> tuple[float, float]:
@@ -232,7 +233,7 @@ class Engine:
         if last is not None:
             mine = [_values(kept) for kept in (last.losses, last.order_losses)]
             every = self.axes["data"].all_gather_object(mine)
-            sums = tuple(_added(one[kind] for one in every) for kind in (0, 1))
+            sums = _added(tokens for tokens, _ in every), _added(orders for _, orders in every)
         # only the rank with the last stage has seen losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 

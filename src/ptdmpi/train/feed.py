@@ -69,23 +69,24 @@ class Feed:
         return [self._batch(microbatch) for microbatch in microbatches]
 
     def _batch(self, microbatch: Microbatch) -> Batch:
-        def sequence_first(array: np.ndarray | None) -> torch.Tensor | None:
-            if array is None:
-                return None
+        def sequence_first(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).t().contiguous().to(self.device)
 
-        documents = microbatch.documents
-        if documents is not None:
-            documents = Documents.of(torch.from_numpy(documents), self.device)
+        def perhaps(array: np.ndarray | None) -> torch.Tensor | None:
+            return None if array is None else sequence_first(array)
+
+        documents = None
+        if microbatch.documents is not None:
+            documents = Documents.of(torch.from_numpy(microbatch.documents), self.device)
         return Batch(
             inputs=sequence_first(microbatch.inputs),
             labels=sequence_first(microbatch.labels),
-            weights=sequence_first(microbatch.loss_mask),
+            weights=perhaps(microbatch.loss_mask),
             samples=torch.from_numpy(microbatch.sample_ids).to(self.device),
             documents=documents,
-            masked=sequence_first(microbatch.masked),
-            types=sequence_first(microbatch.types),
-            order=sequence_first(microbatch.order),
+            masked=perhaps(microbatch.masked),
+            types=perhaps(microbatch.types),
+            order=perhaps(microbatch.order),
         )
 
     def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:

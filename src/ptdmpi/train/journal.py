@@ -71,9 +71,9 @@ class Journal:
                 f"left {left}{'  skipped: overflow' if result.overflow else ''}"
             )
 
-    def keep_timeline(self) -> None:
-        """Keep what the last steps did when; every rank calls it."""
-        self.recent.keep(Path(self.config.run.dir) / "timeline", self.config.run.steps, self.say)
+    def keep_timeline(self, step: int) -> None:
+        """Keep what the last steps, up to `step`, did when; every rank calls it."""
+        self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
         """Close what records go to besides the run directory."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.lineage.judge import Answer
@@ -77,14 +78,15 @@ def live_step(reports: Sequence[Report], grid: Grid) -> int | None:
     """
     steps = {report.step for report in reports if report.step is not None}
     for step in sorted(steps, reverse=True):
-        if grid.parts <= {grid.part(held.place) for held in _after(reports, step).values()}:
+        if grid.parts <= {grid.part(place) for place in _after(reports, step).values()}:
             return step
     return None
 
 
-def _after(reports: Sequence[Report], step: int) -> dict[int, Report]:
-    """The reports of those that hold the state after `step`, by rank."""
-    return {rank: report for rank, report in enumerate(reports) if report.step == step}
+def _after(reports: Sequence[Report], step: int) -> dict[int, Coordinates]:
+    """Where those stood that hold the state after `step`, by rank."""
+    places = {rank: report.place for rank, report in enumerate(reports) if report.step == step}
+    return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(
@@ -98,13 +100,13 @@ def routes(
     holders = _after(reports, step)
     for place, target in enumerate(order):
         part = grid.part(grid.coordinates(place))
-        sources = [rank for rank, held in holders.items() if grid.part(held.place) == part]
+        sources = [rank for rank, stood in holders.items() if grid.part(stood) == part]
         own = target in sources
         found.append((target if own else sources[place % len(sources)], target))
     return found
 
 
-def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list:
+def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list[Handle]:
     """Begin to send what others need of this rank; returns handles."""
     wire = MpiCommunicator(world.control)
     return [

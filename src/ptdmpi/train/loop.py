@@ -32,7 +32,7 @@ from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
-from ptdmpi.train.validation import Validation
+from ptdmpi.train.validation import Validation, standing_of
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
@@ -83,11 +83,16 @@ class Loop:
         # the last step that was trained, and the last one of which nothing is left to be done
         self.completed: Completed | None = start.unfinished
         self.concluded = self.first - (self.completed is not None)
-        if self.first < config.run.steps:
+        standing = world.on_root(lambda: standing_of(config, self.concluded))
+        self.attempt.over = standing.over
+        checkpoints.validated = standing.last
+        if not self.attempt.idle:
             checkpoints.check_space()
         self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
-        self.validation = Validation(config, self.feed, self.engine, self.journal, self._vote)
+        self.validation = Validation(
+            config, self.feed, self.engine, self.journal, self._vote, standing
+        )
         for line in self.attempt.lines(vocab_size) if handover is None else ():
             say(line)
         for problem in self.attempt.skipped:
@@ -101,7 +106,8 @@ class Loop:
         return self.attempt.first
 
     def run(self) -> None:
-        """Every step from where the run stands to the last one.
+        """Every step from where the run stands to the last one, or to the one after which
+        `run.stop_after_worse` ends it.
 
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
@@ -110,7 +116,7 @@ class Loop:
             if not self.attempt.idle:
                 self._train()
             self.lookout.finish()
-            self.attempt.finish()
+            self.attempt.finish(self.concluded)
 
     def _train(self) -> None:
         steps = self.config.run.steps
@@ -123,10 +129,13 @@ class Loop:
                 asked = self._save(self.first, asked)
             self._stop_if(asked, self.first)
             for step in range(self.first, steps):
+                if self.validation.standing.over:
+                    self._end_early()
+                    break
                 result, batches, elapsed = self._step(step, feed)
                 self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
                 self._conclude(self.completed, batches)
-        self.journal.keep_timeline()
+        self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
         """End all threads without the other ranks, of which some may be lost."""
@@ -144,7 +153,8 @@ class Loop:
         with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
-        self.journal.recent.add(elapsed, [watch, result.watch], result.tensor_s)
+        watches = [one for one in (watch, result.watch) if one is not None]
+        self.journal.recent.add(elapsed, watches, result.tensor_s)
         self.lookout.computed(result.compute_s, elapsed)
         return result, batches, elapsed
 
@@ -157,12 +167,20 @@ class Loop:
             self.skips.after(step - 1, done.result, batches)
         if self.validation.due(step) and not asked.stop:
             asked = self.validation.after_step(step)
+            self.saving.checkpoints.validated = self.validation.standing.last
         asked = self._save(step, asked)
         if self.config.run.on_failure == "shrink":
             self.axes.world.barrier()  # whoever is through knows that rank 0 has kept the record
         self.concluded = step
-        if step < steps:
+        if step < steps and not self.validation.standing.over:
             self._stop_if(asked, step)
+
+    def _end_early(self) -> None:
+        """The run is done, for it does not get better; its last state is saved."""
+        why = self.validation.standing.over
+        self.lookout.stops()
+        self.attempt.why = f"stopped early: {why}"
+        self.journal.say(f"stopped early after step {self.concluded}: {why}")
 
     def _vote(self) -> Asked:
         """What the ranks want next; the same on all of them."""

@@ -123,8 +123,8 @@ class RecentSteps:
             return
         step = last_step - len(self._steps) + place + 1
         spans = tuple(span for part, _ in parts for span in part)
-        tensor_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
-        measured = Timeline(spans, f"measured, step {step}", tensor_s=tensor_s)
+        waits_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
+        measured = Timeline(spans, f"measured, step {step}", tensor_s=waits_s)
         path = directory / f"step-{step:08d}.json"
         try:
             directory.mkdir(exist_ok=True)

@@ -139,8 +139,8 @@ class _Watcher(OpHook):
         if op.row.gradients:
             self.look_at_gradients(op.stage, op.microbatch)
 
-    def hook(self, name: str) -> Callable[[nn.Module, tuple, object], None]:
-        def look(module: nn.Module, inputs: tuple, output: object) -> None:
+    def hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             op = self._op
             if op is None or op.row.keeps != ACTIVATIONS:  # recomputed for the backward pass
                 return

@@ -141,8 +141,9 @@ class Survivors:
         if crew is None:
             self.news, self.failed_at = [], None
             return None
-        if self.news:
-            loop.journal.say(self._notice(loop, reports, step))
+        if self.news and self.failed_at is not None:
+            took_s = time.perf_counter() - self.failed_at
+            loop.journal.say(self._notice(loop, reports, step, took_s))
         self.loop, self.news, self.failed_at = loop, [], None
         return loop
 
@@ -219,7 +220,7 @@ class Survivors:
             append_lines(Path(self.config.run.dir) / "log.txt", line + "\n")
         ulfm.leave(self.world, 1)
 
-    def _notice(self, loop: Loop, reports: list[Report], step: int | None) -> str:
+    def _notice(self, loop: Loop, reports: list[Report], step: int | None, took_s: float) -> str:
         under_way = 1 + (max(report.concluded for report in reports) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
         kind = "checkpoint" if step is None else "live state"
@@ -228,7 +229,7 @@ class Survivors:
         return (
             f"{_who(self.news)} lost in step {under_way}; {go} on"
             f"{f' ({spare} spare)' if spare else ''}: {loop.config.layout} from "
-            f"{kind} of {source}, {time.perf_counter() - self.failed_at:.2f} s"
+            f"{kind} of {source}, {took_s:.2f} s"
         )
 
 

@@ -94,8 +94,9 @@ class Runner:
         finally:
             self.hooks.remove(hook)
 
-    def under_way(self) -> list[tuple[Handle, Tensor]]:
-        """Messages that were neither sent nor received to their end, with their buffers."""
+    def under_way(self) -> list[tuple[Handle, Tensor, int]]:
+        """Messages that were neither sent nor received to their end, each with its buffer and the
+        rank at its other end."""
         return [*self._arriving.values(), *self._leaving]
 
     def _act(self, schedule: Schedule, action: Action) -> None:

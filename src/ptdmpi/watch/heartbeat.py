@@ -139,7 +139,8 @@ class Heartbeat:
                 self.mailbox.send(ALIVE, 1)
         for rank, message in self.mailbox.receive():
             if isinstance(message, Report):
-                self.judge.hear(rank, message, now_s)
+                if self.judge is not None:  # reports go to rank 0, which has it
+                    self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
                 self._hear_rank_0(now_s)
             elif not self._shown:

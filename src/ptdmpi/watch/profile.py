@@ -16,8 +16,9 @@ MEMORY_EVENTS = 100_000  # of a GPU's snapshot, the newest
 
 
 class Profile:
-    """Of one rank: `run.profile_steps` "10:12" covers steps 10 to 12. Its files go into
-    `profile/` of the run directory; one that cannot be made is told of, and the run goes on."""
+    """The profiler of one rank: `run.profile_steps` "10:12" covers steps 10 to 12. Its files go
+    into `profile/` of the run directory; one that cannot be made is told of, and the run goes on.
+    """
 
     def __init__(
         self, run: RunConfig, rank: int, device: torch.device, say: Callable[[str], None]

@@ -75,12 +75,12 @@ class Sizes:
 
     @property
     def wide_bytes(self) -> int:
-        """Of softmaxes, losses and master weights: float32 at least."""
+        """Bytes of a number in softmaxes, losses and master weights: float32 at least."""
         return max(WIDE_BYTES, self.compute_bytes)
 
     @property
     def operand_bytes(self) -> int:
-        """Of the operands of a product."""
+        """Bytes of a number in the operands of a product."""
         return self.wide_bytes if self.software.wide_products else self.compute_bytes
 
     @property
@@ -173,7 +173,7 @@ def our_layer(sizes: Sizes, mode: str) -> list[Item]:
 def _norm(
     sizes: Sizes, name: str, kept_up_to: str = "selective", rows: int | None = None
 ) -> Iterator[Item]:
-    """Of `rows` positions; None: of those that this rank has between the blocks."""
+    """A norm of `rows` positions; None: of those that this rank has between the blocks."""
     model, rows = sizes.model, sizes.local_tokens if rows is None else rows
     yield Item(f"{name}.input", rows * model.hidden, sizes.compute_bytes, kept_up_to)
     if model.norm == "layernorm":
@@ -269,8 +269,8 @@ def _masked_head(sizes: Sizes) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer under a mode: what it keeps of a microbatch, and the most that its backward pass
-    needs beside what all layers in front of it keep."""
+    """Bytes of one layer under a mode: what it keeps of a microbatch, and the most that its
+    backward pass needs beside what all layers in front of it keep."""
 
     kept: int
     works: int
@@ -359,8 +359,8 @@ def _core_backward(sizes: Sizes) -> int:
 
 
 def _capped_block(sizes: Sizes) -> int:
-    """Of attention with capped scores, one block of queries on all keys: scores, tangents, their
-    gradients and a factor of these, and the weights as they are multiplied."""
+    """Bytes of attention with capped scores, one block of queries on all keys: scores, tangents,
+    their gradients and a factor of these, and the weights as they are multiplied."""
     model = sizes.model
     if not model.attention_softcap:
         return 0

@@ -113,8 +113,8 @@ class LayerTimes:
 
     @cached_property
     def _sum_s(self) -> float:
-        """Of a whole activation over the tensor axis; with sequence parallelism a reduce-scatter
-        and an all-gather in its place (Korthikanti et al. 2022, section 4.2.2)."""
+        """Seconds to sum an activation over the tensor axis; with sequence parallelism a
+        reduce-scatter and an all-gather in its place (Korthikanti et al. 2022, section 4.2.2)."""
         if self.layout.sequence_parallel:
             return self._gather_s + self._scatter_s
         return self.machine.all_reduce_s(self._whole_bytes, self.group)
@@ -239,7 +239,7 @@ class LayerTimes:
 
     @cached_property
     def table_elements(self) -> int:
-        """Of the vocabulary's table on this rank; padded where t does not divide V."""
+        """Elements of the vocabulary's table on this rank; padded where t does not divide V."""
         return parameters.table_elements(self.model, self.vocab_size, self.layout.tensor)
 
     @cached_property

@@ -113,7 +113,7 @@ class MemoryModel:
         return tuple(first.values())
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
-        """Of pipeline rank `rank` of a step of `microbatches`.
+        """What pipeline rank `rank` needs in a step of `microbatches`.
 
         The most at any moment of the rank's order: what the microbatches in flight keep, what the
         running op needs beside, and one tensor each way on either side where there is another
@@ -212,7 +212,7 @@ class MemoryModel:
 
     @property
     def _each_bytes(self) -> tuple[int, int, int]:
-        """Of one parameter: weight, gradient, and AdamW's moments with a master."""
+        """Bytes of one parameter: weight, gradient, and AdamW's moments with a master."""
         summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
         masters = 3 if self.compute_bytes < WIDE_BYTES else 2
@@ -220,7 +220,7 @@ class MemoryModel:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of all that stands between steps, nothing sharded."""
+        """Bytes of a parameter in all that stands between steps, nothing sharded."""
         return sum(self._each_bytes)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
@@ -249,8 +249,7 @@ class MemoryModel:
         on each side that has a stage, and what is gathered of sharded state."""
         stages = placement_of(layout).stages_of(rank)
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
-        messages = 2 * sides * self.parts(layout).sizes.boundary_bytes
-        return messages + self._whole_bytes(layout)
+        return 2 * sides * self.parts(layout).sizes.boundary_bytes + self._whole_bytes(layout)
 
     def _whole_bytes(self, layout: Layout) -> int:
         """What a backward pass has whole for a moment though it is sharded: the weight that ZeRO 3

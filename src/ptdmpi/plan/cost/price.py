@@ -285,7 +285,7 @@ class Pricer:
         return self.memory.fits(layout, microbatches, self.capacity_bytes)
 
     def footprint(self, layout: Layout) -> Footprint:
-        """Of the pipeline rank that needs most."""
+        """The bytes of the pipeline rank that needs most."""
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def price(self, layout: Layout) -> Price:

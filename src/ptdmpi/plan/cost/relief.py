@@ -44,7 +44,7 @@ class Step:
         return self.memory.largest(self.layout, self.microbatches)
 
     def peak(self, rank: int) -> Footprint:
-        """Of pipeline rank `rank`."""
+        """What pipeline rank `rank` needs at its peak."""
         return self.memory.peak(self.layout, rank, self.microbatches)
 
     def fits(self, capacity_bytes: float) -> bool:
@@ -92,7 +92,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(memory: MemoryModel) -> float:
-    """Of the whole model. Over t p ranks no split has less on each of them than their mean."""
+    """Bytes of the whole model. Over t p ranks no split has less on each than their mean."""
     return parameter_count(memory.model, memory.vocab_size) * memory.bytes_per_parameter
 
 

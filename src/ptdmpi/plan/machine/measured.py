@@ -92,9 +92,9 @@ class MeasuredMachine(Machine):
         return self.measured.step_s + elements * self.measured.update_s_per_element
 
     def _message_s(self, collective: str, size: float, group: Group) -> float:
-        """Of `size` bytes over a group. One that has several ranks on several nodes goes over the
-        network, with its part of what the ranks of a node sent there at once, and then over the
-        node."""
+        """Seconds of a collective of `size` bytes over a group. One that has several ranks on
+        several nodes goes over the network, with its part of what the ranks of a node sent there at
+        once, and then over the node."""
         if group.ranks == 1:
             return 0.0
         if group.nodes == 1:

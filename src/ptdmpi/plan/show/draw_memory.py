@@ -15,7 +15,7 @@ COLUMNS = 400  # moments of a line
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
-    """Of each pipeline rank: (moments in s, bytes from each of them on).
+    """Memory of each pipeline rank: (moments in s, bytes from each of them on).
 
     Weights, gradients and optimizer state stand all the time; what ops keep, need beside and free
     comes on top.

@@ -74,8 +74,8 @@ class MemoryModel:
         self.compute_bytes = activations.COMPUTE_BYTES[precision]
         self._parts = cache(self._counted)
         self._splits = cache(self._split)
-        self._distinct = cache(self._found_distinct)
-        self._likes = cache(self._found_likes)
+        self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
+        self._likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
         # inventory of the op table -> what one microbatch has of it in a stage
@@ -101,16 +101,6 @@ class MemoryModel:
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(placement_of(layout), layout.recompute_layers)
-
-    def _found_distinct(self, placed: Placement, recompute_layers: int | None) -> tuple[int, ...]:
-        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-        layers, first = self._splits(placed), {}
-        for rank in range(placed.pipeline):
-            stages = placed.stages_of(rank)
-            alike = tuple(tuple(_segments(layout, layers[stage])) for stage in stages)
-            ends = 0 in stages, placed.stages - 1 in stages
-            first.setdefault((alike, ends), rank)
-        return tuple(first.values())
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """What pipeline rank `rank` needs in a step of `microbatches`.
@@ -142,23 +132,6 @@ class MemoryModel:
             working=working + self.beside_bytes(layout, rank),
             runtime=self.runtime_bytes,
         )
-
-    def _found_likes(
-        self, placed: Placement, recompute_layers: int | None, rank: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
-        sort keep and need the same, whatever the layout's other settings are."""
-        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-        layers, last = self._splits(placed), placed.stages - 1
-        sorts: dict[object, int] = {}
-        examples, numbers = [], []
-        for stage in placed.stages_of(rank):
-            sort = tuple(_segments(layout, layers[stage])), stage == 0, stage == last
-            if sort not in sorts:
-                sorts[sort] = len(examples)
-                examples.append(stage)
-            numbers.append(sorts[sort])
-        return tuple(examples), tuple(numbers)
 
     def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
         """(pipeline rank, its peak) of the rank that needs most."""
@@ -295,3 +268,41 @@ def _segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]
         yield layout.recompute, recomputed
     if recomputed < len(layers):
         yield "none", len(layers) - recomputed
+
+
+Sort = tuple[tuple[tuple[str, int], ...], bool, bool]
+
+
+def _sort(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None, stage: int
+) -> Sort:
+    """What a stage's memory follows from: its layers by mode, and the ends of the model."""
+    layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
+    return tuple(_segments(layout, layers[stage])), stage == 0, stage == placed.stages - 1
+
+
+def _distinct_ranks(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None
+) -> tuple[int, ...]:
+    """The first of the pipeline ranks whose stages are alike; `layers` are those of each stage."""
+    first: dict[object, int] = {}
+    for rank in range(placed.pipeline):
+        found = (_sort(layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
+        first.setdefault(tuple(found), rank)
+    return tuple(first.values())
+
+
+def _sorts(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
+    sort keep and need the same, whatever the layout's other settings are."""
+    sorts: dict[Sort, int] = {}
+    examples, numbers = [], []
+    for stage in placed.stages_of(rank):
+        sort = _sort(layers, placed, recompute_layers, stage)
+        if sort not in sorts:
+            sorts[sort] = len(examples)
+            examples.append(stage)
+        numbers.append(sorts[sort])
+    return tuple(examples), tuple(numbers)

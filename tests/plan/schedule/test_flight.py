@@ -3,9 +3,9 @@
 import pytest
 
 from ptdmpi.config.layout import SCHEDULES, chunk_rule
-from ptdmpi.plan.schedule.flight import fullest
+from ptdmpi.plan.schedule.flight import fullest, fullest_alike
 from ptdmpi.plan.schedule.held import held
-from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.orders import KINDS, build
 
 CASES = [
     (kind, p, v, m)
@@ -41,7 +41,8 @@ def test_the_fullest_moment_of_any_sizes_is_among_them(kind, p, v, m):
 
 @pytest.mark.parametrize(("kind", "p", "v", "m"), CASES)
 def test_an_earlier_rank_holds_no_less(kind, p, v, m):
-    """What `MemoryModel.distinct_ranks` rests on."""
+    """What `MemoryModel.distinct_ranks` rests on, as the table says it."""
+    assert KINDS[kind].earlier_holds_more
     for rank in range(1, p):
         before, here = (fullest(kind, p, v, m, r) for r in (rank - 1, rank))
         chunk = {stage: at for f in (before, here) for at, (_, stage) in enumerate(f.stores)}
@@ -49,6 +50,28 @@ def test_an_earlier_rank_holds_no_less(kind, p, v, m):
             assert any(
                 chunk[other.working] == chunk[one.working] and exceeds(other, one)
                 for other in before.moments
+            )
+
+
+@pytest.mark.parametrize(("kind", "p", "v", "m"), [case for case in CASES if case[2] > 1])
+def test_stages_of_equal_sizes_may_be_counted_together(kind, p, v, m):
+    """Chunks 0 and 2 on are alike, chunk 1 is not."""
+    alike = tuple(int(chunk == 1) for chunk in range(v))
+    for rank in range(p):
+        flight = fullest(kind, p, v, m, rank)
+        short = fullest_alike(kind, p, v, m, rank, alike)
+        assert len(short.moments) <= len(flight.moments)
+        for keeps, works in (((5, 3), (2, 9, 0)), ((1, 40), (7, 1, 0)), ((4, 4), (0, 0, 0))):
+            like = {stage: alike[at] for at, (_, stage) in enumerate(flight.stores)}
+            apart = max(
+                sum(n * keeps[like[s]] for n, (_, s) in zip(one.held, flight.stores, strict=True))
+                + works[like.get(one.working, -1)]
+                for one in flight.moments
+            )
+            assert apart == max(
+                sum(n * keeps[sort] for n, (_, sort) in zip(one.held, short.stores, strict=True))
+                + works[one.working]
+                for one in short.moments
             )
 
 

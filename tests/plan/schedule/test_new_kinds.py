@@ -11,8 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
+from ptdmpi.config import Layout
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes, makespan_s, timeline
 from ptdmpi.plan.layout.stages import split_layers
+from ptdmpi.plan.machine.cluster import load_model
 from ptdmpi.plan.schedule.ops import OP_KINDS, Ink, Op, OpKind
 from ptdmpi.plan.schedule.orders import (
     KINDS,
@@ -117,6 +120,21 @@ def test_layers_are_dealt_by_the_placement():
         sum(counts[stage] + (stage == 5) for stage in placed.stages_of(rank)) for rank in range(3)
     ]
     assert sum(counts) == 20 and works == [7, 7, 7]
+
+
+def test_a_schedule_that_does_not_say_so_has_every_rank_asked_for_its_memory():
+    """Here rank 2 of 4 has most in flight, and its stage is like that of rank 1."""
+    model = load_model("l=16,h=512,a=8,s=512,V=64").config
+    memory = MemoryModel(model, 64, "bf16")
+    warm = {0: 3, 1: 2, 2: 0, 3: 3}  # as ranks of 1F1B
+    hump = ScheduleKind(lambda r, chunks, p, m: one_forward_one_backward(warm[r], chunks, p, m))
+    with patch.dict(KINDS, hump=hump):
+        layout = Layout(1, 4, 1, micro_size=4, schedule="hump")
+        peaks = [memory.peak(layout, rank, 8).total for rank in range(4)]
+        assert memory.largest(layout, 8)[0] == 2 == peaks.index(max(peaks))
+        assert not memory.fits(layout, 8, max(peaks) - 1) and memory.fits(layout, 8, max(peaks))
+    vee = Layout(1, 4, 1, virtual=2, schedule="vee")
+    assert memory.distinct_ranks(vee) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (4, 6)])

@@ -16,9 +16,9 @@ from ptdmpi.plan.cost import activations
 from ptdmpi.plan.cost.activations import WIDE_BYTES, LayerBytes, Sizes, total_bytes
 from ptdmpi.plan.layout.stages import placement_of, split_model
 from ptdmpi.plan.machine.cluster import TRAINER, Software
-from ptdmpi.plan.schedule.flight import NOTHING, fullest
+from ptdmpi.plan.schedule.flight import fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
-from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
@@ -74,7 +74,8 @@ class MemoryModel:
         self.compute_bytes = activations.COMPUTE_BYTES[precision]
         self._parts = cache(self._counted)
         self._splits = cache(self._split)
-        self._distinct = cache(self._found_distinct)
+        self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
+        self._likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
         # inventory of the op table -> what one microbatch has of it in a stage
@@ -95,19 +96,11 @@ class MemoryModel:
         return tuple(split_model(self.model, self.vocab_size, placed, balanced))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The pipeline ranks one of which needs most: of ranks whose stages are alike, the first
-        has most microbatches in flight."""
+        """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
+        first of those whose stages are alike; else all."""
+        if not KINDS[layout.schedule].earlier_holds_more:
+            return tuple(range(layout.pipeline))
         return self._distinct(placement_of(layout), layout.recompute_layers)
-
-    def _found_distinct(self, placed: Placement, recompute_layers: int | None) -> tuple[int, ...]:
-        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-        layers, first = self._splits(placed), dict[tuple[object, tuple[bool, bool]], int]()
-        for rank in range(placed.pipeline):
-            stages = placed.stages_of(rank)
-            alike = tuple(tuple(_segments(layout, layers[stage])) for stage in stages)
-            ends = 0 in stages, placed.stages - 1 in stages
-            first.setdefault((alike, ends), rank)
-        return tuple(first.values())
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """What pipeline rank `rank` needs in a step of `microbatches`.
@@ -116,16 +109,20 @@ class MemoryModel:
         running op needs beside, and one tensor each way on either side where there is another
         stage: an activation and a gradient.
         """
-        stages = placement_of(layout).stages_of(rank)
-        works = {stage: self.working_bytes(layout, stage) for stage in stages} | {NOTHING: 0}
-        flight = fullest(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
-        keeps = [self._stored_bytes[name](layout, stage) for name, stage in flight.stores]
+        placed = placement_of(layout)
+        examples, alike = self._likes(placed, layout.recompute_layers, rank)
+        works = [self.working_bytes(layout, stage) for stage in examples]
+        works.append(0)  # the last one: of NOTHING, which is -1
+        flight = fullest_alike(
+            layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
+        )
+        keeps = [self._stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
         moments = (
             (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
         kept, working = max(moments, key=sum)
         weights, gradients, optimizer = self._standing(
-            placement_of(layout), layout.tensor, layout.data, layout.zero, rank
+            placed, layout.tensor, layout.data, layout.zero, rank
         )
         return Footprint(
             weights=weights,
@@ -142,12 +139,14 @@ class MemoryModel:
         return max(peaks, key=lambda found: found[1].total)
 
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
-        """Whether every pipeline rank's memory suffices; the first one, which keeps most
-        microbatches, is asked first."""
-        return all(
-            self.peak(layout, rank, microbatches).total <= capacity_bytes
-            for rank in self.distinct_ranks(layout)
-        )
+        """Whether every pipeline rank's memory suffices. What stands all the time is asked first:
+        most layouts of a large model fail there."""
+        placed, ranks = placement_of(layout), self.distinct_ranks(layout)
+        sizes = (layout.tensor, layout.data, layout.zero)
+        room = capacity_bytes - self.runtime_bytes
+        if any(sum(self._standing(placed, *sizes, rank)) > room for rank in ranks):
+            return False
+        return all(self.peak(layout, rank, microbatches).total <= capacity_bytes for rank in ranks)
 
     def elements(self, layout: Layout, rank: int) -> int:
         """Parameters of a pipeline rank; a tied table counts once for each end of the model that
@@ -269,3 +268,41 @@ def _segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]
         yield layout.recompute, recomputed
     if recomputed < len(layers):
         yield "none", len(layers) - recomputed
+
+
+Sort = tuple[tuple[tuple[str, int], ...], bool, bool]
+
+
+def _sort(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None, stage: int
+) -> Sort:
+    """What a stage's memory follows from: its layers by mode, and the ends of the model."""
+    layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
+    return tuple(_segments(layout, layers[stage])), stage == 0, stage == placed.stages - 1
+
+
+def _distinct_ranks(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None
+) -> tuple[int, ...]:
+    """The first of the pipeline ranks whose stages are alike; `layers` are those of each stage."""
+    first: dict[object, int] = {}
+    for rank in range(placed.pipeline):
+        found = (_sort(layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
+        first.setdefault(tuple(found), rank)
+    return tuple(first.values())
+
+
+def _sorts(
+    layers: Sequence[range], placed: Placement, recompute_layers: int | None, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
+    sort keep and need the same, whatever the layout's other settings are."""
+    sorts: dict[Sort, int] = {}
+    examples, numbers = [], []
+    for stage in placed.stages_of(rank):
+        sort = _sort(layers, placed, recompute_layers, stage)
+        if sort not in sorts:
+            sorts[sort] = len(examples)
+            examples.append(stage)
+        numbers.append(sorts[sort])
+    return tuple(examples), tuple(numbers)

@@ -7,7 +7,7 @@ here the few moments are found that can be the fullest whatever the sizes are.
 
 from collections.abc import Iterable
 from functools import lru_cache
-from operator import ge
+from operator import ge, itemgetter
 from typing import NamedTuple
 
 from ptdmpi.plan.schedule.ops import OP_KINDS
@@ -17,6 +17,7 @@ from ptdmpi.plan.schedule.orders import order, placement
 # microbatches are kept, one round more holds p more of each.
 ROUNDS = 3
 NOTHING = -1
+KIND_AND_STAGE = itemgetter(0, 1)  # of an op
 
 
 class Moment(NamedTuple):
@@ -42,6 +43,8 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     if microbatches <= shorter + pipeline:
         return _walked(kind, pipeline, virtual, microbatches, rank)
     first = _walked(kind, pipeline, virtual, shorter, rank)
+    if all(max(moment.held) < shorter for moment in first.moments):
+        return first  # no stage keeps all microbatches
     second = _walked(kind, pipeline, virtual, shorter + pipeline, rank)
     rounds = (microbatches - shorter) // pipeline
     later = []
@@ -52,24 +55,69 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 
 
 @lru_cache(maxsize=16384)
+def fullest_alike(
+    kind: str, pipeline: int, virtual: int, microbatches: int, rank: int, alike: tuple[int, ...]
+) -> Flight:
+    """`fullest` where some stages of the rank have the same sizes: `alike[i]` is the number of what
+    its i-th stage is like, and stands for the stage in the answer."""
+    flight = fullest(kind, pipeline, virtual, microbatches, rank)
+    own = placement(kind, pipeline, virtual).stages_of(rank)
+    like = {NOTHING: NOTHING, **dict(zip(own, alike, strict=True))}
+    grouped = [(inventory, like[stage]) for inventory, stage in flight.stores]
+    stores = tuple(dict.fromkeys(grouped))
+    places = [stores.index(store) for store in grouped]
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    moments = []
+    for working, held in flight.moments:
+        now = [0] * len(stores)
+        for place, count in zip(places, held, strict=True):
+            now[place] += count
+        moments.append(Moment(like[working], tuple(now)))
+        seen.setdefault(like[working], set()).add(moments[-1].held)
+    largest = {working: set(_largest(states)) for working, states in seen.items()}
+    kept = (moment for moment in moments if moment.held in largest[moment.working])
+    return Flight(stores, tuple(dict.fromkeys(kept)))
+
+
+@lru_cache(maxsize=16384)
 def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
     ops = order(kind, placement(kind, pipeline, virtual), microbatches, rank)
-    rows = {letter: OP_KINDS[letter] for letter in {op.kind for op in ops}}
-    kept = {(op.row.keeps, op.stage) for op in ops if op.row.keeps}
-    freed = {(op.row.frees, op.stage) for op in ops if op.row.frees}
+    rows = {(letter, stage): OP_KINDS[letter] for letter, stage in set(map(KIND_AND_STAGE, ops))}
+    kept = {(row.keeps, stage) for (_, stage), row in rows.items() if row.keeps}
+    freed = {(row.frees, stage) for (_, stage), row in rows.items() if row.frees}
     stores = tuple(sorted(kept, key=lambda store: store[::-1]))
     places = {store: place for place, store in enumerate(stores)}
-    now = [0] * len(stores)
+    steps = {
+        (letter, stage): (
+            stage if row.works else NOTHING,
+            places.get((row.keeps, stage)),
+            places.get((row.frees, stage)),
+            bool(row.keeps) and (row.keeps, stage) not in freed,  # as without gradients
+        )
+        for (letter, stage), row in rows.items()
+    }
+    now, grown = [0] * len(stores), 0
     seen: dict[int, set[tuple[int, ...]]] = {}
-    for letter, stage, _ in ops:
-        row = rows[letter]
-        if row.keeps:
-            now[places[row.keeps, stage]] += 1
-        seen.setdefault(stage if row.works else NOTHING, set()).add(tuple(now))
-        if row.keeps and (row.keeps, stage) not in freed:  # as in a forward without gradients
-            now[places[row.keeps, stage]] -= 1
-        if row.frees:
-            now[places[row.frees, stage]] -= 1
+    told: dict[int, int] = {}  # working stage -> how much had come when it was seen last
+    for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
+        if keeps is not None:
+            now[keeps] += 1
+            grown += 1
+        # a moment counts if something has come since the last one of its kind; one without
+        # working memory only if something goes next, or at the end
+        if working != NOTHING and told.get(working) != grown:
+            told[working] = told[NOTHING] = grown
+            seen.setdefault(working, set()).add(tuple(now))
+        going = passing or frees is not None
+        if going and told.get(NOTHING) != grown:
+            told[NOTHING] = grown
+            seen.setdefault(NOTHING, set()).add(tuple(now))
+        if passing and keeps is not None:
+            now[keeps] -= 1
+        if frees is not None:
+            now[frees] -= 1
+    if told.get(NOTHING) != grown:
+        seen.setdefault(NOTHING, set()).add(tuple(now))
     return Flight(stores, tuple(_undominated(seen)))
 
 

@@ -30,6 +30,13 @@ class Placement:
 
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash  # once: a search looks placements up ten thousands of times
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.ranks)
+
     @property
     def stages(self) -> int:
         """Number of stages."""
@@ -223,24 +230,32 @@ def in_turn(stage: int, pipeline: int, virtual: int) -> int:
 @dataclass(frozen=True)
 class ScheduleKind:
     """A way to order the work: `generate(rank, its stages, p, m)` yields one rank's order,
-    `place(stage, p, v)` is the rank that holds a stage."""
+    `place(stage, p, v)` is the rank that holds a stage. `earlier_holds_more`: at any moment of a
+    rank, the one before it has as many microbatches in flight of each of its chunks, at some time
+    and in an op of the same chunk."""
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
+    earlier_holds_more: bool = False
 
 
 KINDS: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(gpipe),
-    "1f1b": ScheduleKind(one_forward_one_backward),
-    "interleaved": ScheduleKind(interleaved),
-    "forward": ScheduleKind(forward_only),
+    "gpipe": ScheduleKind(gpipe, earlier_holds_more=True),
+    "1f1b": ScheduleKind(one_forward_one_backward, earlier_holds_more=True),
+    "interleaved": ScheduleKind(interleaved, earlier_holds_more=True),
+    "forward": ScheduleKind(forward_only, earlier_holds_more=True),
 }
 
 
-@lru_cache(maxsize=1024)
 def placement(kind: str, pipeline: int, virtual: int) -> Placement:
     """Where the schedule `kind` places the p v stages of a model."""
-    place = KINDS[kind].place
+    return _placement(KINDS[kind].place, pipeline, virtual)
+
+
+@lru_cache(maxsize=4096)
+def _placement(
+    place: Callable[[int, int, int], int], pipeline: int, virtual: int
+) -> Placement:  # one object for all kinds that place alike
     return Placement(tuple(place(s, pipeline, virtual) for s in range(pipeline * virtual)))
 
 

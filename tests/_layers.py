@@ -84,13 +84,13 @@ def _copies_added(everyone: list[list[Piece]]) -> list[Piece]:
     """The pieces of all ranks, with those that neighbours hold copies of as one: their sum."""
     copied: dict[tuple[str, str], Piece] = {}
     found = []
-    for name, shape, place, values in (piece for of_rank in everyone for piece in of_rank):
-        known = copied.get((name, str(place)))
-        if known is None or values.shape == shape:
-            found.append((name, shape, place, values))
-            copied[name, str(place)] = found[-1]
+    for piece in (piece for of_rank in everyone for piece in of_rank):
+        place = (piece.name, str(piece.box))
+        if place not in copied or piece.values.shape == piece.shape:
+            found.append(piece)
+            copied[place] = piece
         else:
-            known[3].add_(values)
+            copied[place].values.add_(piece.values)
     return found
 
 

@@ -82,15 +82,15 @@ class Placed:
 
 def _copies_added(everyone: list[list[Piece]]) -> list[Piece]:
     """The pieces of all ranks, with those that neighbours hold copies of as one: their sum."""
-    first: dict[tuple[str, str], Piece] = {}
+    copied: dict[tuple[str, str], Piece] = {}
     found = []
     for piece in (piece for of_rank in everyone for piece in of_rank):
-        known = first.get((piece.name, str(piece.box)))
-        if known is None or piece.values.shape == piece.shape:
+        place = (piece.name, str(piece.box))
+        if place not in copied or piece.values.shape == piece.shape:
             found.append(piece)
-            first[piece.name, str(piece.box)] = piece
+            copied[place] = piece
         else:
-            known.values.add_(piece.values)
+            copied[place].values.add_(piece.values)
     return found
 
 

@@ -1,7 +1,9 @@
 """`ptdmpi generate`: what a trained model writes; on one rank, or started by mpirun or srun."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,7 +18,7 @@ SHARED = (
 )
 
 
-def shared(function):
+def shared(function: Callable[..., None]) -> Callable[..., None]:
     """The options of all commands that ask a model."""
     for option in reversed(SHARED):
         function = option(function)
@@ -33,7 +35,7 @@ def shared(function):
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Or of this probability.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @shared
-def command(run: Path, **options) -> None:
+def command(run: Path, **options: Any) -> None:
     """Continue prompts with the newest checkpoint of RUN: a run directory, a checkpoint, or what
     `ptdmpi convert from-hf` made. The same seed gives the same text in every layout, for example
 

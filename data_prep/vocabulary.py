@@ -166,6 +166,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if str(name).startswith(TIKTOKEN):
         return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
     path = tokenizer_file(str(name))
+    assert path is not None, "only names that are handled above have no file"
     at = path.stat() if path.is_file() else None
     fast = str(name).startswith(GIGATOKEN)
     return _load_file(path, fast, None if at is None else (at.st_size, at.st_mtime_ns))

@@ -89,7 +89,7 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
 
 
 def _write_block(file: BinaryIO, values: Array) -> int:
-    data = memoryview(np.ascontiguousarray(values)).cast("B")
+    data = np.ascontiguousarray(values).data.cast("B")
     crc = 0
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
@@ -175,7 +175,7 @@ class Reader:
         self._compare(piece, crc)
 
     def _read_checked(self, piece: Piece, values: Array) -> None:
-        data, crc = memoryview(values).cast("B"), 0
+        data, crc = values.data.cast("B"), 0
         for start in range(0, len(data), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
             self._read_at(piece.file, piece.offset + start, part)
@@ -194,7 +194,7 @@ class Reader:
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row
         gap = sizes[cut] * row - run
-        data = memoryview(values).cast("B")
+        data = values.data.cast("B")
         if gap > GAP_BYTES:
             for number, start in enumerate(_starts(inner, cut, sizes, values.itemsize)):
                 at = piece.offset + start + inner.start[cut] * row
@@ -203,7 +203,7 @@ class Reader:
         stride = math.prod(sizes[1:]) * values.itemsize
         scratch = np.empty((inner.size[0], *sizes[1:]), values.dtype)
         at = piece.offset + inner.start[0] * stride
-        self._read_at(piece.file, at, memoryview(scratch).cast("B"))
+        self._read_at(piece.file, at, scratch.data.cast("B"))
         values[...] = scratch[(slice(None), *inner.index[1:])]
 
     def _read_at(self, file: str, offset: int, target: memoryview) -> None:

@@ -74,7 +74,7 @@ def load_tensors(
         if not damage:
             checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
             left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
-            damage = _first(world, Damaged, lambda: [reader.check(number) for number in left])
+            damage = _first(world, Damaged, lambda: _check(reader, left))
         if damage:
             return damage
     state.changed()
@@ -100,6 +100,11 @@ def _read(reader: Reader, pieces: Sequence[Piece]) -> None:
         reader.read(piece.key, piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():
             piece.values.copy_(host)
+
+
+def _check(reader: Reader, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        reader.check(number)
 
 
 def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) -> str | None:

@@ -228,10 +228,11 @@ class Checkpoints:
         return write_s, None
 
     def _published(self, flight: _Flight, wait: bool) -> tuple[float, str | None] | None:
-        state: tuple[tuple | None, str | None] = (None, None)
+        done: tuple[float, str | None] | None = None
+        error: str | None = None
         if flight.publishing is not None and (wait or flight.publishing.done()):
-            state = _result(flight.publishing)
-        done, error = self.world.broadcast_object(state)
+            done, error = _result(flight.publishing)
+        done, error = self.world.broadcast_object((done, error))
         self._give_up_on(flight, error)
         return done
 
@@ -328,7 +329,7 @@ class Checkpoints:
         return files.checkpoints_in(self.directory)[::-1]
 
 
-def _result(future: Future[T]) -> tuple[T | None, str | None]:
+def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
     """Wait for it: (result, None), or (None, why the disk or its user must be asked)."""
     try:
         return future.result(), None

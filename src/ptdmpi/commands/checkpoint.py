@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,7 +44,7 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _summary(path: Path, tensors: bool) -> dict:
+def _summary(path: Path, tensors: bool) -> dict[str, Any]:
     try:
         manifest = sound_manifest(path)
     except InputError as error:
@@ -65,7 +66,7 @@ def _summary(path: Path, tensors: bool) -> dict:
     return summary
 
 
-def _print(summary: dict) -> None:
+def _print(summary: dict[str, Any]) -> None:
     print(summary.pop("path"))
     problem = summary.pop("problem")
     if problem:

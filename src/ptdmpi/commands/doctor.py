@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -21,8 +21,12 @@ from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
+    import torch
+
     from ptdmpi.comm.communicator import Communicator
     from ptdmpi.comm.world import World
+
+T = TypeVar("T")
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
@@ -185,7 +189,7 @@ def _local_size(world: "World") -> tuple[int, bool]:
     return world.local_size, world.local_rank == 0
 
 
-def _everyone(world: "World", value):
+def _everyone(world: "World", value: T) -> list[T]:
     return world.control.allgather(value)
 
 
@@ -265,7 +269,7 @@ def _all_reduce(world: "World") -> list[Finding]:
     return found
 
 
-def _sum_known(comm: "Communicator", elements: int, dtype) -> tuple[bool, float]:
+def _sum_known(comm: "Communicator", elements: int, dtype: "torch.dtype") -> tuple[bool, float]:
     """(whether every element of an all-reduce is right on this rank, seconds of the best trial).
 
     Rank r gives (r + i) mod PERIOD at place i, so neighbouring places and ranks differ.

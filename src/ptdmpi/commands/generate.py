@@ -1,7 +1,7 @@
 """`ptdmpi generate`: what a trained model writes; on one rank, or started by mpirun or srun."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ SHARED = (
 )
 
 
-def shared(function):
+def shared(function: Callable[..., None]) -> Callable[..., None]:
     """The options of all commands that ask a model."""
     for option in reversed(SHARED):
         function = option(function)

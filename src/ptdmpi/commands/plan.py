@@ -30,7 +30,7 @@ from ptdmpi.terminal.program import Command
 MOST_DRAWN = 10_000  # microbatches of a step
 
 
-class Number(click.ParamType):
+class Number(click.types.FloatParamType):
     """A finite number of at least `least`, or above 0; one line for anything else."""
 
     name = "number"
@@ -39,15 +39,16 @@ class Number(click.ParamType):
         self.least, self.most = least, most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        whole = self.least is not None
         try:
-            number = int(value) if whole else float(value)
+            number = float(value) if self.least is None else int(value)
         except ValueError:
             number = math.nan
-        below = number < self.least if whole else number <= 0
+        below = number <= 0 if self.least is None else number < self.least
         if math.isfinite(number) and not below and not (self.most and number > self.most):
             return number
-        legal = f"a whole number of at least {self.least}" if whole else "a finite number above 0"
+        legal = "a finite number above 0"
+        if self.least is not None:
+            legal = f"a whole number of at least {self.least}"
         if self.most:
             legal = f"{self.least} to {self.most}"
         raise InputError(f"{param.opts[0]} {value}: must be {legal}")
@@ -89,7 +90,11 @@ def _options(function: Any) -> Any:
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def command(
-    config: Path | None, model: str, cluster: str, batch: int | None, **options: Any
+    config: Path | None,
+    model: str | None,
+    cluster: str | None,
+    batch: int | None,
+    **options: Any,
 ) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on.
 
@@ -117,7 +122,8 @@ def command(
         raise InputError("give --ranks, or a --layout with d")
     keys = ("ranks", "schedule", "recompute", "sequence_parallel", "scatter_gather", "zero")
     space = Space(**{key: options[key] for key in keys}, dp_overlap=options["dp_overlap"])
-    prices = [pricer.price(given)] if options["layout"] else search(pricer, space)
+    fixed = given if options["layout"] else None
+    prices = search(pricer, space) if fixed is None else [pricer.price(fixed)]
     result: dict[str, Any] = {
         "model": pricer.model.name,
         "parameters": parameter_count(pricer.model.config, pricer.model.vocab_size),
@@ -128,7 +134,7 @@ def command(
         "precision": pricer.machine.dtype,
         "layouts": [table.numbers(price, pricer, options["tokens"]) for price in prices],
     }
-    if options["why"]:
+    if options["why"] and given is not None:
         result["why"] = _why(pricer, given, prices[0])
     elif not options["layout"]:
         result |= _beside(pricer, space, prices[0])
@@ -212,7 +218,9 @@ def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     if layout.zero or layout.dp_overlap:
         return None
     name = pricer.model.name
-    sections = {"model": {"preset": name}} if name in model_presets() else {}
+    sections: dict[str, dict[str, Any]] = (
+        {"model": {"preset": name}} if name in model_presets() else {}
+    )
     sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
     sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
     return sections

@@ -64,8 +64,9 @@ def command(
     if loaded.measured:
         columns = min(120, shutil.get_terminal_size((120, 24)).columns)
         above = [report.compute_window(foreseen)] if foreseen else []
+        planned = report.planned(loaded, loaded.measured)
         measured = report.compute_window(loaded.measured)
-        for timeline in (*above, report.planned(loaded), measured):
+        for timeline in (*above, planned, measured):
             print(draw.terminal(timeline, columns, color=sys.stdout.isatty()))
             print()
     print(report.table(numbers))

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from typing import Any
 
 import click
 
@@ -32,7 +33,7 @@ def command(
     virtual: int,
     microbatches: int,
     as_json: bool,
-    **options: float | str | None,
+    **options: Any,
 ) -> None:
     """Draw a pipeline schedule, with its bubble and its activations in flight."""
     forwards = pipeline * virtual * microbatches

@@ -103,12 +103,15 @@ def _logits(
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if asked.types is None else asked.types.t()
     batch = Batch(ids.t(), ids.t(), None, nothing, types=types)
-    x = None
+    x: Tensor | None = None
+    found: tuple[Tensor, ...] = ()
     with stored.reader() as reader:
         for layer in range(config.model.layers):
             stage = _stage(config, stored.vocab_size, layer, reader, by_parameter)
             x = stage.hidden(batch, x, None)
-    tokens, *orders = stage.heads(x)
+            if stage.last:
+                found = stage.heads(x)
+    tokens, *orders = found
     return tokens.transpose(0, 1), *orders
 
 

@@ -126,8 +126,8 @@ def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]
         if general not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
         theirs = family.modules[general]
-        shape, start = declaration.shape, 0
-        sizes = declaration.split.parts if len(theirs) > 1 else (shape[0],)
+        shape, split, start = declaration.shape, declaration.split, 0
+        sizes = (shape[0],) if split is None or len(theirs) == 1 else split.parts
         transposed = family.transposed and layer is not None and len(shape) == 2
         for one, size in zip(theirs, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)

@@ -58,7 +58,7 @@ def from_hf(source: Path, target: Path) -> Converted:
 
 
 def _model(
-    keys: Mapping, family: Family, theirs: WeightFiles, name: str, vocab_size: int
+    keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str, vocab_size: int
 ) -> tuple[ModelConfig, Mapping[str, Declaration]]:
     """The model of some keys of [model], with those that only the tensors tell."""
     bases = {family.base(one) for one in theirs.tensors}
@@ -133,7 +133,7 @@ def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
     return part.values()
 
 
-def _write_config(path: Path, model: Mapping, target: Path, source: Path) -> None:
+def _write_config(path: Path, model: Mapping[str, Any], target: Path, source: Path) -> None:
     import tomlkit
 
     document = tomlkit.document()

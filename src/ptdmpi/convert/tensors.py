@@ -189,7 +189,7 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
             left = stored.nbytes
             for piece in values(name, stored):
                 data = piece.contiguous().reshape(-1).view(torch.uint8).numpy()
-                file.write(memoryview(data))
+                file.write(data.data)
                 left -= data.size
                 advance(data.size)
             if left:

@@ -125,13 +125,13 @@ def _form_of(kept: Path) -> Form:
 
 
 def _kept_form(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Form:
-    return _with_keys(_without_heads(_form_of(kept), stored, needed), stored)
+    return _with_keys(_without_heads(_form_of(kept), stored, needed), kept, stored)
 
 
-def _with_keys(form: Form, stored: StoredModel) -> Form:
+def _with_keys(form: Form, kept: Path, stored: StoredModel) -> Form:
     """With what was changed in [model] for the training, such as `rope_theta`, in config.json."""
     family, now = form.family, stored.config().model
-    keys = family.keys(ConfigJson(form.config, str(form.kept / "config.json")))
+    keys = family.keys(ConfigJson(form.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
     # shorter samples leave the model as long as it was
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
@@ -238,6 +238,8 @@ def _values(
     """The elements of one of their tensors, in pieces."""
     place = plan.by_name.get(name)
     if place is None:
+        if kept is None:
+            raise AssertionError(f"{name} is no parameter, and nothing was kept")
         with safe_open(kept / BUFFERS, framework="pt") as buffers:
             yield buffers.get_tensor(name)
         return

@@ -59,7 +59,9 @@ class Harness:
         while self._answer(*self.world.broadcast_object(None)) is not None:
             pass
 
-    def _wanted(self, context: str, options: dict[str, Any]) -> tuple[list[int], int, list, Any]:
+    def _wanted(
+        self, context: str, options: dict[str, Any]
+    ) -> tuple[list[int], int, list[str], Sampling]:
         length = options.get("max_gen_toks", MAX_NEW_TOKENS)
         length = max(1, min(length, self.model.seq_length - 1))
         until = options.get("until") or []
@@ -112,13 +114,17 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list:
+        def loglikelihood(
+            self, requests: list[Any], disable_tqdm: bool = False
+        ) -> list[tuple[float, bool]]:
             return harness.loglikelihood([one.args for one in requests])
 
-        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list:
+        def loglikelihood_rolling(
+            self, requests: list[Any], disable_tqdm: bool = False
+        ) -> list[float]:
             return harness.loglikelihood_rolling([one.args[0] for one in requests])
 
-        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list:
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             return harness.generate_until([one.args for one in requests])
 
     try:

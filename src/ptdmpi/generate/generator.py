@@ -111,7 +111,7 @@ def _continue(
     while True:
         cache.at(positions.to(model.device))
         logits = model.next_logits(ids.to(model.device), cache, last.to(model.device))
-        if model.decides:
+        if logits is not None and model.decides:
             values = logits.cpu().numpy()
             found = [
                 one if one.reason else _longer(one, prompt, row, sampling, ends)

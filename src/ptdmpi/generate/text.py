@@ -70,7 +70,8 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
             f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model knows {known[:12]}: "
             "its ids mean another text; legal: the tokenizer that it was trained with"
         )
-    special, ends = (), {tokenizer.eod_id}
+    special: tuple[int, ...] = ()
+    ends = {tokenizer.eod_id}
     if kept is not None and not trained_here:
         ends, special = _ends(kept) or ends, _prefix(name)
     beyond = sorted(one for one in {*special, *ends} if one >= stored.vocab_size)

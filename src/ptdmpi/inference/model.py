@@ -87,9 +87,11 @@ class InferenceModel:
         rotary = None
         if stage.rotary is not None and cache is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
-            rotary = tuple(part[cache.positions, 0] for part in stage.rotary)
+            cos, sin = stage.rotary
+            rotary = cos[cache.positions, 0], sin[cache.positions, 0]
         elif stage.rotary is not None:
-            rotary = tuple(part[: ids.shape[0]] for part in stage.rotary)
+            cos, sin = stage.rotary
+            rotary = cos[: ids.shape[0]], sin[: ids.shape[0]]
         with torch.no_grad():
             x = None
             if not stage.first:
@@ -123,7 +125,7 @@ class InferenceModel:
             return None
         with torch.no_grad():
             chosen = x[last, torch.arange(x.shape[1], device=x.device)][None]  # [1, b, h]
-            columns = self.stage.head(chosen)[0].float().t().contiguous()  # [V/t, b]
+            columns = self.stage.heads(chosen)[0][0].float().t().contiguous()  # [V/t, b]
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -133,7 +135,7 @@ class InferenceModel:
         if x is None:
             return None
         with torch.no_grad():
-            return token_log_probabilities(self.stage.head(x), labels, self.axis)
+            return token_log_probabilities(self.stage.heads(x)[0], labels, self.axis)
 
 
 def device_of(world: World) -> torch.device:

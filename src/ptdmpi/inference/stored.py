@@ -55,9 +55,9 @@ class StoredModel:
     def step(self) -> int:
         return self.manifest.progress.step
 
-    def config(self, ranks: int = 1, precision: str = "fp32", **parallel: int) -> Config:
-        """A configuration of this model for work without training. Raises InputError."""
-        return config_of(self.tree["model"], ranks, precision, **parallel)
+    def config(self, ranks: int = 1, precision: str = "fp32", **sizes: int) -> Config:
+        """A configuration of this model for work without training, as `config_of` has it."""
+        return config_of(self.tree["model"], ranks, precision, **sizes)
 
     def reader(self) -> Reader:
         return Reader(self.checkpoint, self.manifest)
@@ -88,12 +88,19 @@ def open_model(path: Path) -> StoredModel:
 
 
 def config_of(
-    model: Mapping[str, Any], ranks: int = 1, precision: str = "fp32", **parallel: int
+    model: Mapping[str, Any],
+    ranks: int = 1,
+    precision: str = "fp32",
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int | None = None,
 ) -> Config:
-    """A configuration for work without training. Raises InputError."""
-    sizes = {"tensor": 1, "pipeline": 1, **parallel}
-    sizes.setdefault("data", max(1, ranks // (sizes["tensor"] * sizes["pipeline"])))
-    return synthetic_config(Layout(**sizes), model, ranks, precision={"compute": precision})
+    """A configuration for work without training. `data` None: what fills the ranks. Raises
+    InputError."""
+    if data is None:
+        data = max(1, ranks // (tensor * pipeline))
+    layout = Layout(tensor, pipeline, data)
+    return synthetic_config(layout, model, ranks, precision={"compute": precision})
 
 
 def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:

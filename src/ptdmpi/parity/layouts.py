@@ -20,7 +20,7 @@ HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 MOST_RANKS = 16  # a pair of settings needs no more: t = 4 with p = 4, say
 GLOBAL_SIZE = 16  # sequences: every d and b below divides it
 
-LAYOUT_FACTORS: dict[str, tuple] = {
+LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
     "pipeline": (1, 2, 4),
     "virtual": (1, 2, 3),
@@ -32,7 +32,7 @@ LAYOUT_FACTORS: dict[str, tuple] = {
     "micro_size": (1, 2, 4),
 }
 # 12 layers hold p v = 12 stages; no p v but 1 divides 7. No t but 1 divides 53.
-MODEL_FACTORS: dict[str, tuple] = {
+MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
     "vocab_size": (52, 53),
@@ -174,7 +174,7 @@ def refusal(case: Case, ranks: int) -> str | None:
         return f"more than {ranks} rank{'s' if ranks > 1 else ''}"
     rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
-    return REASONS.get(broken, broken)
+    return None if broken is None else REASONS.get(broken, broken)
 
 
 @cache

@@ -137,7 +137,7 @@ class Blocks:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._parts: dict[int, World] = {}
+        self._parts: dict[int, World | None] = {}
         self._axes: dict[Grid, Axes] = {}
 
     def run(self, tasks: Sequence[Task]) -> dict[Task, Training]:
@@ -148,20 +148,19 @@ class Blocks:
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
         mine: dict[Task, Training] = {}
-        if self.world.rank < blocks * ranks:
-            block = self.world.rank // ranks
-            part = self._part(ranks, block)
+        block = self.world.rank // ranks
+        part = self._part(ranks, block if block < blocks else MPI.UNDEFINED)
+        if part is not None:
             for task in tasks[block::blocks]:
                 result = train(task, self._split(part, task.case.layout))
                 if result is not None:
                     mine[task] = result
-        else:
-            self._part(ranks, MPI.UNDEFINED)
         gathered = self.world.control.gather(mine, root=0) or []
         return {task: result for part in gathered for task, result in part.items()}
 
     def _part(self, ranks: int, block: int) -> World | None:
-        """This rank's block as a world of its own. Every rank of the world calls it alike."""
+        """This rank's block as a world of its own; None for a rank that is in none. Every rank of
+        the world calls it alike."""
         if ranks not in self._parts:
             control = self.world.control.Split(block, key=self.world.rank)
             self._parts[ranks] = World(control) if block != MPI.UNDEFINED else None

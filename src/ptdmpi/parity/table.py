@@ -9,7 +9,7 @@ from typing import Any
 
 from ptdmpi.config import Layout
 from ptdmpi.parity.compare import BARS, Difference, left_out
-from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Model, missing_pairs
+from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Model, Pair, missing_pairs
 from ptdmpi.parity.suite import COVERING, Row
 
 WIDTH = 120
@@ -135,7 +135,7 @@ def _missing(rows: Sequence[Row], ranks: int) -> list[str]:
     return lines
 
 
-def _missing_pairs(rows: Sequence[Row], ranks: int) -> dict[str, list]:
+def _missing_pairs(rows: Sequence[Row], ranks: int) -> dict[str, list[Pair]]:
     covering = [row.comparison.case for row in rows if row.comparison.section == COVERING]
     return missing_pairs(covering, ranks)
 

@@ -11,8 +11,8 @@ import tomlkit
 
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.config.model import default_ffn_hidden
+from ptdmpi.config.near import divisors
 from ptdmpi.config.presets import model_presets, recipe
-from ptdmpi.config.rules import divisors
 from ptdmpi.data.shards import Dataset
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.machine.cluster import load_cluster, load_model

@@ -1,6 +1,6 @@
 """Rates of the trainer's kernels over their shapes: products, streams, attention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -49,7 +49,7 @@ def products(
 ) -> dict[str, Any]:
     """FLOP/s of products (m, k) x (k, n), the mean of a linear's three: output, gradient of the
     input, gradient of the weight."""
-    rates = []
+    rates: list[list[list[float]]] = []
     for m in sides:
         rates.append([])
         for n in sides:
@@ -98,7 +98,7 @@ def streams(
         elements = size // 3 // dtype.itemsize
         a, b = (torch.ones(elements, device=bench.device, dtype=dtype) for _ in range(2))
         bench.check(bool((a + b == 2).all()), f"sum of tensors of {size // 3} bytes")
-        seconds = bench.work_s(lambda a=a, b=b: a + b)
+        seconds = bench.work_s(partial(torch.add, a, b))
         times.append(max(seconds - launch, 0.2 * seconds))
     rates = [size / seconds for size, seconds in zip(sizes, rising(times), strict=True)]
     bench.note("memory", f"{rates[-1] / 1e9:,.1f} GB/s, {max(rates) / 1e9:,.1f} GB/s in caches")
@@ -126,12 +126,10 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
         near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
         off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()
         bench.check(bool(off < 0.05), f"attention of heads of {size}")
-        ahead_s = bench.work_s(lambda q=q, k=k, v=v, core=core: core(q, k, v))
+        ahead_s = bench.work_s(partial(core, q, k, v))
         gradient = torch.ones_like(out)
         back_s = bench.work_s(
-            lambda out=out, given=(q, k, v), gradient=gradient: torch.autograd.grad(
-                out, given, gradient, retain_graph=True
-            )
+            partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
         )
         forward.append(max(ahead_s - launch, 0.2 * ahead_s) / scores)
         backward.append(max(back_s - launch, 0.2 * back_s) / scores)
@@ -169,7 +167,7 @@ def elementwise(
         # it overwrites the logits
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
-    kinds = {
+    kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
         "gelu": (gelu, 1),
         "swiglu": (partial(kernels.gated, activation="swiglu"), 2),
         "layernorm": (layernorm, 1),
@@ -184,12 +182,8 @@ def elementwise(
         off = (out.double() - exact).abs().max()
         bench.check(bool(off <= 0.02 * exact.abs().max()), name)
         gradient = torch.ones_like(out)
-        forward_s = bench.work_s(lambda function=function, x=x: function(x))
-        both_s = bench.work_s(
-            lambda function=function, x=x, gradient=gradient: torch.autograd.grad(
-                function(x), x, gradient
-            )
-        )
+        forward_s = bench.work_s(partial(function, x))
+        both_s = bench.work_s(partial(_there_and_back, function, x, gradient))
         for kind, seconds in ((name, forward_s), (f"{name}_backward", both_s - forward_s)):
             found[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
         bench.note(
@@ -198,3 +192,10 @@ def elementwise(
             f"{count(1 / found[f'{name}_backward'])} backward",
         )
     return found
+
+
+def _there_and_back(
+    function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Forward and backward: the gradient of `x`."""
+    return torch.autograd.grad(function(x), x, gradient)

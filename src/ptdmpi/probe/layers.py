@@ -205,7 +205,7 @@ class Layers:
         return Taken(forward_s, backward_s, optimizer_s, rest_s, elements)
 
     def _each_s(
-        self, works: Sequence[Callable[[], None]], clock: Callable[[], float]
+        self, works: Sequence[Callable[[], object]], clock: Callable[[], float]
     ) -> list[float]:
         times = []
         self.bench.everyone.barrier()

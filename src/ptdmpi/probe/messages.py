@@ -162,7 +162,13 @@ def _of_the_one_before(
 
 
 # name -> (makes the work that is timed, what it must give)
-COLLECTIVES: dict[str, tuple[Callable, Callable]] = {
+COLLECTIVES: dict[
+    str,
+    tuple[
+        Callable[[Communicator, Tensor], Callable[[], Tensor]],
+        Callable[[Communicator, int, torch.dtype, torch.device], Tensor],
+    ],
+] = {
     "all_reduce": (_all_reduce, _sum),
     "all_gather": (_all_gather, _gathered),
     "reduce_scatter": (_reduce_scatter, _scattered),

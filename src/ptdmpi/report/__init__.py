@@ -104,13 +104,13 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def planned(run: Run) -> Timeline:
-    """The run's schedule as it would go with its own mean op times and without any waiting for
-    messages: what is left of the bubble is the schedule's."""
+def planned(run: Run, measured: Timeline) -> Timeline:
+    """The run's schedule as it would go with the mean op times that were `measured` and without
+    any waiting for messages: what is left of the bubble is the schedule's."""
     parallel, batch = run.measured_config["parallel"], run.measured_config["batch"]
     microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
     schedule = build(parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches)
-    timeline = simulate(schedule, MeasuredCosts.of(run.measured))
+    timeline = simulate(schedule, MeasuredCosts.of(measured))
     return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
 
 
@@ -146,7 +146,7 @@ def summary(run: Run) -> dict[str, Any]:
         numbers[f"median_{key}"] = statistics.median(record[key] for record in alike)
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
     if run.measured:
-        numbers["bubble_fraction_planned"] = planned(run).bubble_fraction()
+        numbers["bubble_fraction_planned"] = planned(run, run.measured).bubble_fraction()
         numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
         numbers["step_shares"] = shares(run.measured)
     profiles = sorted((run.path / "profile").glob("*-rank-*"))
@@ -239,7 +239,8 @@ def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
     if run.measured:
         paths += [folder / "timeline.png", folder / "trace.json"]
         above = [] if foreseen is None else [compute_window(foreseen)]
-        draw.figure([*above, planned(run), compute_window(run.measured)], paths[1])
+        timelines = [*above, planned(run, run.measured), compute_window(run.measured)]
+        draw.figure(timelines, paths[1])
         draw.chrome_trace(run.measured, paths[2])
     return paths
 

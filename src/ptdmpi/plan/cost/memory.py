@@ -298,7 +298,8 @@ def _sorts(
     """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
     sort keep and need the same, whatever the layout's other settings are."""
     sorts: dict[Sort, int] = {}
-    examples, numbers = [], []
+    examples: list[int] = []
+    numbers: list[int] = []
     for stage in placed.stages_of(rank):
         sort = _sort(layers, placed, recompute_layers, stage)
         if sort not in sorts:

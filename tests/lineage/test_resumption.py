@@ -71,6 +71,7 @@ def _start(corpora: Path, change: str = "refuse", **values) -> tuple[Config, lis
         "optimizer": {"learning_rate": values.get("learning_rate", 1e-3)},
         "data": {
             "change": change,
+            "valid": str(folder / values.get("valid", "c")),
             "train": [
                 {"path": str(path), "weight": str(weight)}
                 for path, weight in zip(paths, weights, strict=False)
@@ -183,3 +184,10 @@ def test_weights_of_another_tokenizer_or_other_heads_are_no_beginning(corpora, n
     fresh = _course(*_start(corpora, seed=3, mixture="b"))
     fresh.judge("initial", Path("step-5"), _manifest(first))
     assert fresh.trained_on == fresh.now and fresh.samples(0) == 0
+
+
+def test_other_validation_data_are_told(corpora):
+    first, other = _course(*_start(corpora)), _course(*_start(corpora, valid="b"))
+    other.judge("resume", Path("step-5"), _manifest(first))
+    (told,) = other.answer.changed
+    assert told.startswith("data.valid ") and told.endswith("/a/b")

@@ -24,7 +24,7 @@ _TOLD = {
     "model": None,
     "precision": None,
     "optimizer": None,
-    "data": {"document_boundaries", "mask_fraction", "mask_ngram", "whole_words"},
+    "data": {"valid", "document_boundaries", "mask_fraction", "mask_ngram", "whole_words"},
     "parallel": None,
     "recompute": None,
 }
@@ -117,7 +117,7 @@ def _require_same_model(kind: str, before: Before, config: Config) -> None:
     for key in here if kind == "resume" else HEADS:
         stored = known.get(key, here[key])
         if stored != here[key]:
-            begin = ", or checkpoint.initial to begin from its weights"
+            begin = ", or another run.dir with checkpoint.initial to begin from its weights"
             raise InputError(
                 f"checkpoint {before.path}: it was trained with model.{key} = {stored}, this run "
                 f"has {here[key]}; legal: the value of before"

@@ -127,11 +127,18 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
     manifest = sound_manifest(path)
     course.judge("resume", path, manifest.said)
     step, changed = manifest.progress.step, list(course.answer.changed)
+    if step >= config.run.steps and named != own:
+        raise InputError(
+            f"checkpoint.resume = {wanted}: {step} steps are trained, and run.steps = "
+            f"{config.run.steps}: nothing is left to do; legal: run.steps above {step}"
+        )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
         said = f"has nothing to train: {path} has {step} steps"
     if changed:
         said += f"; changed since: {', '.join(changed)}"
+    if config.checkpoint.initial:
+        said += "; checkpoint.initial is not used"
     return {"step": step, "path": str(path), "changed": changed, "says": said}
 
 

@@ -62,7 +62,7 @@ class Attempt:
                 raise SharedInputError(
                     f"checkpoint.resume = {start.resume}: {progress.step} steps are trained, and "
                     f"run.steps = {steps}: nothing is left to do; legal: run.steps above "
-                    f"{progress.step}, or a copy of the folder"
+                    f"{progress.step}"
                 )
             self.how = f"resumed after step {progress.step}"
             if checkpoints.followed:
@@ -151,6 +151,8 @@ class Attempt:
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
+        answer = self.course.answer
+        changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
         if self.idle:
             asked = self.over or f"run.steps = {config.run.steps}"
             legal = (
@@ -160,13 +162,13 @@ class Attempt:
             )
             yield (
                 f"step {self.first} was trained before; {asked}: nothing is left to do, and "
-                f"nothing is written; legal: {legal}"
+                f"nothing is written{changed}; legal: {legal}"
             )
             return
-        answer = self.course.answer
-        changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
         if self.how != "begins":
             yield self.how + changed
+            if config.checkpoint.initial and self.how.startswith("resumed"):
+                yield "checkpoint.initial is not used: the run goes on from its own state"
         if answer.note:
             yield answer.note
         if answer.trained_on.last.step == self.first > 0:

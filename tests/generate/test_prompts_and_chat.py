@@ -157,6 +157,8 @@ def test_a_conversation_through_a_pipe(run):
     result = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\nagain\n")
     assert result.exit_code == 0 and "the conversation ends: end of input" in result.stderr
     assert result.stdout.count("\n") >= 2
+    ended = _invoke(run, "--chat", "--max-new-tokens", "3", input="hello\n/quit\nagain\n")
+    assert ended.exit_code == 0 and "the conversation ends: /quit" in ended.stderr
     refused = _invoke(run, "--chat", "--max-new-tokens", "32")
     assert refused.exit_code == 2
 

@@ -11,6 +11,7 @@ from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
 from ptdmpi.terminal.say import note
 
 SIGN = "> "
+QUIT = "/quit"
 TORN = "\ufffd"  # what a character of several tokens is decoded to while some are missing
 
 
@@ -108,7 +109,9 @@ class Chat:
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
     """Rank 0's next line, or None and why there is none."""
     try:
-        return read(), "end of input"
+        line = read()
+        # Open MPI's mpirun never hands the end of input on: a word has to do there
+        return (None, QUIT) if line == QUIT else (line, "end of input")
     except KeyboardInterrupt:
         return None, "Ctrl-C"
 

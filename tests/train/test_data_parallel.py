@@ -75,7 +75,7 @@ def test_the_first_of_replicas_that_differ_is_saved(comm):
     """Every element once, by data rank 0; by both data ranks where they are equal."""
 
     def elements(engine) -> tuple[int, int]:
-        mine = sum(part.elements for part in share(engine))
+        mine = sum(part.box.elements for part in share(engine.state, engine.axes))
         return mine, sum(engine.axes.world.all_gather_object(mine))
 
     with patch.dict(METHODS, {"all_reduce": Averaged}):

@@ -14,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from ptdmpi.base.box import Box
 from ptdmpi.comm.world import World
 from ptdmpi.convert.decoders import DECODERS
 from ptdmpi.convert.families import FAMILIES
@@ -139,7 +140,7 @@ def weights_of(stored: StoredModel) -> dict[str, Tensor]:
     with stored.reader() as reader:
         for name, one in declarations(stored.config(), stored.vocab_size).items():
             values = np.empty(one.shape, np.float32)
-            reader.read(f"weights/{name}", tuple(slice(0, n) for n in one.shape), values)
+            reader.read(f"weights/{name}", Box.whole(one.shape), values)
             whole[name] = torch.from_numpy(values)
     return whole
 
@@ -182,7 +183,7 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
     for place in places(one, declarations(stored.config(), stored.vocab_size)):
         gradient = by_name[place.theirs]
         whole = found.setdefault(place.ours, torch.zeros(place.whole))
-        whole[place.box] = gradient.t() if place.transposed else gradient
+        whole[place.box.index] = gradient.t() if place.transposed else gradient
     return found
 
 

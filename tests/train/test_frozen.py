@@ -10,7 +10,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.model.stage import Stage
 from ptdmpi.train import engine as engines
 from tests._configs import layout
-from tests._engines import build, logical, steps_of
+from tests._engines import build, steps_of, whole_gradients
 from tests.parallel import parallel
 
 FROZEN = (".mlp.", "norm", "embedding.")
@@ -50,8 +50,8 @@ def test_what_trains_trains_as_before_and_the_rest_stays(comm, precision, tied, 
     before = {n: e.view(partly.buffer.weights).clone() for n, e in partly.buffer.frozen.items()}
     (expected,), (found,) = steps_of(whole, 1), steps_of(partly, 1)
     assert found.loss == expected.loss and 0.0 < found.grad_norm < expected.grad_norm
-    gradients = logical(whole, whole.buffer.gradients)
-    for name, gradient in logical(partly, partly.buffer.gradients).items():
+    gradients = whole_gradients(whole)
+    for name, gradient in whole_gradients(partly).items():
         assert torch.equal(gradient, gradients[name]), name
     for name, entry in partly.buffer.frozen.items():
         assert torch.equal(entry.view(partly.buffer.weights), before[name]), name

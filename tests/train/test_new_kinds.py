@@ -11,7 +11,7 @@ from ptdmpi.model.stage import Stage
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.engine import Engine
 from tests._configs import layout, small
-from tests._engines import VOCAB_SIZE, logical, microbatches
+from tests._engines import VOCAB_SIZE, microbatches, whole_weights
 from tests.parallel import parallel
 from tests.plan.schedule.test_new_kinds import added
 
@@ -32,7 +32,7 @@ def trained(comm, schedule: str, virtual: int, **changes) -> tuple:
     assert all(stage.in_flight == 0 for stage in engine.stages.values())
     assert engine.runner.most_in_flight == 0  # of the validation
     told = [(result.loss, result.grad_norm) for result in results]
-    return told, valid, logical(engine, engine.buffer.master), kinds
+    return told, valid, whole_weights(engine), kinds
 
 
 def same(found: tuple, expected: tuple) -> None:

@@ -215,6 +215,9 @@ def test_nobody_reads_what_is_printed():
 
 @parallel(ranks=[1])
 def test_ctrl_c_saves_and_the_wish_is_told_once(comm, tmp_path):
+    # where the tests run in the background of a shell, SIGINT is ignored from the start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def patch(made):
         made._step = after(made._step, 2, lambda: signal.raise_signal(signal.SIGINT))
 

@@ -238,7 +238,7 @@ def test_types_are_checked_without_the_extras():
     """`make test` runs mypy where `make setup` alone has run: what stands only in the lock of the
     extras may be missing there."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    allowed = [rule["module"] for rule in settings["overrides"] if rule.get(MISSING)][0]
+    allowed = next(rule["module"] for rule in settings["overrides"] if rule.get(MISSING))
     extras = {name.replace("_", "-") for name in _locked("requirements-extras.lock")}
     imported = {
         package

@@ -6,7 +6,8 @@ import pytest
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.layer import LayerTimes
-from ptdmpi.plan.cost.price import VIEW_S, Pricer
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.cost.update import VIEW_S
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
 
@@ -59,9 +60,9 @@ def test_lists_of_parts_cost_by_their_number():
     pricer = Pricer(SELENE, MODEL, 512, "fp16")
     elements = 2 * 12 * 4096**2
     layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
-    few, many = (pricer.data_s(layout, elements) for layout in layouts)
+    few, many = (pricer.update.data_s(layout, elements) for layout in layouts)
     each_s = VIEW_S + SELENE.device.kernel_s
     small = 2 * 8  # biases and norms, whose bytes are next to nothing
     assert many - few > small * 3 * 256 * each_s
     newer = Pricer(load_cluster("dgx-h100"), MODEL, 512, "bf16")
-    assert newer.data_s(layouts[1], elements) < many / 10
+    assert newer.update.data_s(layouts[1], elements) < many / 10

@@ -7,7 +7,7 @@ import pytest
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.cost.update import VIEW_S
+from ptdmpi.plan.cost.update import VIEW_S, UpdateTimes
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
 
@@ -50,9 +50,9 @@ def test_the_bias_of_query_key_value_is_a_kernel_of_the_published_program(machin
 
 def test_tensors_are_all_parameters_of_a_layer(machine):
     for tensor in (1, 8):
-        layer = LayerTimes(machine, MODEL, Layout(tensor, 1, 1))
+        tensors = UpdateTimes(machine, MODEL, 1).layer_tensors(tensor)
         weights, h = 12 * 4096**2 // tensor, 4096
-        assert sum(layer.tensors) == weights + 7 * h // tensor + 2 * h + 4 * h
+        assert sum(tensors) == weights + 7 * h // tensor + 2 * h + 4 * h
 
 
 def test_lists_of_parts_cost_by_their_number():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.activations import COMPUTE_BYTES
+from ptdmpi.plan.cost.ends import EndTimes
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
@@ -85,33 +86,38 @@ class Pricer:
             cluster.software,
             cluster.device.runtime_bytes,
         )
-        self._layers: dict[tuple[int, int, bool], LayerTimes] = {}
+        self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
         self._rough: dict[tuple[int, int, int, int, bool, str], float] = {}
 
-    def layer(self, layout: Layout) -> LayerTimes:
+    def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
+        """The parts of the model on a tensor rank: a layer, and embedding and head."""
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
         if key not in self._layers:
-            self._layers[key] = LayerTimes(self.machine, self.model, layout)
+            told = (self.machine, self.model, layout)
+            self._layers[key] = LayerTimes(*told), EndTimes(*told)
         return self._layers[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
-        layer, layers = self.layer(layout), self.memory.split(layout)
+        layer, ends = self.kernels(layout)
         again = layer.backward + layer.recomputed(layout.recompute)
-        most = self.model.config.layers
-        if layout.recompute_layers is not None:
-            most = layout.recompute_layers
+        most = layout.recompute_layers
+        alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
         stages = []
-        for own in layers:
-            recomputed = min(max(0, most - own.start), len(own))
-            backward = again * recomputed
-            if recomputed < len(own):
-                backward = backward + layer.backward * (len(own) - recomputed)
-            stages.append((layer.forward * len(own), backward))
+        for own in self.memory.split(layout):
+            # of the first `most` layers of the model those that this stage holds
+            recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
+            key = (len(own), recomputed)
+            if key not in alike:
+                backward = again * recomputed
+                if recomputed < len(own):
+                    backward = backward + layer.backward * (len(own) - recomputed)
+                alike[key] = (layer.forward * len(own), backward)
+            stages.append(alike[key])
         forward, back = stages[0]
-        stages[0] = (forward + layer.embedding_forward, back + layer.embedding_backward)
+        stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
         forward, back = stages[-1]
-        stages[-1] = (forward + layer.head_forward, back + layer.head_backward)
+        stages[-1] = (forward + ends.head_forward, back + ends.head_backward)
         return stages
 
     def stage_times(self, layout: Layout) -> StageTimes:
@@ -149,7 +155,7 @@ class Pricer:
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Each tensor rank sends the whole tensor, or, scattered, its part, which the receiving
         node's ranks gather (Narayanan et al. 2021, section 4.1)."""
-        layer = self.layer(layout)
+        layer, _ = self.kernels(layout)
         size = layer.boundary_bytes
         scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
         if not scatter:
@@ -181,7 +187,7 @@ class Pricer:
     def rough_bound_s(self, layout: Layout) -> float:
         """A bound below `bound_s` that needs no stages: of the mean rank its work, the filling and
         draining before and behind it, and what follows for the mean of the ranks' parameters."""
-        layer, config = self.layer(layout), self.model.config
+        (layer, ends), config = self.kernels(layout), self.model.config
         each = layer.forward.total + layer.backward.total
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
@@ -190,9 +196,7 @@ class Pricer:
         key = (*sizes, layout.sequence_parallel, layout.recompute)
         if key not in self._rough:
             elements = config.layers * layer_elements(config, layout.tensor) // p
-            embedding = (layer.embedding_forward, layer.embedding_backward)
-            ends = (*embedding, layer.head_forward, layer.head_backward)
-            work_s = config.layers * each + sum(part.total for part in ends)
+            work_s = config.layers * each + ends.total_s
             after_s = self.update.optimizer_s(layout, elements)
             if not layout.dp_overlap:
                 after_s += self.update.data_s(layout, elements)

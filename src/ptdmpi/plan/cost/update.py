@@ -53,6 +53,11 @@ class UpdateTimes:
             summed_s += machine.all_reduce_s(table, Group(2, 1 + one_node))
         return summed_s
 
+    def layer_tensors(self, tensor: int) -> list[int]:
+        """Elements of a layer's weights, biases and norms on a tensor rank."""
+        every = parameters.layer(self.model).values()
+        return [size for part in every for size in part.weights(tensor)]
+
     def _table_elements(self, tensor: int) -> int:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
@@ -74,12 +79,7 @@ class UpdateTimes:
         """(gathering, summing) each tensor of a rank's layers and the vocabulary's table, one by
         one. Small ones cost their start, so no product of sizes stands for them all; but the layers
         are alike, so each size is priced once."""
-        sizes = [
-            size
-            for part in parameters.layer(self.model).values()
-            for size in part.weights(tensor)
-        ]
-        table = self._table_elements(tensor)
+        sizes, table = self.layer_tensors(tensor), self._table_elements(tensor)
         taken = {size: self._one_tensor_s(size, group) for size in {*sizes, table}}
         gathered_s = reduced_s = 0.0
         for size in [*sizes * layers, table]:

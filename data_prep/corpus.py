@@ -69,7 +69,7 @@ class Corpus(Protocol):
 
     vocabulary: Vocabulary
     tokenizer_file: Path | None  # is copied beside the shards, for those who decode
-    counted: tuple[str, ...]  # which of the Counters its final table has
+    counted: tuple[str, ...]  # which of the CorpusCounters its final table has
     group_bytes: Sequence[int]  # on disk
 
     def identity(self) -> dict[str, Any]:

@@ -101,13 +101,13 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
     wide = {found.ours for n, found in chosen.items() if theirs.tensors[n].dtype == "F64"}
     for name, found in chosen.items():
         dtype = torch.float64 if found.ours in wide else torch.float32
-        for slab in slabs(counterpart.box.size, dtype.itemsize):
+        for slab in slabs(found.box.size, dtype.itemsize):
             yield Outgoing(
-                key(WEIGHTS, counterpart.ours),
-                counterpart.whole,
-                slab.within(counterpart.box),
+                key(WEIGHTS, found.ours),
+                found.whole,
+                slab.within(found.box),
                 str(dtype).removeprefix("torch."),
-                partial(_ours, theirs, name, slab, counterpart.transposed, dtype),
+                partial(_ours, theirs, name, slab, found.transposed, dtype),
             )
 
 

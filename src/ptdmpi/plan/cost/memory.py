@@ -20,7 +20,7 @@ from ptdmpi.plan.schedule.flight import fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
+from ptdmpi.plan.shape.parameters import WORD_TABLE, Linear, elements, trained
 
 
 @dataclass(frozen=True)
@@ -153,30 +153,34 @@ class MemoryModel:
         does not share its rank with the other."""
         return self._elements(placement_of(layout), layout.tensor, rank)[0]
 
-    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
-        """(parameters, those of them that stand for two) of a pipeline rank."""
+    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int, int]:
+        """(parameters, those of them that train, those of these that stand for two) of a pipeline
+        rank."""
         stages, layers = placed.stages_of(rank), self._splits(placed)
-        own = sum(len(layers[stage]) for stage in stages)
-        count = own * parameters.layer_elements(self.model, tensor)
         first, last = 0 in stages, placed.stages - 1 in stages
-        if first:
-            count += parameters.embedding_elements(self.model, self.vocab_size, tensor)
-        if last:
-            count += parameters.head_elements(self.model, self.vocab_size, tensor)
-        shared = 0
-        if first and last and self.model.tie_embeddings:
-            shared = parameters.table_elements(self.model, self.vocab_size, tensor)
-        return count - shared, shared
+        embedding = parameters.embedding(self.model, self.vocab_size)
+        held = (
+            (sum(len(layers[stage]) for stage in stages), parameters.layer(self.model)),
+            (int(first), embedding),
+            (int(last), parameters.head(self.model, self.vocab_size)),
+        )
+        count = sum(times * elements(parts.values(), tensor) for times, parts in held)
+        train = sum(times * elements(trained(parts), tensor) for times, parts in held)
+        if not (first and last and self.model.tie_embeddings):
+            return count, train, 0
+        shared = elements([embedding[WORD_TABLE]], tensor)
+        twice = shared * embedding[WORD_TABLE].trains
+        return count - shared, train - twice, twice
 
     def _counted_standing(
         self, placed: Placement, tensor: int, data: int, zero: int, rank: int
     ) -> tuple[int, int, int]:
         """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
         left out. Where compute and master type agree there is one set of weights."""
-        elements, shared = self._elements(placed, tensor, rank)
+        every, train, shared = self._elements(placed, tensor, rank)
         shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
         second = shared * self.software.tied_gradients_apart
-        counts = (elements, elements + second, elements)
+        counts = (every, train + second, train)
         weights, gradients, optimizer = (
             -(-count // ranks) * each
             for count, ranks, each in zip(counts, shards, self._each_bytes, strict=True)

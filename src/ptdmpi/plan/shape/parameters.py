@@ -20,7 +20,8 @@ class Linear:
     `split`: how the tensor axis divides it: "columns" the outputs (each of them on its own, such as
     q, k, v), "rows" the inputs; None: every rank holds all. `most`: into how many shares each of
     the outputs can be divided (a head is never cut); None: into t. `init_std`: of the initial
-    weights.
+    weights. `trains`, here and of the other parts: without it the part has weights alone, no
+    gradients, masters or moments.
     """
 
     inputs: int
@@ -29,6 +30,7 @@ class Linear:
     init_std: float
     split: Literal["columns", "rows"] | None = None
     most: tuple[int, ...] | None = None
+    trains: bool = True
 
     def local(self, tensor: int) -> tuple[int, int]:
         """(inputs, outputs) of one tensor rank, padded where t does not divide them."""
@@ -54,6 +56,7 @@ class Norm:
 
     size: int
     shift: bool
+    trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of each of its weights, on every tensor rank alike."""
@@ -68,6 +71,7 @@ class Table:
     hidden: int
     init_std: float
     split: bool = False
+    trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of it on one tensor rank, padded where t does not divide the rows."""
@@ -157,6 +161,11 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 def elements(parts: Iterable[Part], tensor: int = 1) -> int:
     """Elements of all these parts on one of `tensor` tensor ranks."""
     return sum(sum(part.weights(tensor)) for part in parts)
+
+
+def trained(parts: Mapping[str, Part]) -> list[Part]:
+    """Those of the parts that train."""
+    return [part for part in parts.values() if part.trains]
 
 
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:

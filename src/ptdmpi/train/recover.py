@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.comm import ulfm
-from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
-from ptdmpi.config import Config, InputError
+from ptdmpi.comm.world import Place, World, fail_together
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size

@@ -35,14 +35,23 @@ EXCEPTIONS: dict[str, str] = {
     "data_prep/state.py::RunState": "one restart protocol; its steps read best in one place",
     "src/ptdmpi/checkpoint/save.py::Checkpoints": "saving, publishing and resuming share a flight",
     "src/ptdmpi/model/stage.py::Stage": "losses and batches are parked here between two ops",
-    "src/ptdmpi/plan/cost/layer.py::LayerTimes": "one method a kernel of the layer, in its order",
-    "src/ptdmpi/plan/cost/price.py::Pricer": "the terms of a step, one method each",
     "src/ptdmpi/engine/engine.py::Engine": "everything of a rank that a step touches",
     "src/ptdmpi/watch/heartbeat.py::Heartbeat": "a thread's whole state, closed in one place",
 }
 # Folders that may have more files, and why.
 FULL_FOLDERS = {
     "tests": "helpers that several folders of tests use",
+}
+
+# Classes that may share a name: the same thing told in two ways. All others are told apart.
+SAME_NAMES = {
+    "Attention": "the trainer's and plain torch's",
+    "Block": "the trainer's and plain torch's",
+    "Embedding": "the trainer's and plain torch's",
+    "Mlp": "the trainer's and plain torch's",
+    "Norm": "a module, and its row in the table of parameters",
+    "Optimizer": "the trainer's and plain torch's",
+    "Table": "a module, and its row in the table of parameters",
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.
@@ -158,6 +167,19 @@ def imported_packages(source: str) -> set[str]:
 def test_file_keeps_the_rules(file):
     name, source = str(file.relative_to(ROOT)), file.read_text()
     assert [*over_budget(name, source), *forbidden(name, source)] == []
+
+
+def test_a_name_means_one_thing():
+    """Whoever searches for a class finds one, or two that are the same thing."""
+    places: dict[str, set[str]] = {}
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] != "tests":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    assert {name: files for name, files in shared.items() if name not in SAME_NAMES} == {}
+    assert SAME_NAMES.keys() <= shared.keys(), "a reason that has gone"
 
 
 def test_exceptions_name_what_exists():

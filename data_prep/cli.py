@@ -12,7 +12,7 @@ import click
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Group, run
+from ptdmpi.terminal.program import CommandGroup, run
 from ptdmpi.terminal.progress import progress
 from ptdmpi.terminal.say import note
 
@@ -97,7 +97,7 @@ def _make_shards(
         click.echo(json.dumps(table) if as_json else _format_table(table))
 
 
-class _Program(Group):
+class _Program(CommandGroup):
     in_parallel = frozenset({"tokenize", "import-megatron"})
 
 

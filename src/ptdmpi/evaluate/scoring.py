@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress

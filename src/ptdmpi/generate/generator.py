@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.save import Checkpoints
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import to_toml
+from ptdmpi.comm.world import World
+from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.answers import Stop, compiled, extract, matches

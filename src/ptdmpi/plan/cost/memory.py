@@ -20,7 +20,7 @@ from ptdmpi.plan.schedule.flight import fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import WORD_TABLE, Linear, elements, trained
+from ptdmpi.plan.shape.parameters import Linear
 
 
 @dataclass(frozen=True)
@@ -154,23 +154,11 @@ class MemoryModel:
         return self._elements(placement_of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int, int]:
-        """(parameters, those of them that train, those of these that stand for two) of a pipeline
-        rank."""
+        """`parameters.rank_elements` of a pipeline rank."""
         stages, layers = placed.stages_of(rank), self._splits(placed)
-        first, last = 0 in stages, placed.stages - 1 in stages
-        embedding = parameters.embedding(self.model, self.vocab_size)
-        held = (
-            (sum(len(layers[stage]) for stage in stages), parameters.layer(self.model)),
-            (int(first), embedding),
-            (int(last), parameters.head(self.model, self.vocab_size)),
-        )
-        count = sum(times * elements(parts.values(), tensor) for times, parts in held)
-        train = sum(times * elements(trained(parts), tensor) for times, parts in held)
-        if not (first and last and self.model.tie_embeddings):
-            return count, train, 0
-        shared = elements([embedding[WORD_TABLE]], tensor)
-        twice = shared * embedding[WORD_TABLE].trains
-        return count - shared, train - twice, twice
+        own = sum(len(layers[stage]) for stage in stages)
+        ends = (0 in stages, placed.stages - 1 in stages)
+        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
     def _counted_standing(
         self, placed: Placement, tensor: int, data: int, zero: int, rank: int

@@ -163,11 +163,6 @@ def elements(parts: Iterable[Part], tensor: int = 1) -> int:
     return sum(sum(part.weights(tensor)) for part in parts)
 
 
-def trained(parts: Mapping[str, Part]) -> list[Part]:
-    """Those of the parts that train."""
-    return [part for part in parts.values() if part.trains]
-
-
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
     """Parameters of one layer on one tensor rank."""
     return elements(layer(model).values(), tensor)
@@ -186,6 +181,26 @@ def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
     """Parameters behind the last layer on one tensor rank, a table of its own included."""
     return elements(head(model, vocab_size).values(), tensor)
+
+
+def rank_elements(
+    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+) -> tuple[int, int, int]:
+    """(parameters, those of them that train, those of these that stand for two) of a rank with so
+    many layers and, as `ends` says, the first or the last of the model. A tied table is counted
+    once; its second use has a gradient of its own."""
+    first, last = ends
+    table = embedding(model, vocab_size)
+    held = ((layers, layer(model)), (int(first), table), (int(last), head(model, vocab_size)))
+    count = train = 0
+    for times, parts in held:
+        count += times * elements(parts.values(), tensor)
+        train += times * elements((part for part in parts.values() if part.trains), tensor)
+    if not (first and last and model.tie_embeddings):
+        return count, train, 0
+    shared = elements([table[WORD_TABLE]], tensor)
+    twice = shared * table[WORD_TABLE].trains
+    return count - shared, train - twice, twice
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:

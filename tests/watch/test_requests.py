@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.watch import requests as module
 from ptdmpi.watch.requests import Requests, Save, StopRequest, process_age_s
 from tests._runs import after, log, loop, records

@@ -20,7 +20,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire, wire_named
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 from ptdmpi.terminal.program import mendable_paths
 
@@ -178,10 +178,6 @@ class World:
         if not fine:
             raise SharedInputError(value)
         return value
-
-
-class SharedInputError(InputError):
-    """Bad input that every rank knows of, so that one rank can say it for all."""
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ MOST = 10**12  # of any count: more is a slip of the pen
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+FileName = Annotated[str, Field(min_length=1)]
 DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
 
 

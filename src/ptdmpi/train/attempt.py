@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ptdmpi.checkpoint.save import Checkpoints
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import to_toml
+from ptdmpi.comm.world import World
+from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes, SharedInputError
-from ptdmpi.config import Config
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config, SharedInputError
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Batch, Stage
 from ptdmpi.model.state import State

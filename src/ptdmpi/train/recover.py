@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.comm import ulfm
-from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
-from ptdmpi.config import Config, InputError
+from ptdmpi.comm.world import Place, World, fail_together
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
+from ptdmpi.train.checks import checked
 from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover, Holding, Report
-from ptdmpi.train.loop import Loop, checked
+from ptdmpi.train.loop import Loop
 from ptdmpi.train.meter import append_lines
 from ptdmpi.watch.requests import StopRequest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Group, run
+from ptdmpi.terminal.program import CommandGroup, run
 from ptdmpi.terminal.progress import progress
 from ptdmpi.terminal.say import note
 
@@ -96,7 +96,7 @@ def _make_shards(
         click.echo(json.dumps(table) if as_json else _format_table(table))
 
 
-class _Program(Group):
+class _Program(CommandGroup):
     in_parallel = frozenset({"tokenize", "import-megatron"})
 
 

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from unittest import mock
 import pytest
 
 from tests.parallel import ROOT
+
+MISSING = "ignore_missing_imports"
 
 FOLDERS = ("src", "data_prep", "benchmarks", "tests")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
@@ -32,16 +35,23 @@ EXCEPTIONS: dict[str, str] = {
     "data_prep/state.py::RunState": "one restart protocol; its steps read best in one place",
     "src/ptdmpi/checkpoint/save.py::Checkpoints": "saving, publishing and resuming share a flight",
     "src/ptdmpi/model/stage.py::Stage": "losses and batches are parked here between two ops",
-    "src/ptdmpi/plan/cost/layer.py::LayerTimes": "one method a kernel of the layer, in its order",
-    "src/ptdmpi/plan/cost/price.py::Pricer": "the terms of a step, one method each",
-    "src/ptdmpi/train/engine.py::Engine": "everything of a rank that a step touches",
+    "src/ptdmpi/engine/engine.py::Engine": "everything of a rank that a step touches",
     "src/ptdmpi/watch/heartbeat.py::Heartbeat": "a thread's whole state, closed in one place",
 }
 # Folders that may have more files, and why.
 FULL_FOLDERS = {
-    "src/ptdmpi/train": "the engine's parts and the loop's are read together",
     "tests": "helpers that several folders of tests use",
-    "tests/train": "a file for each module, and for each kind of training",
+}
+
+# Classes that may share a name: the same thing told in two ways. All others are told apart.
+SAME_NAMES = {
+    "Attention": "the trainer's and plain torch's",
+    "Block": "the trainer's and plain torch's",
+    "Embedding": "the trainer's and plain torch's",
+    "Mlp": "the trainer's and plain torch's",
+    "Norm": "a module, and its row in the table of parameters",
+    "Optimizer": "the trainer's and plain torch's",
+    "Table": "a module, and its row in the table of parameters",
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.
@@ -159,6 +169,19 @@ def test_file_keeps_the_rules(file):
     assert [*over_budget(name, source), *forbidden(name, source)] == []
 
 
+def test_a_name_means_one_thing():
+    """Whoever searches for a class finds one, or two that are the same thing."""
+    places: dict[str, set[str]] = {}
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] != "tests":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    assert {name: files for name, files in shared.items() if name not in SAME_NAMES} == {}
+    assert SAME_NAMES.keys() <= shared.keys(), "a reason that has gone"
+
+
 def test_exceptions_name_what_exists():
     for name in EXCEPTIONS:
         path, _, inside = name.partition("::")
@@ -229,6 +252,23 @@ def test_every_import_is_declared():
 def _locked(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text().splitlines()
     return dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+
+
+def test_types_are_checked_without_the_extras():
+    """`make test` runs mypy where `make setup` alone has run: what stands only in the lock of the
+    extras may be missing there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    allowed = next(rule["module"] for rule in settings["overrides"] if rule.get(MISSING))
+    extras = {name.replace("_", "-") for name in _locked("requirements-extras.lock")}
+    imported = {
+        package
+        for file in FILES
+        if file.relative_to(ROOT).parts[0] == "src"
+        for package in imported_packages(file.read_text())
+        if package.lower().replace("_", "-") in extras
+    }
+    assert "wandb" in imported
+    assert {f"{package}.*" for package in imported} <= set(allowed)
 
 
 def test_locks_satisfy_setup():

@@ -12,7 +12,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
 from ptdmpi.commands.doctor import report_text
 from ptdmpi.parity import suite
-from ptdmpi.parity.layouts import Case, ComparedLayout, Model
+from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
 from tests.parallel import mpirun, parallel
 
 CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
@@ -65,7 +65,7 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
 @parallel(ranks=[2])
 def test_a_red_row_fails_on_every_rank(comm):
     layout = ComparedLayout(tensor=2, micro_size=4)
-    case = Case(layout, Model(layers=2))
+    case = Case(layout, ComparedModel(layers=2))
     wanted = [suite.Comparison(suite.COVERING, case, Case(layout.base, case.model))]
     with (
         patch.object(suite, "comparisons", lambda ranks, short: wanted),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptdmpi.terminal.program import Group
+from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
     from ptdmpi.convert.folder import Converted
@@ -19,7 +19,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(cls=Group, short_help="Models of Hugging Face, both ways.")
+@click.group(cls=CommandGroup, short_help="Models of Hugging Face, both ways.")
 def command() -> None:
     """Convert models from and to Hugging Face (GPT-2, LLaMA, BERT), without MPI or a GPU.
 

@@ -1,4 +1,4 @@
-"""The exception for what the user can mend."""
+"""What the user can mend, as exceptions."""
 
 
 class InputError(Exception):
@@ -6,4 +6,4 @@ class InputError(Exception):
 
 
 class SharedInputError(InputError):
-    """Bad input that every rank knows of, so that one rank can say it for all."""
+    """Bad input that every rank of a job knows of, so that one rank can say it for all."""

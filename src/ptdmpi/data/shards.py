@@ -160,7 +160,7 @@ def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]
     return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
-Place = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
+Address = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
 
 
 class Dataset:
@@ -240,7 +240,7 @@ class Dataset:
         return map_documents(_confirm(self.headers, shard))
 
 
-def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> np.ndarray:
+def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -> np.ndarray:
     """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
 
     Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
@@ -267,7 +267,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> 
     return rows
 
 
-def _check_ids(datasets: Sequence[Dataset], places: Sequence[Place], tokens: np.ndarray) -> None:
+def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
     """Raises InputError if one of the tokens of some places (their rows, or the only row) is
     outside the vocabulary. argmax is the quickest way to look at all ids."""
     size = datasets[0].vocab_size

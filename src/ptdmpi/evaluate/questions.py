@@ -12,7 +12,7 @@ from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.answers import Stop, compiled, extract, matches
 from ptdmpi.evaluate.choice import accuracies, requests
 from ptdmpi.evaluate.scoring import Request, fitted, score
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import GREEDY, Sampling
 from ptdmpi.generate.text import Text
@@ -42,7 +42,7 @@ class Questions(ABC):
     `truncated`: of how many the beginning is cut, for they are longer than a sequence.
     """
 
-    items: tuple[Item, ...]
+    items: tuple[TaskItem, ...]
     asking: Asking
     truncated: int
 
@@ -100,7 +100,7 @@ class Answers(Questions):
 
 
 def questions(
-    text: Text, items: Sequence[Item], contexts: Sequence[str], asking: Asking, sizes: "Sizes"
+    text: Text, items: Sequence[TaskItem], contexts: Sequence[str], asking: Asking, sizes: "Sizes"
 ) -> Questions:
     """The items behind their contexts, as ids. Raises InputError for what the model cannot be
     asked."""

@@ -13,7 +13,7 @@ from ptdmpi.evaluate.answers import compiled
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
 from ptdmpi.evaluate.questions import Asking, Sizes, questions
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import find_text
 from ptdmpi.inference.model import open_inference
@@ -59,7 +59,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     return found
 
 
-def _read(options: Options) -> dict[str, tuple[list[Item], list[str]]]:
+def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
     """The items of each task file and their contexts, solved examples included."""
     if not (options["data"] or options["tasks"] or options["lm_eval"]):
         raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")

@@ -15,7 +15,7 @@ from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import Parameter
-from ptdmpi.model.random import Stream
+from ptdmpi.model.random import RandomStream
 from ptdmpi.model.tensor_parallel import (
     TensorAxis,
     cross_entropy,
@@ -210,7 +210,7 @@ class Stage(nn.Module):
     def _context(self, batch: Batch, step: int | None) -> Context:
         stream = rotary = None
         if self.drops and step is not None:
-            stream = Stream.of(self.seed, step, batch.samples)
+            stream = RandomStream.of(self.seed, step, batch.samples)
         if self.rotary is not None and batch.documents is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
             (cos, sin), at = self.rotary, batch.documents.positions

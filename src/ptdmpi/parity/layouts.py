@@ -57,7 +57,7 @@ MORE = {
 
 
 @dataclass(frozen=True)
-class Model:
+class ComparedModel:
     """What is trained; all layouts of one model are compared with one reference."""
 
     kind: str = "gpt"
@@ -120,7 +120,7 @@ class Case:
     """One model in one layout."""
 
     layout: ComparedLayout
-    model: Model
+    model: ComparedModel
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -178,13 +178,13 @@ def refusal(case: Case, ranks: int) -> str | None:
 
 
 @cache
-def _shape(model: Model) -> ModelConfig:
+def _shape(model: ComparedModel) -> ModelConfig:
     return ModelConfig.model_validate(model.keys)
 
 
-def models() -> list[Model]:
+def models() -> list[ComparedModel]:
     """A few models in which every pair of the model's settings occurs."""
-    every = [Model(*values) for values in itertools.product(*MODEL_FACTORS.values())]
+    every = [ComparedModel(*values) for values in itertools.product(*MODEL_FACTORS.values())]
     return [every[i] for i in _cover([vars(model) for model in every], [1.0] * len(every))]
 
 
@@ -226,7 +226,7 @@ def _mildest(values: dict[str, Any]) -> Case:
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     of_model = {k: v for k, v in (most_layers | values).items() if k in MODEL_FACTORS}
     of_layout = {k: v for k, v in values.items() if k in LAYOUT_FACTORS}
-    return Case(ComparedLayout(**of_layout), Model(**of_model))
+    return Case(ComparedLayout(**of_layout), ComparedModel(**of_model))
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
@@ -258,7 +258,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Layouts whose bits must not depend on d either; the model has all that could disturb them."""
-    model = Model(dropout=True)
+    model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
         ComparedLayout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
@@ -272,7 +272,7 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """A model with windows, caps, norms of queries and keys, and one key head for all tensor ranks,
     where these meet what divides, recomputes or cuts into documents."""
-    model = Model(kind="gemma2", documents=True)
+    model = ComparedModel(kind="gemma2", documents=True)
     layouts = [
         ComparedLayout(4, 1, 1, sequence_parallel=True, recompute="full", micro_size=2),
         ComparedLayout(2, 2, 2, schedule="1f1b", scatter_gather=True, micro_size=2),

@@ -29,7 +29,7 @@ STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankCount:
     """How many ranks, why so many, and how many of them share this host; 0: not known."""
 
     count: int
@@ -37,7 +37,9 @@ class Ranks:
     local: int
 
 
-def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -> dict[str, Any]:
+def preview(
+    tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
+) -> dict[str, Any]:
     """Everything that is known before the start; "mistake" says what keeps the run from it.
 
     `cluster` by name or file: instead of `run.cluster`. Raises InputError as the run would, for
@@ -147,7 +149,9 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(config: Config, vocab_size: int, ranks: Ranks, price: Price | None) -> dict[str, Any]:
+def _memory(
+    config: Config, vocab_size: int, ranks: RankCount, price: Price | None
+) -> dict[str, Any]:
     """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
     ranks are known to be on it. "fits" is None where that is not known."""
     rank, need = relief.Step.of(config, vocab_size).largest()

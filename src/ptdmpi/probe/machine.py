@@ -61,7 +61,7 @@ def probe(
     note("probe: memory, messages, attention")
     stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
     tree = {
-        "name": f"probed-{world.places[0].host}",
+        "name": f"probed-{world.processes[0].host}",
         "device": _device(bench, precision, gemm, stream, memory + program)
         | {"kernel_s": launch, "runtime_bytes": float(program)},
         "node": _node(world),

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.lineage.attempts import Attempt, attempts, that_trained
+from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
-Owed = tuple[Attempt, int, int]  # an attempt, the first and the last recorded step that it trained
+Owed = tuple[
+    PastAttempt, int, int
+]  # an attempt, the first and the last recorded step that it trained
 
 
 def owed(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Owed]:

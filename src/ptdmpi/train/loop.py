@@ -13,12 +13,12 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
+from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.inference.model import device_of
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
-from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover

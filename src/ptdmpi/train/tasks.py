@@ -9,12 +9,12 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError
+from ptdmpi.engine.engine import Engine
 from ptdmpi.evaluate.questions import Questions
 from ptdmpi.inference.model import InferenceModel, new_stages
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.sinks.record import task_score
-from ptdmpi.train.engine import Engine
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.task_files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
@@ -76,6 +76,7 @@ class Tasks:
                     given += questions.ask(model, self.text, of)
                 except SharedInputError as error:  # weights without a number to tell
                     self.journal.say(f"warning: step {step}  {path}: {error}")
+                    self.engine.place.enter("training")
                     return asked
                 asked = vote()
                 if asked.stop:

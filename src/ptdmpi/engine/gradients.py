@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.model.parameters import Entry, Held, ParameterBuffer
+from ptdmpi.engine.data_parallel import DataParallel
+from ptdmpi.model.parameters import Entry, HeldShare, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
-from ptdmpi.train.data_parallel import DataParallel
 
 
 class GradientStep(Protocol):
@@ -53,7 +53,10 @@ class CopiedShares:
     """
 
     def __init__(
-        self, tensor: Communicator, buffer: ParameterBuffer, copied: Mapping[str, Sequence[Held]]
+        self,
+        tensor: Communicator,
+        buffer: ParameterBuffer,
+        copied: Mapping[str, Sequence[HeldShare]],
     ) -> None:
         self.tensor, self.buffer, self.copied = tensor, buffer, copied
 
@@ -187,7 +190,7 @@ def _partial_sums(
     return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
 
 
-def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Held]]:
+def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
     """The pieces of those parameters of which ranks of the tensor axis hold copies of a part."""
     if tensor.size == 1:
         return {}

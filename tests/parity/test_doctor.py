@@ -21,7 +21,7 @@ CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
 def test_machine_on_two_ranks():
     result = mpirun(2, [*CLI, "--json"], timeout_s=100)
     findings = {one["name"]: one for one in json.loads(result.stdout)["findings"]}
-    assert findings["ranks"]["value"].startswith("2 on 1 node(s), 2 per node")
+    assert findings["ranks"]["value"].startswith("2 on 1 node, 2 per node")
     assert findings["launcher"]["value"] != "none: one process; start with mpirun or srun"
     assert findings["tensor axis"]["value"].endswith("t = 1, 2")
     assert "right" in findings["float32 sum"]["value"]

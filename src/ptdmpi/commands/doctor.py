@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
@@ -181,7 +182,7 @@ def _launched(world: "World") -> list[ReportLine]:
             "ok" if multiple else "bad",
         ),
         ReportLine("launcher", launcher or "none: one process; start with mpirun or srun"),
-        ReportLine("ranks", f"{world.size} on {world.nodes} node(s), {spread} per node"),
+        ReportLine("ranks", f"{world.size} on {counted(world.nodes, 'node')}, {spread} per node"),
     ]
 
 
@@ -219,7 +220,7 @@ def _software(world: "World") -> list[ReportLine]:
         ),
         ReportLine(
             "threads per rank",
-            f"{torch.get_num_threads()}, {cores} core(s) usable by a rank"
+            f"{torch.get_num_threads()}, {counted(cores, 'core')} usable by a rank"
             + ("; more ranks and threads than cores: slow" if crowded else ""),
             "note" if crowded else "ok",
         ),

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import (
+    MOST_BATCH,
     DirectoryName,
     FileName,
     Fraction,
@@ -78,7 +79,7 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Sequences per optimizer step over all ranks, and per microbatch."""
 
-    global_size: Positive
+    global_size: Annotated[int, Field(ge=1, le=MOST_BATCH)]
     micro_size: Positive = 1
 
 

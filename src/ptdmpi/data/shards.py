@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import (
     SUMMARY,
@@ -68,8 +69,9 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
     gone = sorted(listed.keys() - {path.name for path in paths})
     if gone:
         raise InputError(
-            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of {len(gone)} "
-            f"such shard(s); bring them back, or remove {SUMMARY} to do without them"
+            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of "
+            f"{counted(len(gone), 'such shard')}; bring them back, or remove {SUMMARY} to do "
+            "without them"
         )
     first, *others = [listed.get(path.name) or read_header(path) for path in paths]
     return [confirmed(first), *others]

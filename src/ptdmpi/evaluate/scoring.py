@@ -53,7 +53,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
     data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
     found: dict[int, Score] = {}
-    with progress("scoring", len(mine), "batches") as advance:
+    with progress("scoring", len(mine), "batch") as advance:
         for group in mine:
             answer = model.log_probabilities(*_batch([inside[i] for i in group], model.device))
             advance(1)

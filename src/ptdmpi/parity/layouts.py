@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import Layout, ModelConfig
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
@@ -171,7 +172,7 @@ def refusal(case: Case, ranks: int) -> str | None:
     """Why the case cannot be trained on `ranks` ranks; None if it can."""
     layout = case.layout
     if layout.ranks > ranks:
-        return f"more than {ranks} rank{'s' if ranks > 1 else ''}"
+        return f"more than {counted(ranks, 'rank')}"
     rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
     return None if broken is None else REASONS.get(broken, broken)

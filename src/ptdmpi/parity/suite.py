@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm.world import World
 from ptdmpi.parity import layouts
 from ptdmpi.parity.compare import BARS, BITWISE, Greatest, differences, first_other_bit
@@ -113,7 +114,10 @@ def run(
     for ranks in sorted({task.case.layout.ranks for task in tasks}):
         alike = [task for task in tasks if task.case.layout.ranks == ranks]
         if world.rank == 0:
-            say(f"parity: {len(alike)} trainings of {steps} steps on {ranks} ranks each")
+            say(
+                f"parity: {counted(len(alike), 'training')} of {counted(steps, 'step')} on "
+                f"{counted(ranks, 'rank')} each"
+            )
         results |= blocks.run(alike)
     return [_row(one, steps, results) for one in wanted] if world.rank == 0 else []
 

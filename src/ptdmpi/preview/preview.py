@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
@@ -87,8 +88,8 @@ def preview(
     elif not found["checkpoint"]["fits"]:
         checkpoint = found["checkpoint"]
         found["mistake"] = (
-            f"a checkpoint needs {checkpoint['bytes'] / 1e6:,.1f} MB, {config.run.dir} has "
-            f"{checkpoint['free_bytes'] / 1e6:,.1f} MB free"
+            f"a checkpoint needs {file_size(checkpoint['bytes'])}, {config.run.dir} has "
+            f"{file_size(checkpoint['free_bytes'])} free"
         )
     return found
 
@@ -110,7 +111,7 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
     if wanted == "never" or (wanted == "auto" and not there):
         said = "begins anew"
         if there:
-            said += f"; the {len(there)} checkpoint(s) of {own} will be set aside"
+            said += f"; the {counted(len(there), 'checkpoint')} of {own} will be set aside"
         elif config.checkpoint.initial:
             said += f", from the weights of {newest(Path(config.checkpoint.initial))}"
         return {"step": 0, "path": None, "changed": [], "says": said}
@@ -128,7 +129,7 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
         )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
-        said = f"has nothing to train: {path} has {step} steps"
+        said = f"has nothing to train: {path} has {counted(step, 'step')}"
     if changed:
         said += f"; changed since: {', '.join(changed)}"
     if config.checkpoint.initial:
@@ -160,7 +161,8 @@ def _memory(
     if price is not None:
         capacity, source = price.capacity_bytes, "of the cluster"
     elif ranks.local:
-        capacity, source = _here(ranks.local), f"of this host, shared by {ranks.local} rank(s)"
+        capacity = _here(ranks.local)
+        source = f"of this host, shared by {counted(ranks.local, 'rank')}"
     return {
         "pipeline_rank": rank,
         "parts_bytes": parts,

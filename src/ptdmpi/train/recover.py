@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Process, World, fail_together
 from ptdmpi.config import Config, InputError, SharedInputError
@@ -212,7 +213,7 @@ class Survivors:
     def _give_up(self) -> None:
         grid, left = self.grid, self.world.size
         line = (
-            f"{_who(self.news)} lost; {left} rank{'s' * (left != 1)} cannot hold "
+            f"{_who(self.news)} lost; {counted(left, 'rank')} cannot hold "
             f"t={grid['tensor']},p={grid['pipeline']}. The same command again resumes from the "
             "newest checkpoint"
         )

@@ -25,6 +25,7 @@ def test_defaults_are_enough():
     assert config.model.ffn_hidden == 4 * config.model.hidden
     assert (config.parallel.schedule, config.data_size, config.microbatches) == ("1f1b", 1, 4)
     assert config.run.dir == "runs/run"
+    assert (config.checkpoint.every_minutes, config.checkpoint.every_steps) == (15.0, 0)
     assert small({"run.name": "a"}).run.dir == "runs/a"
     assert small({"run.name": "a", "run.dir": "x"}).run.dir == "x"
 

@@ -11,7 +11,7 @@ from data_prep.vocabulary import BYTES_SHA256
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.evaluate.questions import Asking, Sizes, read
+from ptdmpi.evaluate.questions import Asking, Limits, read
 from ptdmpi.generate.text import find_text
 from ptdmpi.inference.model import open_inference
 from ptdmpi.sinks.record import scalars
@@ -102,7 +102,7 @@ def test_the_training_keeps_its_bits_and_scores_are_those_of_evaluate(comm, tmp_
             model, stored = open_inference(path, world, None, None)
             text = find_text(stored)
             for file, values in scores[step].items():
-                questions = read(Path(file), text, Asking(max_new_tokens=12), Sizes(24, 257))
+                questions = read(Path(file), text, Asking(max_new_tokens=12), Limits(24, 257))
                 every = questions.ask(model, text, range(len(questions.items)))
                 assert questions.result(every) == values, (layout, file)
 

@@ -100,29 +100,29 @@ class Answers(Questions):
 
 
 def questions(
-    text: Text, items: Sequence[TaskItem], contexts: Sequence[str], asking: Asking, sizes: "Sizes"
+    text: Text, items: Sequence[TaskItem], contexts: Sequence[str], asking: Asking, limits: "Limits"
 ) -> Questions:
     """The items behind their contexts, as ids. Raises InputError for what the model cannot be
     asked."""
     if items[0].choices:
         wanted = requests(text, items, contexts, asking.separator, asking.neutral)
         for one in wanted:
-            fitted(one, sizes.seq_length, sizes.vocab_size)
-        cut_short = sum(len(one.ids) - 1 > sizes.seq_length for one in wanted)
+            fitted(one, limits.seq_length, limits.vocab_size)
+        cut_short = sum(len(one.ids) - 1 > limits.seq_length for one in wanted)
         rest = iter(wanted)
         parts = tuple(tuple(next(rest) for _ in range(2 * len(item.choices))) for item in items)
         return Choices(tuple(items), asking, cut_short, parts)
-    room = sizes.seq_length - asking.max_new_tokens
+    room = limits.seq_length - asking.max_new_tokens
     if room < 1:
-        most = sizes.seq_length - 1
+        most = limits.seq_length - 1
         raise InputError(f"--max-new-tokens {asking.max_new_tokens}; legal: 1 to {most}")
     ends = asking.separator.rstrip(" ")
     encoded = [text.prompt(one + ends) for one in contexts]
     for item, ids in zip(items, encoded, strict=True):
-        if max(ids) >= sizes.vocab_size:
+        if max(ids) >= limits.vocab_size:
             raise InputError(
                 f"{item.place}: id {max(ids)} is outside the model's vocabulary of "
-                f"{sizes.vocab_size}; was it trained with this tokenizer?"
+                f"{limits.vocab_size}; was it trained with this tokenizer?"
             )
     cut_short = sum(len(ids) > room for ids in encoded)
     prompts = tuple(tuple(ids[-room:]) for ids in encoded)
@@ -130,14 +130,14 @@ def questions(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Limits:
     """What of a model decides whether it can be asked something."""
 
     seq_length: int
     vocab_size: int
 
 
-def read(path: Path, text: Text, asking: Asking, sizes: Sizes) -> Questions:
+def read(path: Path, text: Text, asking: Asking, limits: Limits) -> Questions:
     """The questions of a file, without solved examples before them. Raises InputError."""
     items = tasks.read(path)
-    return questions(text, items, [item.context for item in items], asking, sizes)
+    return questions(text, items, [item.context for item in items], asking, limits)

@@ -12,7 +12,7 @@ from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.answers import compiled
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
-from ptdmpi.evaluate.questions import Asking, Sizes, questions
+from ptdmpi.evaluate.questions import Asking, Limits, questions
 from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import find_text
@@ -48,9 +48,9 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         return found
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
-    asking, sizes = _asking(options), Sizes(model.seq_length, model.vocab_size)
+    asking, limits = _asking(options), Limits(model.seq_length, model.vocab_size)
     for path, (items, contexts) in work.items():
-        asked = world.on_root(partial(questions, text, items, contexts, asking, sizes))
+        asked = world.on_root(partial(questions, text, items, contexts, asking, limits))
         given = asked.ask(model, text, range(len(items)))
         found["tasks"].append({"file": path, "shots": options["shots"], **asked.result(given)})
     if options["lm_eval"]:

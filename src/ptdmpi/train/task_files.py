@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
-from ptdmpi.evaluate.questions import Asking, Questions, Sizes, read
+from ptdmpi.evaluate.questions import Asking, Questions, Limits, read
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.lineage.course import Course
@@ -35,7 +35,7 @@ def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Que
         text = text_of(config, course, vocab_size)
     except InputError as error:
         raise InputError(f"log.tasks need the tokenizer of the data: {error}") from None
-    sizes = Sizes(config.model.seq_length, vocab_size)
+    sizes = Limits(config.model.seq_length, vocab_size)
     # as `ptdmpi evaluate` asks by default, where a sequence has room for so long an answer
     asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
     found, mistakes = {}, []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
-from ptdmpi.evaluate.questions import Asking, Questions, Limits, read
+from ptdmpi.evaluate.questions import Asking, Limits, Questions, read
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.lineage.course import Course

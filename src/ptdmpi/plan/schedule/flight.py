@@ -100,7 +100,8 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     seen: dict[int, set[tuple[int, ...]]] = {}
     told: dict[int, int] = {}  # working stage -> how much had come when it was seen last
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        if keeps is not None:
+        trades = keeps is not None and frees is not None  # one comes as the other goes
+        if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
         # a moment counts if something has come since the last one of its kind; one without
@@ -116,6 +117,11 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
             now[keeps] -= 1
         if frees is not None:
             now[frees] -= 1
+        if keeps is not None and trades:
+            now[keeps] += 1
+            grown += 1
+            told[working] = told[NOTHING] = grown
+            seen.setdefault(working, set()).add(tuple(now))
     if told.get(NOTHING) != grown:
         seen.setdefault(NOTHING, set()).add(tuple(now))
     return Flight(stores, tuple(_undominated(seen)))

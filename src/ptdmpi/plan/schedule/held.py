@@ -23,23 +23,26 @@ def held(
 
     `size(inventory, stage)` is what one microbatch keeps there, `beside(stage)` what an op that
     `works` needs in that stage while it runs, both in any one unit. What no op of the order frees
-    is let go at the end of the op that made it: a forward without gradients keeps nothing.
+    is let go at the end of the op that made it: a forward without gradients keeps nothing. Where an
+    op both keeps and frees, one comes as the other goes.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0
     for op in order:
         kind = OP_KINDS[op.kind]
-        passing: float = 0
+        before, passing = now, 0.0
         if kind.keeps:
             amount = size(kind.keeps, op.stage)
             if (kind.keeps, op.stage) in freed:
                 now += amount
             else:
                 passing = amount
-        during = now + passing + (beside(op.stage) if kind.works else 0)
+        most = now + passing
         if kind.frees:
             now -= size(kind.frees, op.stage)
-        yield Held(op, during, now)
+            if kind.keeps:
+                most = max(before, now)
+        yield Held(op, most + (beside(op.stage) if kind.works else 0), now)
 
 
 def most_held(

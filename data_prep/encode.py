@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import re
+import secrets
 import signal
 import threading
 from collections import deque
@@ -11,18 +13,38 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
-from data_prep.sources import JSONL, TEXT, Chunk, Task, document_share, split_whole
+from data_prep.sources import (
+    JSONL,
+    PIECE_BYTES,
+    TEXT,
+    Chunk,
+    Task,
+    document_share,
+    split_document,
+    split_whole,
+)
 from data_prep.state import Counters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
-_BATCH_BYTES = 1 << 24  # of text that is encoded in one call
+_BATCH_BYTES = 1 << 20  # of text that is encoded in one call
+_LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded by parts
+_PART_BYTES = PIECE_BYTES // 4
+_QUOTE = re.compile(b'"')
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# What can be decoded apart: whole escapes, and both halves of a character that takes two.
+_WHOLE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
+    re.DOTALL,
+)
+_PLACE = "place of a string " + secrets.token_hex(8)  # no line says this by chance
 _TASKS_PER_WORKER = 3  # under way: one is encoded, one waits, one is written
 
 
@@ -100,6 +122,50 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
         raise _BadLine("the text has a lone surrogate; use --errors replace") from error
 
 
+def _decoded(string: memoryview) -> Iterator[bytes]:
+    """The UTF-8 text of what stands between the quotes of a JSON string, by parts. Raises
+    ValueError where it is not sound."""
+    start = 0
+    while start < len(string):
+        stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
+        while start < stop < len(string) and string[stop] & 0xC0 == 0x80:  # inside a character
+            stop -= 1
+        if stop == start:
+            raise ValueError("half an escape, or half a character")
+        yield json.loads(f'"{str(string[start:stop], "utf-8")}"').encode()
+        start = stop
+
+
+def _long_string(line: memoryview, field: str) -> memoryview | None:
+    """What stands between the quotes of a long text in a JSON line, or None where only reading the
+    line as a whole tells (what is wrong with it, say). Long strings are taken out and the rest is
+    parsed, so that the line is not copied: a character of its text takes up to four bytes in a
+    `str`, and there would be two."""
+    strings: list[memoryview] = []
+    rest, taken, position = bytearray(), 0, 0
+    while quote := _QUOTE.search(line, position):
+        found = _STRING.match(line, quote.start())
+        if found is None:
+            return None
+        start, position = found.span()
+        if position - start > _PART_BYTES:
+            rest += line[taken:start]
+            rest += json.dumps([_PLACE, len(strings)]).encode()
+            strings.append(line[start + 1 : position - 1])
+            taken = position
+    rest += line[taken:]
+    try:
+        record = json.loads(str(rest, "utf-8"))
+        value = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(value, list) or value[:1] != [_PLACE]:
+            return None
+        for _ in chain.from_iterable(map(_decoded, strings)):  # all of the line must be sound
+            pass
+    except (ValueError, RecursionError):
+        return None
+    return strings[value[1]]
+
+
 def _lines_before(chunk: Chunk) -> int:
     """Lines of the file before the slice that a chunk is of: counted only for an error."""
     count, left = 0, chunk.source_start
@@ -120,13 +186,20 @@ def _lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
         start = end + 1
 
 
-def _documents(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator[bytes]:
-    """The texts of lines; the numbers of those that are left out are added to `bad`."""
+def _documents(
+    chunk: Chunk, options: EncodeOptions, bad: list[int]
+) -> Iterator[Iterator[tuple[bytes, bool]]]:
+    """The texts of lines, in pieces; the numbers of those that are left out are added to `bad`."""
     for number, (start, data) in enumerate(_lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
+        if len(data) > _LONG_LINE_BYTES:
+            string = _long_string(data, options.text_field)
+            if string is not None:
+                yield split_document(_decoded(string))
+                continue
         try:
-            document = _field(data, chunk.path, chunk.start + start, options)
+            document = split_whole(_field(data, chunk.path, chunk.start + start, options))
         except (_BadLine, InputError) as error:
             if options.skip_bad_lines:
                 bad.append(number)
@@ -137,14 +210,16 @@ def _documents(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator
                 raise InputError(f"{place}: {error}") from error
         else:
             yield document
-            del document
 
 
-def _rows(chunk: Chunk, options: EncodeOptions, bad: list[int]) -> Iterator[bytes]:
+def _rows(
+    chunk: Chunk, options: EncodeOptions, bad: list[int]
+) -> Iterator[Iterator[tuple[bytes, bool]]]:
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
-        yield _decode(data, f"{chunk.path}: row {row}", 0, options.errors).encode()
+        text = _decode(data, f"{chunk.path}: row {row}", 0, options.errors)
+        yield split_whole(text.encode())
         start += length
 
 
@@ -165,7 +240,7 @@ def read_pieces(
             read = _documents if chunk.kind == JSONL else _rows
             for document in read(chunk, options, bad):
                 first = True
-                for data, last in split_whole(document):
+                for data, last in document:
                     held_out = first and _held_out(data, options)
                     yield Piece(data.decode(), len(data), held_out, first, last)
                     first = False

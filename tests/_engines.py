@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
+from ptdmpi.engine.engine import Engine
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.stage import Batch
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.train.engine import Engine
 from tests._configs import Changes, small
 from tests._layers import assemble
 

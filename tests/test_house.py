@@ -35,16 +35,12 @@ EXCEPTIONS: dict[str, str] = {
     "data_prep/state.py::RunState": "one restart protocol; its steps read best in one place",
     "src/ptdmpi/checkpoint/save.py::Checkpoints": "saving, publishing and resuming share a flight",
     "src/ptdmpi/model/stage.py::Stage": "losses and batches are parked here between two ops",
-    "src/ptdmpi/plan/cost/layer.py::LayerTimes": "one method a kernel of the layer, in its order",
-    "src/ptdmpi/plan/cost/price.py::Pricer": "the terms of a step, one method each",
-    "src/ptdmpi/train/engine.py::Engine": "everything of a rank that a step touches",
+    "src/ptdmpi/engine/engine.py::Engine": "everything of a rank that a step touches",
     "src/ptdmpi/watch/heartbeat.py::Heartbeat": "a thread's whole state, closed in one place",
 }
 # Folders that may have more files, and why.
 FULL_FOLDERS = {
-    "src/ptdmpi/train": "the engine's parts and the loop's are read together",
     "tests": "helpers that several folders of tests use",
-    "tests/train": "a file for each module, and for each kind of training",
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.

@@ -40,10 +40,10 @@ class Rank:
 
         from ptdmpi.checkpoint.save import Checkpoints
         from ptdmpi.config import Layout, synthetic_config
+        from ptdmpi.engine.engine import Engine
         from ptdmpi.lineage.course import Course
         from ptdmpi.lineage.trained_on import synthetic
         from ptdmpi.plan.layout.grid import training_grid
-        from ptdmpi.train.engine import Engine
 
         torch.set_num_threads(1)
         shape = {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64}

@@ -76,9 +76,9 @@ def _steps_s(world, layout: Layout, job: dict) -> float:
     import torch
 
     from ptdmpi.config import synthetic_config
+    from ptdmpi.engine.engine import Engine
     from ptdmpi.model.stage import Batch
     from ptdmpi.plan.layout.grid import training_grid
-    from ptdmpi.train.engine import Engine
 
     model = load_model(job["model"])
     config = synthetic_config(

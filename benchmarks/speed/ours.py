@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.comm.world import World, fail_together
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import training_grid
-from ptdmpi.train.engine import Engine
 
 GEMM_REPEATS = 5
 

@@ -14,7 +14,7 @@ from ptdmpi.checkpoint import save as module
 from ptdmpi.checkpoint.save import Checkpoints, SaveFailed
 from ptdmpi.checkpoint.share import divide
 from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.train.engine import Engine
+from ptdmpi.engine.engine import Engine
 from tests._configs import layout
 from tests._engines import build, course, microbatches
 from tests.parallel import parallel

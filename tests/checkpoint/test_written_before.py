@@ -13,8 +13,8 @@ from ptdmpi.checkpoint.examine import differences
 from ptdmpi.checkpoint.manifest import MANIFEST, sound_manifest
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model.state import Counters
-from ptdmpi.train.engine import Engine
 from tests._configs import layout
 from tests._engines import build, course, microbatches
 from tests.parallel import parallel

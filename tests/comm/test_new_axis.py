@@ -11,9 +11,9 @@ import pytest
 
 from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import ORDER, Grid
 from ptdmpi.plan.layout.seats import seats
-from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Report, live_step, routes
 from ptdmpi.watch import whereabouts
 from ptdmpi.watch.whereabouts import Ranks, Seen, culprits, waits_for

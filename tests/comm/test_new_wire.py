@@ -10,8 +10,8 @@ from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import InputError
 from ptdmpi.config.wires import WIRES
+from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.train.engine import Engine
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, steps_of
 from tests.comm._wires import FastCommunicator, LateClock

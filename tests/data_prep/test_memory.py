@@ -1,10 +1,14 @@
-"""The memory of `ptdmpi-data tokenize` does not depend on the size of the corpus."""
+"""The memory of `ptdmpi-data tokenize`: not that of the corpus, and for a long line little more."""
 
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
+
+from data_prep.encode import EncodeOptions, Encoder
+from data_prep.sources import find_sources, read_tasks
 
 COMMAND = [sys.executable, "-m", "data_prep.cli"]
 
@@ -42,3 +46,23 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
         corpus.write_text(line * (megabytes * 10**6 // len(line)))
         peaks.append(peak_kib(corpus, tmp_path / f"o{megabytes}"))
     assert peaks[1] < peaks[0] + 16 * 1024
+
+
+@pytest.mark.parametrize("end", ["", "\N{SLIGHTLY SMILING FACE}", '"\n\\'])
+def test_a_long_line_is_in_memory_once_and_its_ids_once(tmp_path, end):
+    """One character outside of Latin-1 would make every other one take 4 bytes in a `str`."""
+    text = "the words of a long line " * 400_000 + end
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    line_bytes = path.stat().st_size
+    encoder = Encoder(EncodeOptions("bytes", "text", "strict", 0.0))
+    (task,) = read_tasks(0, find_sources([path]), lambda size: None)
+    tracemalloc.start()
+    try:
+        encoded = encoder(task)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert bytes(encoded.tokens[:-1].astype("u1")).decode() == text
+    # ids are of two bytes, in a buffer that grows; and of all else there are a few megabytes
+    assert encoded.tokens.nbytes <= peak_bytes < 3 * line_bytes + 8e6

@@ -4,12 +4,13 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep import sources
+from data_prep import encode, sources
 from data_prep.encode import EncodeOptions, read_pieces
 from data_prep.sources import (
     find_sources,
@@ -90,6 +91,46 @@ def test_any_bytes_give_text_or_the_documented_error(tmp_path_factory, data, nam
         pieces_of(find_sources([path])[0])
     except InputError as error:
         assert str(path) in str(error)
+
+
+@st.composite
+def json_lines(draw):
+    """Lines with texts of all sorts, and such as are damaged, by hand and by a byte."""
+    record = {"a": draw(TEXTS), "text": draw(st.text(max_size=60)), "b": {"text": draw(TEXTS)}}
+    line = json.dumps(record, ensure_ascii=draw(st.booleans())).encode()
+    other = [
+        line,
+        line.replace(b'"b"', b'"text"'),  # the last one counts, and is no text
+        b'{"text": "%b"}' % draw(st.binary(max_size=40)),
+        b'{"text": "' + b"ab\\ud83d" * 9 + b'\\ude42"}',  # halves of characters
+        b'{"text": "' + b'\\"' * 40,  # no end
+        b'["text"]',
+    ]
+    chosen = draw(st.sampled_from(other)).replace(b"\n", b" ")
+    at, byte = draw(st.integers(0, len(chosen))), draw(st.binary(max_size=1))
+    return chosen[:at] + byte.replace(b"\n", b" ") + chosen[at + draw(st.integers(0, 1)) :]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(json_lines(), st.sampled_from(["strict", "replace"]), st.booleans())
+def test_a_long_line_is_read_like_any_other(line, errors, skip):
+    """By parts or as a whole: the same pieces, bad lines and words about them."""
+    chunk = sources.Chunk(os.devnull, sources.JSONL, line + b'\n{"text": "x"}', 0, 1, True, True)
+    options = EncodeOptions("bytes", "text", errors, 0.0, skip)
+
+    def read():
+        bad = []
+        try:
+            return list(read_pieces(sources.Task(0, 0, (chunk,)), options, bad)), bad
+        except InputError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", 16)
+        whole = read()
+        patch.setattr(encode, "_LONG_LINE_BYTES", 0)
+        patch.setattr(encode, "_PART_BYTES", 13)
+        assert read() == whole
 
 
 @settings(max_examples=60, deadline=None)

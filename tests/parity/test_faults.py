@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import DONE, Handle
 from ptdmpi.comm.world import World
+from ptdmpi.engine.data_parallel import AllReduce
+from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.model import stage
 from ptdmpi.model.random import Stream
 from ptdmpi.model.stage import Stage
@@ -19,8 +21,6 @@ from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, ComparedLayout, Model
 from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import Op
-from ptdmpi.train.data_parallel import AllReduce
-from ptdmpi.train.gradients import PartialSum, TiedTable
 from tests.parallel import parallel
 
 STEPS = 2

@@ -9,11 +9,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ptdmpi.comm.world import World
+from ptdmpi.engine.optimizer import MOMENTS
 from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import activations
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.train.optimizer import MOMENTS
 from tests._engines import build, microbatches
 from tests.parallel import parallel
 

@@ -43,7 +43,8 @@ import json, os, signal, sys
 from ptdmpi.cli import main
 from ptdmpi.comm import launch
 launch.prepare()
-from ptdmpi.train import engine, live, loop, optimizer, recover, runner, validation
+from ptdmpi.engine import engine, optimizer, runner
+from ptdmpi.train import live, loop, recover, validation
 from ptdmpi.checkpoint import save as checkpoint
 me, now = int(os.environ["OMPI_COMM_WORLD_RANK"]), [0]
 kills = [(place, step) for rank, place, step in json.loads(os.environ["KILLS"]) if rank == me]

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.commands.checkpoint import command
 from ptdmpi.config import InputError
+from ptdmpi.engine.engine import Sums
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import attempts
-from ptdmpi.train.engine import Sums
 from ptdmpi.train.loop import Loop
 from ptdmpi.train.validation import Standing
 from tests import _runs

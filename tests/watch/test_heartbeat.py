@@ -21,7 +21,7 @@ import os, signal, time
 from ptdmpi.cli import main
 from ptdmpi.comm import launch
 launch.prepare()
-from ptdmpi.train.runner import Runner
+from ptdmpi.engine.runner import Runner
 timed = Runner._timed
 def patched(self, kind, op, work, peer=None):
     here = os.environ["OMPI_COMM_WORLD_RANK"] == RANK and kind in ("forward", "backward")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, Layout, ModelConfig, synthetic_config
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
-from ptdmpi.train.engine import Engine
 
 SEED = 1234
 MEAN_DOCUMENT = 6  # tokens, where sequences hold documents

@@ -15,6 +15,7 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
@@ -22,7 +23,6 @@ from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench
-from ptdmpi.train.engine import Engine
 
 STEPS = 6  # the first one warms up
 MOST_TENSOR = 8

@@ -9,12 +9,12 @@ from pathlib import Path
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import SharedInputError, World
 from ptdmpi.config import to_toml
+from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.shape.parameters import parameter_count
-from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
 

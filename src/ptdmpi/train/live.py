@@ -9,10 +9,10 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid
-from ptdmpi.train.engine import Engine, StepResult
 
 # One message at most: counts of MPI calls are 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26

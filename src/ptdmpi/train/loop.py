@@ -15,6 +15,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.data.shards import find_shards
+from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.inference.model import device_of
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
@@ -25,7 +26,6 @@ from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
-from ptdmpi.train.engine import Engine, StepResult
 from ptdmpi.train.feed import Feed, open_datasets, vocabulary
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover

@@ -19,11 +19,11 @@ import torch
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
+from ptdmpi.engine.engine import Sums
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
-from ptdmpi.train.engine import Sums
 from ptdmpi.watch.stopwatch import Stopwatch
 
 # Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).

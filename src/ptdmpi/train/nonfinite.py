@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ptdmpi.engine.engine import Engine, StepResult
+from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
-from ptdmpi.train.engine import Engine, StepResult
-from ptdmpi.train.runner import OpHook
 
 FAILED_EXIT_CODE = 1
 # In the order in which one leads to the next: the first is the cause.

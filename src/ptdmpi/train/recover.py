@@ -18,10 +18,10 @@ from typing import Any
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
 from ptdmpi.config import Config, InputError
+from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
-from ptdmpi.train.engine import Engine
 from ptdmpi.train.live import Handover, Holding, Report
 from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ptdmpi.config import Config
+from ptdmpi.engine.engine import Engine, Sums
 from ptdmpi.sinks.record import kept_records
-from ptdmpi.train.engine import Engine, Sums
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.meter import validation_record

@@ -1,8 +1,8 @@
 """What a new schedule and a new kind of op cost: a row each, and everything that reads them works.
 
 `VEE` places its stages on a V (rank r holds stages r and 2p - 1 - r, as zero-bubble schedules do),
-`W` is an op of its own behind each backward. Both are dummies; tests/train/test_new_kinds.py trains
-with them.
+`W` is an op of its own behind each backward. Both are dummies; tests/engine/test_new_kinds.py
+trains with them.
 """
 
 import contextlib

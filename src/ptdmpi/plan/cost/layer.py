@@ -1,4 +1,4 @@
-"""Time of one layer, of the embedding and of the head, for one microbatch on one rank.
+"""Time of one layer for one microbatch on one rank, and what all parts of a model are priced by.
 
 Each part is a list of kernels: products of matrices, and kernels that are bound by the bytes they
 move. Bytes per element stand beside each kernel; e is the size of an activation, g of a gradient.
@@ -14,8 +14,7 @@ from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
 
-WIDE_BYTES = 4  # softmax of the loss, in float32
-MASK_BYTES = 1
+MASK_BYTES = 1  # an element of a dropout mask
 # Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
 # divide the heads of a microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS, FUSED_HEADS = 2048, 4
@@ -51,43 +50,23 @@ class LocalLinear:
     bias: bool
 
 
-class LayerTimes:
-    """The parts of a model on one tensor rank of `layout`, one microbatch at a time."""
+class TensorRank:
+    """One tensor rank of `layout`, one microbatch at a time: the kernels and messages that every
+    part of a model has."""
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
-        self.machine, self.layout, self.vocab_size = machine, layout, model.vocab_size
+        self.machine, self.layout = machine, layout
         self.model, self.software = model.config, machine.cluster.software
-        config, t = model.config, layout.tensor
+        t = layout.tensor
         self.e, self.g = machine.element_bytes, self.software.gradient_bytes
-        self.tokens = config.seq_length * layout.micro_size
-        self.predicted = config.predictions() * layout.micro_size
+        self.tokens = self.model.seq_length * layout.micro_size
         self.local_tokens = self.tokens // (t if layout.sequence_parallel else 1)
+        self.mask = MASK_BYTES if self.software.dropout else 0
         self.group = Group(t, min(t, machine.cluster.node.devices))
-        self.heads = config.heads // t
-        self.head_size = config.head_size
-        self.kv_heads = max(1, config.kv_heads // t)
-        self.ffn = config.ffn_hidden // t
-        self.gates = config.gates
-        self.parts = parameters.layer(config)
-        self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
-        self.up, self.down = self._local("mlp.up"), self._local("mlp.down")
-        self.linears = (self.qkv, self.out, self.up, self.down)
-
-    def _local(self, name: str) -> LocalLinear:
-        """A linear of the layer as a tensor rank has it."""
-        part = self.parts[name]
-        assert isinstance(part, parameters.Linear)
-        return LocalLinear(*part.local(self.layout.tensor), part.bias)
 
     def _norm(self, *element_bytes: float, backward: bool = False) -> float:
         elements = self.local_tokens * self.model.hidden
         kind = self.model.norm + ("_backward" if backward else "")
-        moved = (elements * size for size in element_bytes)
-        return self.machine.elementwise_s(kind, elements, *moved)
-
-    def _activation(self, *element_bytes: float, backward: bool = False) -> float:
-        elements = self.tokens * self.ffn
-        kind = self.model.activation + ("_backward" if backward else "")
         moved = (elements * size for size in element_bytes)
         return self.machine.elementwise_s(kind, elements, *moved)
 
@@ -119,12 +98,52 @@ class LayerTimes:
             return self._gather_s + self._scatter_s
         return self.machine.all_reduce_s(self._whole_bytes, self.group)
 
+    def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
+        """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
+        t, gemm = tokens, self.machine.gemm_s
+        products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
+        added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
+        adds_s = self._stream(added)
+        if self.software.adds_in_place and self.e == self.g:
+            adds_s = 0.0
+        bias = self._stream(t * weight.outputs * self.e) if weight.bias else 0.0
+        return products + adds_s + bias
+
+
+class LayerTimes(TensorRank):
+    """One layer of a model on a tensor rank."""
+
+    def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
+        super().__init__(machine, model, layout)
+        config, t = model.config, layout.tensor
+        self.heads, self.ffn = config.heads // t, config.ffn_hidden // t
+        # ranks beyond the key heads share one of them
+        self.kv_heads = max(1, config.kv_heads // t)
+        self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
+        self.up, self.down = self._local("mlp.up"), self._local("mlp.down")
+
+    @property
+    def linears(self) -> tuple[LocalLinear, ...]:
+        return self.qkv, self.out, self.up, self.down
+
+    def _local(self, name: str) -> LocalLinear:
+        """A linear of the layer as a tensor rank has it."""
+        part = parameters.layer(self.model)[name]
+        assert isinstance(part, parameters.Linear)
+        return LocalLinear(*part.local(self.layout.tensor), part.bias)
+
+    def _activation(self, *element_bytes: float, backward: bool = False) -> float:
+        elements = self.tokens * self.ffn
+        kind = self.model.activation + ("_backward" if backward else "")
+        moved = (elements * size for size in element_bytes)
+        return self.machine.elementwise_s(kind, elements, *moved)
+
     def _attention_core(self, backward: bool) -> float:
         """From query, key, value to the heads' outputs. Unfused, a scores tensor of a s^2 b / t
         elements: the mask spares half the reads of the softmax kernel, not the writes. Capped
         scores are unfused everywhere."""
         b, s = self.layout.micro_size, self.model.seq_length
-        batch, d, e = b * self.heads, self.head_size, self.e
+        batch, d, e = b * self.heads, self.model.head_size, self.e
         capped = self.model.attention_softcap > 0.0
         if self.software.attention == "flash" and not capped:
             # backward: the scores again, and two products for each of the two forward ones
@@ -136,7 +155,7 @@ class LayerTimes:
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         streams = [scores * softmax * e / 2]
         if self.software.dropout:
-            streams.append(scores * (2 * e + MASK_BYTES))
+            streams.append(scores * (2 * e + self.mask))
         if backward:
             products = gemm(s, s, d, batch) + 3 * gemm(s, d, s, batch)
         else:
@@ -158,7 +177,7 @@ class LayerTimes:
         count = 4 if self.model.block_norm == "sandwich" else 2
         seconds = count * self._norm(*element_bytes, backward=backward)
         if self.model.qk_norm:
-            elements = self.tokens * (self.heads + self.kv_heads) * self.head_size
+            elements = self.tokens * (self.heads + self.kv_heads) * self.model.head_size
             kind = self.model.norm + ("_backward" if backward else "")
             moved = (elements * size for size in element_bytes)
             seconds += self.machine.elementwise_s(kind, elements, *moved)
@@ -173,14 +192,13 @@ class LayerTimes:
         """Forward pass of one layer."""
         e, t = self.e, self.tokens
         local = self.local_tokens * self.model.hidden
-        mask = MASK_BYTES if self.software.dropout else 0
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
         if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
             products += self._stream(t * self.qkv.outputs * 2 * e)
         norms = self._norms(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
-        activation = self._activation((self.gates + 1) * e)
-        residuals = 2 * self._stream(local * (3 * e + mask))
+        activation = self._activation((self.model.gates + 1) * e)
+        residuals = 2 * self._stream(local * (3 * e + self.mask))
         compute = products + norms + merged + activation + residuals + self.core_forward_s
         return Seconds(compute, 2 * self._sum_s)
 
@@ -189,26 +207,14 @@ class LayerTimes:
         """Backward pass of one layer, without anything that is recomputed."""
         e, t = self.e, self.tokens
         local = self.local_tokens * self.model.hidden
-        mask = MASK_BYTES if self.software.dropout else 0
         norms = self._norms(3 * e, 2 * e, 3 * e, backward=True)
         merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
-        activation = self._activation((2 * self.gates + 1) * e, backward=True)
-        residuals = 2 * self._stream(local * (2 * e + mask)) if mask else 0.0
+        activation = self._activation((2 * self.model.gates + 1) * e, backward=True)
+        residuals = 2 * self._stream(local * (2 * e + self.mask)) if self.mask else 0.0
         linears = sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
         return Seconds(compute, self._backward_messages_s())
-
-    def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
-        """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
-        t, gemm = tokens, self.machine.gemm_s
-        products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
-        added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
-        adds_s = self._stream(added)
-        if self.software.adds_in_place and self.e == self.g:
-            adds_s = 0.0
-        bias = self._stream(t * weight.outputs * self.e) if weight.bias else 0.0
-        return products + adds_s + bias
 
     def _backward_messages_s(self) -> float:
         """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
@@ -230,59 +236,3 @@ class LayerTimes:
         if mode == "full":
             return self.forward
         return Seconds(self.core_forward_s if mode == "selective" else 0.0)
-
-    @cached_property
-    def tensors(self) -> list[int]:
-        """Elements of a layer's weights, biases and norms on this rank."""
-        every = self.parts.values()
-        return [size for part in every for size in part.weights(self.layout.tensor)]
-
-    @cached_property
-    def table_elements(self) -> int:
-        """Elements of the vocabulary's table on this rank; padded where t does not divide V."""
-        return parameters.table_elements(self.model, self.vocab_size, self.layout.tensor)
-
-    @cached_property
-    def embedding_forward(self) -> Seconds:
-        mask = MASK_BYTES if self.software.dropout else 0
-        moved = self.tokens * self.model.hidden * (2 * self.e)
-        dropped = self.local_tokens * self.model.hidden * (2 * self.e + mask)
-        summed_s = self._scatter_s if self.layout.sequence_parallel else self._sum_s
-        return Seconds(self._stream(moved, dropped), summed_s)
-
-    @cached_property
-    def embedding_backward(self) -> Seconds:
-        """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
-        if self.software.adds_in_place:
-            moved = self.tokens * self.model.hidden * (self.e + 2 * self.g)
-            gathered = self._gather_s if self.layout.sequence_parallel else 0.0
-            return Seconds(self._stream(moved), gathered)
-        return Seconds(self._stream(self.table_elements * 2 * (self.e + self.g)))
-
-    @cached_property
-    def head_forward(self) -> Seconds:
-        """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
-        their sum, their quotient. Three numbers per token are summed over the tensor axis."""
-        columns, e = self.table_elements // self.model.hidden, self.e
-        logits = self.predicted * columns
-        norm = self._norm(2 * e)
-        product = self.machine.gemm_s(self.predicted, columns, self.model.hidden)
-        w = max(e, WIDE_BYTES)
-        sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
-        loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
-        small = 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
-        gathered = self._gather_s if self.layout.sequence_parallel else 0.0
-        return Seconds(norm + product + loss, small + gathered)
-
-    @cached_property
-    def head_backward(self) -> Seconds:
-        columns, e = self.table_elements // self.model.hidden, self.e
-        logits = self.predicted * columns
-        norm = self._norm(5 * e, backward=True)
-        w = max(e, WIDE_BYTES)
-        sizes = (2 * w, *((e + w,) if e != w else ()))
-        moved = (logits * size for size in sizes)
-        loss = self.machine.elementwise_s("loss_backward", logits, *moved)
-        output = LocalLinear(self.model.hidden, columns, self.model.head_bias)
-        linear = self._linear_backward(output, self.predicted)
-        return Seconds(norm + loss + linear, self._sum_s)

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
-from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
+from ptdmpi.plan.cost.activations import COMPUTE_BYTES
+from ptdmpi.plan.cost.ends import EndTimes
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
+from ptdmpi.plan.cost.update import UpdateTimes
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
-from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape import flops
 from ptdmpi.plan.shape.parameters import layer_elements
-
-VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class Pricer:
         self.cluster, self.model, self.batch = cluster, model, batch
         self.capacity_bytes = cluster.device.memory_bytes
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
+        self.update = UpdateTimes(self.machine, model, batch)
         self.memory = MemoryModel(
             model.config,
             model.vocab_size,
@@ -86,33 +86,38 @@ class Pricer:
             cluster.software,
             cluster.device.runtime_bytes,
         )
-        self._layers: dict[tuple[int, int, bool], LayerTimes] = {}
+        self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
         self._rough: dict[tuple[int, int, int, int, bool, str], float] = {}
 
-    def layer(self, layout: Layout) -> LayerTimes:
+    def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
+        """The parts of the model on a tensor rank: a layer, and embedding and head."""
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
         if key not in self._layers:
-            self._layers[key] = LayerTimes(self.machine, self.model, layout)
+            told = (self.machine, self.model, layout)
+            self._layers[key] = LayerTimes(*told), EndTimes(*told)
         return self._layers[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
-        layer, layers = self.layer(layout), self.memory.split(layout)
+        layer, ends = self.kernels(layout)
         again = layer.backward + layer.recomputed(layout.recompute)
-        most = self.model.config.layers
-        if layout.recompute_layers is not None:
-            most = layout.recompute_layers
+        most = layout.recompute_layers
+        alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
         stages = []
-        for own in layers:
-            recomputed = min(max(0, most - own.start), len(own))
-            backward = again * recomputed
-            if recomputed < len(own):
-                backward = backward + layer.backward * (len(own) - recomputed)
-            stages.append((layer.forward * len(own), backward))
+        for own in self.memory.split(layout):
+            # of the first `most` layers of the model those that this stage holds
+            recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
+            key = (len(own), recomputed)
+            if key not in alike:
+                backward = again * recomputed
+                if recomputed < len(own):
+                    backward = backward + layer.backward * (len(own) - recomputed)
+                alike[key] = (layer.forward * len(own), backward)
+            stages.append(alike[key])
         forward, back = stages[0]
-        stages[0] = (forward + layer.embedding_forward, back + layer.embedding_backward)
+        stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
         forward, back = stages[-1]
-        stages[-1] = (forward + layer.head_forward, back + layer.head_backward)
+        stages[-1] = (forward + ends.head_forward, back + ends.head_backward)
         return stages
 
     def stage_times(self, layout: Layout) -> StageTimes:
@@ -150,89 +155,13 @@ class Pricer:
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Each tensor rank sends the whole tensor, or, scattered, its part, which the receiving
         node's ranks gather (Narayanan et al. 2021, section 4.1)."""
-        layer = self.layer(layout)
+        layer, _ = self.kernels(layout)
         size = layer.boundary_bytes
         scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
         if not scatter:
             return self.machine.send_s(size, crosses_nodes=crosses)
         part_s = self.machine.send_s(size / layout.tensor, crosses_nodes=crosses)
         return part_s + self.machine.all_gather_s(size, layer.group)
-
-    def data_group(self, layout: Layout) -> Group:
-        """Ranks t apart, so that a node holds devices / t of each group."""
-        per_node = max(1, self.cluster.node.devices // layout.tensor)
-        return Group(layout.data, min(per_node, layout.data))
-
-    def data_s(self, layout: Layout, elements: int) -> float:
-        """Sums over the data axis of a step, and the tied table's over the pipeline's ends.
-
-        ZeRO 1 sums and shards at once and gathers the weights: the volume of an all-reduce. ZeRO 2
-        does so for every microbatch's gradients, ZeRO 3 also gathers each weight before use.
-        """
-        group, machine = self.data_group(layout), self.machine
-        gradient, weight = self.cluster.software.gradient_bytes, machine.element_bytes
-        microbatches = layout.microbatches(self.batch)
-        if layout.data == 1:
-            summed_s = 0.0
-        elif layout.zero == 0:
-            summed_s = machine.all_reduce_s(elements * gradient, group)
-        elif layout.zero < 3:
-            times = microbatches if layout.zero == 2 else 1
-            summed_s = times * machine.reduce_scatter_s(elements * gradient, group)
-            summed_s += machine.all_gather_s(elements * weight, group)
-        else:
-            summed_s = microbatches * self._sharded_s(layout, elements)
-        if layout.pipeline > 1 and self.model.config.tie_embeddings:
-            table = self.layer(layout).table_elements * gradient
-            one_node = layout.ranks <= self.cluster.node.devices
-            summed_s += machine.all_reduce_s(table, Group(2, 1 + one_node))
-        return summed_s
-
-    def _sharded_s(self, layout: Layout, elements: int) -> float:
-        """ZeRO 3 of one microbatch: weights are gathered forwards and backwards, and to recompute,
-        and gradients summed, layer by layer or, as in DeepSpeed of 2021, tensor by tensor."""
-        machine, group = self.machine, self.data_group(layout)
-        weight, gradient = machine.element_bytes, self.cluster.software.gradient_bytes
-        gathers = 3 if layout.recompute == "full" else 2
-        layers = max(1, self.model.config.layers // layout.pipeline)
-        if self.cluster.software.zero_unit == "layer":
-            one_s = gathers * machine.all_gather_s(elements * weight / layers, group)
-            one_s += machine.reduce_scatter_s(elements * gradient / layers, group)
-            return layers * one_s
-        tensors = [*self.layer(layout).tensors * layers, self.layer(layout).table_elements]
-        gathered_s, reduced_s = 0.0, 0.0
-        for size in tensors:  # a buffer is cleared for it, and its gradient divided
-            gathered_s += machine.all_gather_s(size * weight, group)
-            gathered_s += machine.stream_s(size * weight) + self._listed_s(size, layout.data)
-            reduced_s += machine.reduce_scatter_s(size * gradient, group)
-            reduced_s += machine.stream_s(2 * size * gradient) + self._listed_s(size, layout.data)
-        return gathers * gathered_s + reduced_s
-
-    def _listed_s(self, elements: int, ranks: int) -> float:
-        """torch's list collectives need a view of each rank's part, and copy it by a kernel."""
-        moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
-        copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
-        return ranks * VIEW_S + copied_s
-
-    def optimizer_s(self, layout: Layout, elements: int) -> float:
-        """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d
-        (this trainer has the weights in its loss);
-        widen them where they are narrower than the masters; fp16 takes its loss scale out; norm;
-        scale; AdamW reads four numbers and writes three; copy the masters to the weights."""
-        gradient, weight = self.cluster.software.gradient_bytes, self.machine.element_bytes
-        w = WIDE_BYTES
-        kernels = [w, 2 * w, 7 * w]
-        if gradient < w:
-            kernels.append(gradient + w)
-        if self.machine.dtype == "fp16":
-            kernels.append(2 * w)
-        if weight < w:
-            kernels.append(w + weight)
-        shard = elements / (layout.data if layout.zero else 1)
-        update_s = self.machine.update_s(shard, kernels)
-        summed_only = layout.data == 1 or self.cluster.software.adds_in_place
-        divided = 0 if summed_only else 2 * gradient
-        return update_s + self.machine.stream_s(elements * (gradient + divided))
 
     def bound_s(self, layout: Layout) -> float:
         """A step time that no order of work falls below: what the search prunes by."""
@@ -246,19 +175,19 @@ class Pricer:
         rank with most parameters."""
         layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.elements(layout, rank) for rank in ranks)
-        data_s = self.data_s(layout, elements)
+        data_s = self.update.data_s(layout, elements)
         if layout.dp_overlap and layout.zero < 3:
             # behind the last microbatch's backward; the last layer's gradients come too late
             hidden_s = sum(backward.total for _, backward in self.stage_seconds(layout)[:1])
             first = placement_of(layout).stages_of(0)
             own = max(1, sum(len(layers[stage]) for stage in first))
             data_s = max(data_s / own, data_s - hidden_s)
-        return (data_s, self.optimizer_s(layout, elements)), elements
+        return (data_s, self.update.optimizer_s(layout, elements)), elements
 
     def rough_bound_s(self, layout: Layout) -> float:
         """A bound below `bound_s` that needs no stages: of the mean rank its work, the filling and
         draining before and behind it, and what follows for the mean of the ranks' parameters."""
-        layer, config = self.layer(layout), self.model.config
+        (layer, ends), config = self.kernels(layout), self.model.config
         each = layer.forward.total + layer.backward.total
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
@@ -267,12 +196,10 @@ class Pricer:
         key = (*sizes, layout.sequence_parallel, layout.recompute)
         if key not in self._rough:
             elements = config.layers * layer_elements(config, layout.tensor) // p
-            embedding = (layer.embedding_forward, layer.embedding_backward)
-            ends = (*embedding, layer.head_forward, layer.head_backward)
-            work_s = config.layers * each + sum(part.total for part in ends)
-            after_s = self.optimizer_s(layout, elements)
+            work_s = config.layers * each + ends.total_s
+            after_s = self.update.optimizer_s(layout, elements)
             if not layout.dp_overlap:
-                after_s += self.data_s(layout, elements)
+                after_s += self.update.data_s(layout, elements)
             self._rough[key] = microbatches * work_s / p + after_s
         return self._rough[key] + fill_s
 

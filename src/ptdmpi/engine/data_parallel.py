@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
+from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.parameters import ParameterBuffer
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
-from ptdmpi.train.runner import OpHook
 
 
 @dataclass(frozen=True)

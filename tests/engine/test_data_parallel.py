@@ -8,7 +8,7 @@ import torch
 
 from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
-from ptdmpi.train.data_parallel import METHODS, DataParallel
+from ptdmpi.engine.data_parallel import METHODS, DataParallel
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel

@@ -5,9 +5,9 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
+from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, declare
 from ptdmpi.model.state import Counters, State
-from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from tests._configs import layout
 from tests._engines import build, microbatches, whole_gradients
 from tests._layers import CPU

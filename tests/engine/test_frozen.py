@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
+from ptdmpi.engine import engine as engines
 from ptdmpi.model.stage import Stage
-from ptdmpi.train import engine as engines
 from tests._configs import layout
 from tests._engines import build, steps_of, whole_gradients
 from tests.parallel import parallel

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import torch
 
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.train.engine import Engine
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, microbatches, whole_weights
 from tests.parallel import parallel

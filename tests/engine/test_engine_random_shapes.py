@@ -26,7 +26,7 @@ from ptdmpi.model.stage import Batch
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._engines import build, load, logits_of, whole_gradients
 from tests._layers import difference
-from tests.train.test_engine_bert import microbatches, samples
+from tests.engine.test_engine_bert import microbatches, samples
 
 GELUS = ["gelu", "gelu_new", "gelu_pytorch_tanh"]
 NAMES = {

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Batch
 from ptdmpi.model.tensor_parallel import select_positions
-from ptdmpi.train.engine import Engine
 from tests._configs import layout
 from tests._engines import build, from_root, load, logits_of, whole_gradients
 from tests._layers import difference

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
+from ptdmpi.engine.data_parallel import DataParallel
 from ptdmpi.model.parameters import Entry, Held, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
-from ptdmpi.train.data_parallel import DataParallel
 
 
 class GradientStep(Protocol):

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from ptdmpi.comm.world import Axes, SharedInputError
 from ptdmpi.config import Config
+from ptdmpi.engine.data_parallel import Replica, data_parallel
+from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
+from ptdmpi.engine.runner import Runner
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Batch, Stage
 from ptdmpi.model.state import State
@@ -17,10 +21,6 @@ from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
-from ptdmpi.train.data_parallel import Replica, data_parallel
-from ptdmpi.train.gradients import GradientReduction
-from ptdmpi.train.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
-from ptdmpi.train.runner import Runner
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 

@@ -5,9 +5,9 @@ import torch
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.engine.data_parallel import Replica, TreeSum
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import build as build_schedule
-from ptdmpi.train.data_parallel import Replica, TreeSum
 from tests._configs import layout
 from tests._engines import build, steps_of, train, whole_gradients, whole_weights
 from tests._layers import difference

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
-from ptdmpi.train.runner import OpHook
+from ptdmpi.engine.runner import OpHook
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptdmpi.model import attention_core, kernels
-from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
+from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench

@@ -12,12 +12,12 @@ from functools import cache
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
-from ptdmpi.plan.cost import activations
+from ptdmpi.plan.cost import activations, operands
 from ptdmpi.plan.cost.activations import WIDE_BYTES, LayerBytes, Sizes, total_bytes
 from ptdmpi.plan.layout.stages import placement_of, split_model
 from ptdmpi.plan.machine.cluster import TRAINER, Software
-from ptdmpi.plan.schedule.flight import fullest_alike
-from ptdmpi.plan.schedule.ops import ACTIVATIONS
+from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
+from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
@@ -55,6 +55,22 @@ class PartBytes:
     head: int
     loss_works: int
     sent: int  # of what went on to the next stage
+    split: "SplitBytes"
+
+
+@dataclass(frozen=True)
+class SplitBytes:
+    """Bytes of a split backward's operands from its I to its W, of one microbatch; `mlp` are those
+    of a layer's second half, `down` the one that is there before them. `layer_adds`, `head_adds`:
+    what W needs beside."""
+
+    layer: int
+    mlp: int
+    down: int
+    embedding: int
+    head: int
+    layer_adds: int
+    head_adds: int
 
 
 class MemoryModel:
@@ -79,7 +95,13 @@ class MemoryModel:
         self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
         # inventory of the op table -> what one microbatch has of it in a stage
-        self._stored_bytes = {ACTIVATIONS: self.kept_bytes}
+        self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
+        # working memory of the op table -> what an op needs of it in a stage
+        self.needed_bytes = {
+            "backward": self.working_bytes,
+            "inputs": self.input_bytes,
+            "weights": self.weight_bytes,
+        }
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "MemoryModel":
@@ -111,12 +133,15 @@ class MemoryModel:
         """
         placed = placement_of(layout)
         examples, alike = self._likes(placed, layout.recompute_layers, rank)
-        works = [self.working_bytes(layout, stage) for stage in examples]
-        works.append(0)  # the last one: of NOTHING, which is -1
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
-        keeps = [self._stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
+        keeps = [self.stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
+        works = {NOTHING: 0}
+        for moment in flight.moments:
+            if moment.working not in works:
+                name, like = moment.working
+                works[moment.working] = self.needed_bytes[name](layout, examples[like])
         moments = (
             (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
@@ -205,6 +230,39 @@ class MemoryModel:
             kept += parts.embedding
         return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
 
+    def operand_bytes(self, layout: Layout, stage: int) -> int:
+        """What one microbatch leaves in a stage from its I to its W."""
+        split = self.parts(layout).split
+        kept = len(self.split(layout)[stage]) * split.layer
+        if stage == 0:
+            kept += split.embedding
+        return kept + (split.head if stage == layout.stages - 1 else 0)
+
+    def input_bytes(self, layout: Layout, stage: int) -> int:
+        """The most that a stage's I has of its microbatch: activations go, operands come, and
+        beside them is what the layer at hand needs. At the loss, in the last and the first layer of
+        each mode, for in between it goes evenly, and at the end."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        split, held = parts.split, self.kept_bytes(layout, stage)
+        most = held
+        if stage == layout.stages - 1:
+            most = held + parts.loss_works
+            held += split.head - parts.head
+        for mode, count in reversed(list(_segments(layout, own))):
+            layer = parts.layers[mode]
+            works = max(layer.works, layer.mlp + split.down, layer.core + split.mlp)
+            grows = split.layer - layer.kept
+            most = max(most, held + works, held + (count - 1) * grows + works)
+            held += count * grows
+        ends = self.operand_bytes(layout, stage) + 2 * parts.sizes.boundary_bytes
+        return max(most, ends)
+
+    def weight_bytes(self, layout: Layout, stage: int) -> int:
+        """What a stage's W needs beside the operands."""
+        split = self.parts(layout).split
+        last = stage == layout.stages - 1
+        return max(split.layer_adds, split.head_adds if last else 0)
+
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
         last layer of each mode, for those in front of it run when more is free again."""
@@ -255,6 +313,20 @@ class MemoryModel:
             total_bytes(activations.head_activations(sizes, self.vocab_size)),
             activations.loss_working_bytes(sizes, self.vocab_size),
             sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
+            self._counted_split(sizes),
+        )
+
+    def _counted_split(self, sizes: Sizes) -> SplitBytes:
+        model, vocab_size = self.model, self.vocab_size
+        layer = operands.layer_operands(sizes)
+        return SplitBytes(
+            total_bytes(layer),
+            operands.part_bytes(layer, "mlp"),
+            operands.part_bytes(layer, "mlp.down.input"),
+            total_bytes(operands.embedding_operands(sizes, vocab_size)),
+            total_bytes(operands.head_operands(sizes, vocab_size)),
+            operands.adding_bytes(sizes, parameters.layer(model).values()),
+            operands.adding_bytes(sizes, parameters.head(model, vocab_size).values()),
         )
 
 

@@ -39,8 +39,8 @@ class OpKind:
     schedule has such ops.
 
     What it holds: from its start on its stage keeps the inventory `keeps` of its microbatch, and
-    at its end the inventory `frees` is let go; where there are both, one comes as the other goes,
-    so that it holds the larger of them. `works`: it needs a stage's working memory beside.
+    at its end the inventory `frees` is let go. `works` names the working memory that it needs
+    beside. Where it both keeps and frees, one comes as the other goes, and both are part of that.
     `gradients`: it adds to the gradients of its stage's weights.
 
     What it takes: the field `cost` of the costs that are simulated, times `share`. `mark` and `ink`
@@ -58,7 +58,7 @@ class OpKind:
     after: tuple[str, ...] = ()
     keeps: str = ""
     frees: str = ""
-    works: bool = False
+    works: str = ""
     gradients: bool = False
 
 
@@ -83,7 +83,7 @@ OP_KINDS: dict[str, OpKind] = {
         neighbour=+1,
         after=(FORWARD,),
         frees=ACTIVATIONS,
-        works=True,
+        works="backward",
         gradients=True,
     ),
     INPUT: OpKind(
@@ -97,7 +97,7 @@ OP_KINDS: dict[str, OpKind] = {
         after=(FORWARD,),
         keeps=OPERANDS,
         frees=ACTIVATIONS,
-        works=True,
+        works="inputs",
     ),
     WEIGHT: OpKind(
         letter=WEIGHT,
@@ -108,7 +108,7 @@ OP_KINDS: dict[str, OpKind] = {
         ink=Ink("orange", ("#9a5b13", "#c98324", "#e0ac66", "#f1d4ab"), (130, 172, 179, 223)),
         after=(INPUT,),
         frees=OPERANDS,
-        works=True,
+        works="weights",
         gradients=True,
     ),
 }

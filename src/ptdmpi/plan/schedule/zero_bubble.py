@@ -39,8 +39,8 @@ def on_a_v(stage: int, pipeline: int, virtual: int) -> int:
 
 
 def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """ZB-V (Qi et al. 2023, section 6): two chunks per rank on a V, of which each rank holds at most
-    2 p microbatches' halves, in flight or waiting for their W, as 1F1B's rank 0 does.
+    """ZB-V (Qi et al. 2023, section 6): two chunks per rank on a V, of which each rank holds at
+    most 2 p microbatches' halves, in flight or waiting for their W, as 1F1B's rank 0 does.
 
     Where F, I and W take the same time, a rank with p <= m is idle for little more than it takes
     the first microbatch to come to the last rank: (p - 1) F.
@@ -50,7 +50,7 @@ def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> 
 
 @lru_cache(maxsize=64)
 def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """All ranks' orders of `zb_v`: what comes of its rules where every op takes one unit of time."""
+    """All ranks' orders of `zb_v`: what comes of its rules where every op takes equally long."""
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Group, run
+from ptdmpi.terminal.program import CommandGroup, run
 from ptdmpi.terminal.progress import progress
 from ptdmpi.terminal.say import note
 
@@ -96,7 +97,7 @@ def _make_shards(
         click.echo(json.dumps(table) if as_json else _format_table(table))
 
 
-class _Program(Group):
+class _Program(CommandGroup):
     in_parallel = frozenset({"tokenize", "import-megatron"})
 
 
@@ -239,7 +240,7 @@ def train_tokenizer(
             "entries were found; more text, or a larger --sample-bytes, gives more"
         )
     table = {"output": str(output), "vocab_size": size}
-    click.echo(json.dumps(table) if as_json else f"{output}: {size} entries")
+    click.echo(json.dumps(table) if as_json else f"{output}: {counted(size, 'entry')}")
 
 
 def _training_texts(
@@ -266,7 +267,7 @@ def _training_texts(
                     nothing = False
                     yield piece.text
     if bad:
-        note(f"note: {len(bad)} line(s) that cannot be read were left out")
+        note(f"note: {counted(len(bad), 'line')} left out that cannot be read")
     if nothing:
         raise InputError(
             "no text to learn from: all documents are empty, or --sample-bytes is too small"
@@ -297,7 +298,8 @@ def verify(path: Path, as_json: bool) -> None:
             json.dumps({"path": str(path), "shards": len(shard_paths(path)), "problems": found})
         )
     else:
-        click.echo("\n".join(found) or f"{path}: {len(shard_paths(path))} shard(s), all sound")
+        shards = counted(len(shard_paths(path)), "shard")
+        click.echo("\n".join(found) or f"{path}: {shards}, all sound")
     if found:
         sys.exit(2)
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from data_prep.encode import Encoded
 from data_prep.group_writer import GroupWriter
-from data_prep.launch import Ranks
-from data_prep.state import Counters, RunState
+from data_prep.launch import Team
+from data_prep.state import CorpusCounters, RunState
 from data_prep.vocabulary import Vocabulary
 from ptdmpi.config import InputError
 from ptdmpi.terminal.progress import progress
@@ -69,7 +69,7 @@ class Corpus(Protocol):
 
     vocabulary: Vocabulary
     tokenizer_file: Path | None  # is copied beside the shards, for those who decode
-    counted: tuple[str, ...]  # which of the Counters its final table has
+    counted: tuple[str, ...]  # which of the CorpusCounters its final table has
     group_bytes: Sequence[int]  # on disk
 
     def identity(self) -> dict[str, Any]:
@@ -90,13 +90,13 @@ class _Stopped(InputError):
 class _Run:
     """One rank's part of making shards."""
 
-    def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Ranks):
+    def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Team):
         self._corpus = corpus
         self._options = options
         self._ranks = ranks
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
-    def begin(self) -> Counters | None:
+    def begin(self) -> CorpusCounters | None:
         """Rank 0 prepares the outputs. Returns the sums if everything is done already."""
         return self.state.begin(self._options.force) if self._ranks.rank == 0 else None
 
@@ -150,14 +150,14 @@ class _Run:
             self.state.mark_failed()
             raise
 
-    def finish(self) -> Counters | None:
+    def finish(self) -> CorpusCounters | None:
         """Rank 0 completes the outputs."""
         if self._ranks.rank:
             return None
         return self.state.finish(len(self._corpus.group_bytes), self._corpus.tokenizer_file)
 
 
-def _together(ranks: Ranks, action: Callable[[], Result]) -> Result:
+def _together(ranks: Team, action: Callable[[], Result]) -> Result:
     """The result of an action that all ranks do; where one fails, all raise (the first) failure."""
     try:
         result = action()
@@ -173,7 +173,7 @@ def _together(ranks: Ranks, action: Callable[[], Result]) -> Result:
 
 
 def make_shards(
-    open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Ranks
+    open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Team
 ) -> dict[str, int | float]:
     """Make token shards of a corpus; the final table: sums over documents, seconds, tokens_per_s.
 

@@ -28,7 +28,7 @@ from data_prep.sources import (
     split_document,
     split_whole,
 )
-from data_prep.state import Counters
+from data_prep.state import CorpusCounters
 from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
@@ -71,11 +71,11 @@ class Encoded:
     ended: np.ndarray  # bool [segments]: the document ends here, with its eod
     held_out: np.ndarray  # bool [segments]; of a document's first segment
     begins: np.ndarray  # bool [segments]: the document begins here
-    counters: Counters  # documents are counted where they end
+    counters: CorpusCounters  # documents are counted where they end
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Up to PIECE_BYTES of one document's text."""
 
     text: str
@@ -230,7 +230,7 @@ def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
 
 def read_pieces(
     task: Task, options: EncodeOptions, bad: list[int] | None = None
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
     line that is no JSON object with the text field, naming file and byte or line; but leaves such
     lines out if that is asked for, and adds their numbers to `bad`."""
@@ -242,17 +242,17 @@ def read_pieces(
                 first = True
                 for data, last in document:
                     held_out = first and _held_out(data, options)
-                    yield Piece(data.decode(), len(data), held_out, first, last)
+                    yield TextPiece(data.decode(), len(data), held_out, first, last)
                     first = False
         else:
             text = _decode(chunk.data, chunk.path, chunk.start, options.errors)
             held_out = chunk.first and _held_out(chunk.data, options)
-            yield Piece(text, len(chunk.data), held_out, chunk.first, chunk.last)
+            yield TextPiece(text, len(chunk.data), held_out, chunk.first, chunk.last)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """Pieces in lists of some _BATCH_BYTES."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
         batch.append(piece)
@@ -276,11 +276,11 @@ class Encoder:
         """Raises InputError as read_pieces does. Of a long document, text and tokens are together
         in memory for a batch of its pieces only."""
         bad: list[int] = []
-        tokens, counters = bytearray(), Counters()
+        tokens, counters = bytearray(), CorpusCounters()
         segments: list[tuple[int, bool, bool, bool]] = []  # length, begins, ended, held out
         document = 0  # of the task; 0: goes on here
         for batch in _batches(read_pieces(task, self._options, bad)):
-            kept: list[Piece] = []
+            kept: list[TextPiece] = []
             empty = duplicates = 0
             for piece in batch:
                 if piece.is_nothing:
@@ -297,7 +297,7 @@ class Encoder:
                 tokens += self._eod if piece.last else b""
                 length = ids.size + piece.last
                 segments.append((length, piece.first, piece.last, piece.held_out))
-            counters += Counters(
+            counters += CorpusCounters(
                 documents=sum(piece.last for piece in kept),
                 empty_documents=empty,
                 duplicates=duplicates,
@@ -312,7 +312,7 @@ class Encoder:
             begins=columns[1].astype(bool),
             ended=columns[2].astype(bool),
             held_out=columns[3].astype(bool),
-            counters=counters + Counters(bad_lines=len(bad)),
+            counters=counters + CorpusCounters(bad_lines=len(bad)),
         )
 
 

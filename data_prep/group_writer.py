@@ -5,7 +5,7 @@ from typing import Self
 import numpy as np
 
 from data_prep.encode import Encoded
-from data_prep.state import Counters, Progress, RunState
+from data_prep.state import CorpusCounters, GroupProgress, RunState
 from data_prep.vocabulary import Vocabulary
 from ptdmpi.data.shard_writer import ShardWriter
 
@@ -93,10 +93,12 @@ class GroupWriter:
                 writer.close()
                 tokens[side] = writer.tokens
                 self._writers[side] = None
-        self._counters += Counters(train_tokens=tokens[0], valid_tokens=tokens[1])
+        self._counters += CorpusCounters(train_tokens=tokens[0], valid_tokens=tokens[1])
         self._tokens = 0
         shards = self._progress.shards + 1
-        self._progress = Progress(shards, task, token, self._held_out, self._counters, complete)
+        self._progress = GroupProgress(
+            shards, task, token, self._held_out, self._counters, complete
+        )
         self._state.save(self._group, self._progress)
 
     def __enter__(self) -> Self:

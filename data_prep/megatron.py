@@ -47,7 +47,7 @@ def _beside(prefix: Path, suffix: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Block:
+class TokenBlock:
     """Tokens of whole documents, or a piece of one that is longer than BLOCK_TOKENS."""
 
     tokens: np.ndarray
@@ -138,7 +138,7 @@ class MegatronIndex:
             yield window
             start += len(window) - 1
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[TokenBlock]:
         """All documents, in order, in blocks of at most BLOCK_TOKENS: a pure function of the
         documents, whatever the sequences that they consist of and where in the .bin these lie."""
         for window in self._windows():
@@ -155,12 +155,12 @@ class MegatronIndex:
 
     def _block(
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-    ) -> Iterator[Block]:
+    ) -> Iterator[TokenBlock]:
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
             tokens = runs[0] if len(runs) == 1 else np.concatenate([self.tokens[:0], *runs])
-            yield Block(tokens, documents, True, True)
+            yield TokenBlock(tokens, documents, True, True)
             return
         done, parts, waiting = 0, [], 0
         for start, stop in _runs(starts, lengths):
@@ -172,7 +172,7 @@ class MegatronIndex:
                 if waiting == BLOCK_TOKENS or done + waiting == total:
                     first, last = done == 0, done + waiting == total
                     tokens = np.concatenate(parts)
-                    yield Block(tokens, np.array([waiting]), first, last)
+                    yield TokenBlock(tokens, np.array([waiting]), first, last)
                     done, parts, waiting = done + waiting, [], 0
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from data_prep.corpus import Work
 from data_prep.encode import Encoded
-from data_prep.megatron import Block, MegatronIndex, bin_path, idx_path
+from data_prep.megatron import MegatronIndex, TokenBlock, bin_path, idx_path
 from data_prep.sources import document_share
-from data_prep.state import Counters, files_identity
+from data_prep.state import CorpusCounters, files_identity
 from data_prep.vocabulary import Vocabulary, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
@@ -89,7 +89,7 @@ class MegatronCorpus:
                     yield self._encode(group, number, block)
                 start += block.tokens.size
 
-    def _check(self, index: MegatronIndex, block: Block, start: int) -> None:
+    def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
         """Ids are compared before they are put into the narrower type of the shards."""
         tokens, size = block.tokens, self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
@@ -99,7 +99,7 @@ class MegatronCorpus:
                 f"{tokens[at]}, outside the vocabulary of {size}"
             )
 
-    def _encode(self, group: int, index: int, block: Block) -> Encoded:
+    def _encode(self, group: int, index: int, block: TokenBlock) -> Encoded:
         tokens = block.tokens.astype(token_dtype(self.vocabulary.vocab_size), copy=False)
         full = block.lengths > 0
         lengths = block.lengths[full]
@@ -125,7 +125,7 @@ class MegatronCorpus:
             begins=begins,
             ended=ended,
             held_out=held_out,
-            counters=Counters(
+            counters=CorpusCounters(
                 documents=int(ended.sum()),
                 empty_documents=block.lengths.size - lengths.size,
                 eods_added=int(bare.sum()),

@@ -37,7 +37,7 @@ _SPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusFile:
     """One corpus file."""
 
     path: Path
@@ -98,7 +98,7 @@ def _walk(directory: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(files))
 
 
-def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[Source]:
+def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
     """The corpus files: `inputs` in the order given, directories walked in sorted order.
 
     Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), each of them also
@@ -106,7 +106,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     of another kind, a directory with no usable file, a file that is named twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
-    sources: list[Source] = []
+    sources: list[CorpusFile] = []
     if "" in map(str, inputs):
         raise InputError("an input without a name; give files or directories")
     if "" in suffixes:
@@ -132,7 +132,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
                 str(path.relative_to(given) if path != given else given.name),
             )
             kind = _kind(path, suffixes) or TEXT
-            sources.append(Source(path, name, kind, status.st_size, status.st_mtime_ns))
+            sources.append(CorpusFile(path, name, kind, status.st_size, status.st_mtime_ns))
     seen: set[Path] = set()
     for source in sources:
         resolved = source.path.resolve()
@@ -142,11 +142,11 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     return sources
 
 
-def split_sources(sources: Sequence[Source], slice_bytes: int) -> list[Source]:
+def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
     """Files of rows, and those of lines that are not compressed, in slices of `slice_bytes`; other
     files whole. A line (or a group of rows) belongs to the slice in which it begins.
     """
-    slices: list[Source] = []
+    slices: list[CorpusFile] = []
     for source in sources:
         if source.kind == TEXT or source.path.suffix in _COMPRESSED:
             slices.append(source)
@@ -156,17 +156,17 @@ def split_sources(sources: Sequence[Source], slice_bytes: int) -> list[Source]:
     return slices
 
 
-def size_on_disk(source: Source) -> int:
+def size_on_disk(source: CorpusFile) -> int:
     """Bytes of a file, or of its slice."""
     stop = source.size_bytes if source.stop is None else min(source.stop, source.size_bytes)
     return stop - source.start
 
 
-def group_sources(sources: Sequence[Source], group_bytes: int) -> list[list[Source]]:
+def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[CorpusFile]]:
     """Consecutive files (or slices) in groups of at least `group_bytes` on disk (but the last).
     Shards never hold tokens of two groups, so that groups can be dealt to ranks without knowing
     their token counts."""
-    groups: list[list[Source]] = []
+    groups: list[list[CorpusFile]] = []
     size_bytes = group_bytes
     for source in sources:
         if size_bytes >= group_bytes:
@@ -196,7 +196,7 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
         raise EOFError("the compressed stream is truncated")
 
 
-def read_blocks(source: Source, advance: Callable[[int], object]) -> Iterator[bytes]:
+def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
     """The decompressed bytes of a file (from one byte before a slice), in blocks. `advance` is told
     the bytes read from the disk.
 
@@ -264,14 +264,14 @@ def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
     yield document[start:] if start else document, True
 
 
-def _text_chunks(source: Source, blocks: Iterable[bytes]) -> Iterator[Chunk]:
+def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]:
     start = 0
     for data, last in split_document(blocks):
         yield Chunk(str(source.path), TEXT, data, start, 1, start == 0, last)
         start += len(data)
 
 
-def _first_line(source: Source, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
+def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
     """Where the first line begins that begins in the slice or behind, and the bytes from there."""
     position = source.start
     if not position:
@@ -285,7 +285,7 @@ def _first_line(source: Source, blocks: Iterator[bytes]) -> tuple[int, Iterator[
     return position, iter(())
 
 
-def _lines_of_slice(source: Source, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
     """The blocks from `start` to the end of the last line that begins in the slice."""
     if source.stop is None:
         yield from blocks
@@ -302,7 +302,7 @@ def _lines_of_slice(source: Source, start: int, blocks: Iterable[bytes]) -> Iter
         position += len(block)
 
 
-def _line_chunks(source: Source, blocks: Iterator[bytes]) -> Iterator[Chunk]:
+def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
     """Whole lines: each chunk ends at the first line end at or after TASK_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
@@ -329,7 +329,7 @@ def _line_chunks(source: Source, blocks: Iterator[bytes]) -> Iterator[Chunk]:
 
 
 def _row_chunks(
-    source: Source, text_field: str, advance: Callable[[int], object]
+    source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
     """Whole texts: each chunk ends at the first one's end at or after TASK_BYTES."""
     texts: list[bytes] = []
@@ -351,7 +351,9 @@ def _row_chunks(
     advance(size_on_disk(source))
 
 
-def _chunks(source: Source, text_field: str, advance: Callable[[int], object]) -> Iterator[Chunk]:
+def _chunks(
+    source: CorpusFile, text_field: str, advance: Callable[[int], object]
+) -> Iterator[Chunk]:
     if source.kind == PARQUET:
         return _row_chunks(source, text_field, advance)
     blocks = read_blocks(source, advance)
@@ -360,7 +362,7 @@ def _chunks(source: Source, text_field: str, advance: Callable[[int], object]) -
 
 def read_tasks(
     group: int,
-    sources: Sequence[Source],
+    sources: Sequence[CorpusFile],
     advance: Callable[[int], object],
     text_field: str = "text",
 ) -> Iterator[Task]:

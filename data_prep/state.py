@@ -28,7 +28,7 @@ LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class Counters:
+class CorpusCounters:
     """Sums over documents. Bytes are of UTF-8 text, decompressed."""
 
     documents: int = 0
@@ -40,13 +40,13 @@ class Counters:
     bad_lines: int = 0  # left out
     eods_added: int = 0  # to documents of ready tokens that had no end
 
-    def __add__(self, other: "Counters") -> "Counters":
+    def __add__(self, other: "CorpusCounters") -> "CorpusCounters":
         mine, others = asdict(self), asdict(other)
-        return Counters(**{name: mine[name] + others[name] for name in mine})
+        return CorpusCounters(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True)
-class Progress:
+class GroupProgress:
     """Where the next shard of a group begins. Everything before is in shards that have their
     names."""
 
@@ -54,11 +54,12 @@ class Progress:
     task: int = 0  # in which the next shard begins
     token: int = 0  # of that task
     held_out: bool = False  # whether the document that goes on there is held out
-    counters: Counters = Counters()  # tokens: of finished shards; the others: of the tasks before
+    # tokens: of finished shards; the others: of the tasks before
+    counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
 
-Record = TypeVar("Record", Counters, Progress)
+Record = TypeVar("Record", CorpusCounters, GroupProgress)
 
 
 def _restored(kind: type[Record], known: Any, path: Path) -> Record:
@@ -67,7 +68,7 @@ def _restored(kind: type[Record], known: Any, path: Path) -> Record:
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)
     if "counters" in known:
-        known = {**known, "counters": _restored(Counters, known["counters"], path)}
+        known = {**known, "counters": _restored(CorpusCounters, known["counters"], path)}
     return kind(**known)
 
 
@@ -167,7 +168,7 @@ class RunState:
         self._failed = self.folder / "failed"
         self._locks: dict[Path, FileLock] = {}  # of the outputs that are being written
 
-    def begin(self, force: bool) -> Counters | None:
+    def begin(self, force: bool) -> CorpusCounters | None:
         """Make or check the output directories; the sums if everything is done already.
 
         Raises InputError where they hold something else: shards of other inputs or options (unless
@@ -183,7 +184,7 @@ class RunState:
             self.release()
         return done
 
-    def _begin(self, force: bool) -> Counters | None:
+    def _begin(self, force: bool) -> CorpusCounters | None:
         for output in self.outputs:
             if output.exists() and not output.is_dir():
                 raise InputError(f"{output}: is no directory; shards go into one")
@@ -203,7 +204,9 @@ class RunState:
         if summaries[0] is not None:
             for output, summary in zip(self.outputs, summaries, strict=True):
                 _require_shards(output, summary)
-            return _restored(Counters, summaries[0].get("counters"), self.outputs[0] / SUMMARY)
+            return _restored(
+                CorpusCounters, summaries[0].get("counters"), self.outputs[0] / SUMMARY
+            )
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -299,14 +302,14 @@ class RunState:
     def _group_path(self, group: int) -> Path:
         return self.folder / f"group-{group:05d}.json"
 
-    def load(self, group: int) -> Progress:
+    def load(self, group: int) -> GroupProgress:
         """How far a group has come."""
         known = read_json(self._group_path(group))
         if known is None:
-            return Progress()
-        return _restored(Progress, known, self._group_path(group))
+            return GroupProgress()
+        return _restored(GroupProgress, known, self._group_path(group))
 
-    def save(self, group: int, progress: Progress) -> None:
+    def save(self, group: int, progress: GroupProgress) -> None:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
@@ -317,10 +320,10 @@ class RunState:
     def someone_failed(self) -> bool:
         return self._failed.exists()
 
-    def finish(self, groups: int, tokenizer: Path | None) -> Counters:
+    def finish(self, groups: int, tokenizer: Path | None) -> CorpusCounters:
         """Everything is in shards: copy the tokenizer's file beside them, write the summary, remove
         the state; the sums over all groups. Raises InputError for an output without a token."""
-        sums = sum((self.load(group).counters for group in range(groups)), Counters())
+        sums = sum((self.load(group).counters for group in range(groups)), CorpusCounters())
         headers = [
             [read_header(path) for path in sorted(output.glob(SHARDS))] for output in self.outputs
         ]
@@ -346,7 +349,7 @@ class RunState:
         self.release()
         return sums
 
-    def _require_all(self, sums: Counters, headers: Sequence[Sequence[ShardHeader]]) -> None:
+    def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
         """Raises InputError if a shard that was finished has gone since."""
         counted = (sums.train_tokens, sums.valid_tokens)
         # perhaps none held out

@@ -25,6 +25,7 @@ def test_defaults_are_enough():
     assert config.model.ffn_hidden == 4 * config.model.hidden
     assert (config.parallel.schedule, config.data_size, config.microbatches) == ("1f1b", 1, 4)
     assert config.run.dir == "runs/run"
+    assert (config.checkpoint.every_minutes, config.checkpoint.every_steps) == (15.0, 0)
     assert small({"run.name": "a"}).run.dir == "runs/a"
     assert small({"run.name": "a", "run.dir": "x"}).run.dir == "x"
 
@@ -63,7 +64,7 @@ RULES = [
         "model.head_size = 1 must be even for rope",
     ),
     ({"parallel.tensor": 2}, 3, "3 ranks cannot be split.*= 2 must divide.*start 2, or use"),
-    ({"parallel.tensor": 4}, 1, "1 ranks cannot be split.*start 4, or use tensor .* 1$"),
+    ({"parallel.tensor": 4}, 1, "1 rank cannot be split.*start 4, or use tensor .* 1$"),
     (
         {"parallel.tensor": 2, "parallel.data": 2},
         3,
@@ -382,7 +383,7 @@ def test_trees_without_sense(nonsense):
 def test_spare_ranks_do_not_count():
     spare = {"run.on_failure": "shrink", "run.spare_ranks": 1}
     assert resolve(tree(spare), 5).data_size == 4
-    with pytest.raises(InputError, match=r"3 ranks beside 1 spare ones cannot.*start 3,"):
+    with pytest.raises(InputError, match=r"3 ranks beside 1 spare one cannot.*start 3,"):
         resolve(tree(spare | {"parallel.tensor": 2}), 4)
     with pytest.raises(InputError, match=r"leaves no rank to train.*legal: only 0"):
         resolve(tree(spare), 1)

@@ -43,6 +43,17 @@ FULL_FOLDERS = {
     "tests": "helpers that several folders of tests use",
 }
 
+# Classes that may share a name: the same thing told in two ways. All others are told apart.
+SAME_NAMES = {
+    "Attention": "the trainer's and plain torch's",
+    "Block": "the trainer's and plain torch's",
+    "Embedding": "the trainer's and plain torch's",
+    "Mlp": "the trainer's and plain torch's",
+    "Norm": "a module, and its row in the table of parameters",
+    "Optimizer": "the trainer's and plain torch's",
+    "Table": "a module, and its row in the table of parameters",
+}
+
 # Extras that `make setup-all` alone installs, with their own lock.
 UNLOCKED = ("corpus", "eval", "tensorboard", "wandb")
 
@@ -156,6 +167,19 @@ def imported_packages(source: str) -> set[str]:
 def test_file_keeps_the_rules(file):
     name, source = str(file.relative_to(ROOT)), file.read_text()
     assert [*over_budget(name, source), *forbidden(name, source)] == []
+
+
+def test_a_name_means_one_thing():
+    """Whoever searches for a class finds one, or two that are the same thing."""
+    places: dict[str, set[str]] = {}
+    for file in FILES:
+        if file.relative_to(ROOT).parts[0] != "tests":
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, set()).add(str(file.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    assert {name: files for name, files in shared.items() if name not in SAME_NAMES} == {}
+    assert SAME_NAMES.keys() <= shared.keys(), "a reason that has gone"
 
 
 def test_exceptions_name_what_exists():

@@ -84,7 +84,7 @@ def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
 
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.encode import EncodeOptions
-    from data_prep.launch import Ranks
+    from data_prep.launch import Team
     from data_prep.text_corpus import TextCorpus, TextOptions
 
     texts = stdlib_texts(WARM_BYTES)
@@ -108,7 +108,7 @@ def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
         encode = EncodeOptions(str(tokenizer), "text", "strict", 0.0)
         options = TextOptions((str(corpus),), encode, workers=1)
         begun = time.perf_counter()
-        ranks = Ranks(0, 1, lambda value: [value])
+        ranks = Team(0, 1, lambda value: [value])
         table = make_shards(lambda: TextCorpus(options, output), output, ranks)
         elapsed = time.perf_counter() - begun
         assert table["train_tokens"] == tokens

@@ -24,8 +24,8 @@ from benchmarks.faults.rank import PLACES
 from benchmarks.faults.training import (
     EVERY_STEPS,
     STEPS,
-    Case,
-    Training,
+    StartedRun,
+    Way,
     deviation,
     newest_sound,
     prepare,
@@ -66,11 +66,11 @@ class Torture:
         self.random = random.Random(seed)
         self.references: dict[str, Path] = {}
         self.refused = False
-        self.training: Training | None = None
+        self.training: StartedRun | None = None
         prepare(folder)
 
-    def start(self, case: Case, run: Path, death: tuple[str, int, int]) -> Training:
-        self.training = Training(self.folder, case, run, death)
+    def start(self, case: Way, run: Path, death: tuple[str, int, int]) -> StartedRun:
+        self.training = StartedRun(self.folder, case, run, death)
         return self.training
 
     def end(self) -> None:
@@ -78,15 +78,15 @@ class Torture:
         if self.training is not None and self.training.process.poll() is None:
             self.training.end()
 
-    def case(self) -> Case:
+    def case(self) -> Way:
         """A layout, with asynchronous saving in half of the cases; four ranks are rarer."""
         name, ranks, settings = self.random.choices(LAYOUTS, (5, 5, 2))[0]
-        return Case(name, ranks, (*settings, f"checkpoint.asynchronous={self.coin()}"))
+        return Way(name, ranks, (*settings, f"checkpoint.asynchronous={self.coin()}"))
 
     def coin(self) -> str:
         return self.random.choice(["true", "false"])
 
-    def reference(self, case: Case) -> Path:
+    def reference(self, case: Way) -> Path:
         """The run directory of an undisturbed run in this layout; it keeps all checkpoints."""
         if case.name not in self.references:
             run = self.folder / f"reference-{case.name}"
@@ -97,7 +97,7 @@ class Torture:
             self.references[case.name] = run
         return self.references[case.name]
 
-    def finish(self, case: Case, run: Path, saved: int) -> None:
+    def finish(self, case: Way, run: Path, saved: int) -> None:
         """Give the command until the run is done, and hold it against the undisturbed run.
 
         Raises Lost.
@@ -115,7 +115,7 @@ class Torture:
         if found:
             raise Lost(f"after the run went on from step {saved} or later: {found}")
 
-    def require_refusal(self, training: Training, code: int, words: tuple[str, ...]) -> None:
+    def require_refusal(self, training: StartedRun, code: int, words: tuple[str, ...]) -> None:
         """Exit code 2 and one clear line. Raises Lost."""
         lines = [line for line in training.text().splitlines() if "ptdmpi: error: " in line]
         if code != 2 or len(lines) != 1 or not any(word in lines[0] for word in words):
@@ -148,7 +148,7 @@ class Torture:
         name, ranks, settings = self.random.choice(SHRINKING)
         settings = (*settings, "run.on_failure=shrink", "run.reproducible=true")
         settings = (*settings, f"checkpoint.asynchronous={self.coin()}")
-        case = Case(f"shrink-{name}", ranks, settings, ULFM)
+        case = Way(f"shrink-{name}", ranks, settings, ULFM)
         self.reference(case)
         training = self.start(case, run, NOWHERE)
         training.wait_for_step(self.random.randrange(1, STEPS - 5))

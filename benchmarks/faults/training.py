@@ -45,7 +45,7 @@ keep_every = 12
 
 
 @dataclass(frozen=True)
-class Case:
+class Way:
     """One way to train. `options` are mpirun's; `settings` are added to the command."""
 
     name: str
@@ -64,10 +64,10 @@ def prepare(folder: Path) -> None:
         writer.write(ids, np.array([len(ids)]))
 
 
-class Training:
+class StartedRun:
     """One start of `ptdmpi train` for a case; the same command again goes on."""
 
-    def __init__(self, folder: Path, case: Case, run: Path, death: tuple[str, int, int]) -> None:
+    def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
         self.output = folder / "output.txt"
         place, count, rank = death
         words = [*case.settings, f"run.dir={run}"]

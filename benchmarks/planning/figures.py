@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.launch import ROOT
-from benchmarks.planning.rows import Row, published
+from benchmarks.planning.rows import PublishedRun, published
 from benchmarks.planning.validate_plan import predicted
 
 OUTPUT = ROOT / "docs/pictures"
@@ -19,19 +19,19 @@ class Figure:
     number: int
     title: str
     axis: str
-    place: Callable[[Row], str]
-    series: Callable[[Row], str]
+    place: Callable[[PublishedRun], str]
+    series: Callable[[PublishedRun], str]
 
 
-def _batch(row: Row) -> str:
+def _batch(row: PublishedRun) -> str:
     return f"batch size {row.batch}"
 
 
-def _scattered(row: Row) -> str:
+def _scattered(row: PublishedRun) -> str:
     return "with scatter/gather" if row.layout.scatter_gather else "without scatter/gather"
 
 
-def _recomputed(row: Row) -> str:
+def _recomputed(row: PublishedRun) -> str:
     return "with recomputation" if row.layout.recompute == "full" else "without recomputation"
 
 
@@ -77,7 +77,7 @@ FIGURES = (
 )
 
 
-def value(row: Row, figure: Figure) -> float:
+def value(row: PublishedRun, figure: Figure) -> float:
     """The prediction in the figure's unit."""
     price = predicted(row)
     if figure.number == 17:

@@ -18,7 +18,7 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRun:
     """One published run. `dataset` is the table or figure; `value` stands on its vertical axis."""
 
     dataset: str
@@ -40,7 +40,7 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def published() -> Iterator[Row]:
+def published() -> Iterator[PublishedRun]:
     """Every run of Narayanan et al. 2021 whose layout is stated."""
     for name in JUDGED:
         for raw in read(name):
@@ -48,7 +48,7 @@ def published() -> Iterator[Row]:
                 yield _row(raw)
 
 
-def _row(raw: dict[str, str]) -> Row:
+def _row(raw: dict[str, str]) -> PublishedRun:
     dataset = raw["table_ref"].split(" /")[0].replace("Fig ", "Figure ")
     if dataset == "Table 2":
         dataset += ", ZeRO-3" if raw["zero"] == "3" else ", PTD-P"
@@ -72,7 +72,7 @@ def _row(raw: dict[str, str]) -> Row:
         dp_overlap=raw["dp_overlap"].startswith("yes"),
     )
     batch = int(raw["B"])
-    return Row(
+    return PublishedRun(
         dataset,
         model,
         layout,

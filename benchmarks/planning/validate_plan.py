@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 
 from benchmarks.planning.outside import outside_table
-from benchmarks.planning.rows import Row, published
+from benchmarks.planning.rows import PublishedRun, published
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import load_cluster
@@ -21,14 +21,14 @@ GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 t
 BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figure 16": "b"}
 
 
-def predicted(row: Row) -> Price:
+def predicted(row: PublishedRun) -> Price:
     return Pricer(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
 
 
-def errors() -> dict[str, list[tuple[float, Row]]]:
+def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
     """Data set -> (relative error of the step time, row) of each published run."""
-    found: dict[str, list[tuple[float, Row]]] = defaultdict(list)
-    figures: dict[str, tuple[float, Row]] = {}
+    found: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
+    figures: dict[str, tuple[float, PublishedRun]] = {}
     for row in published():
         entry = (predicted(row).step_time_s / row.step_time_s - 1, row)
         found[row.dataset].append(entry)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.speed import rounds as measuring
 from benchmarks.speed.case import Row, Variant, choices, select
-from benchmarks.speed.rounds import Result, Round, Sample, Trial
+from benchmarks.speed.rounds import Constants, PeerTrial, Result, Round
 from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 from benchmarks.turns import round_of
 from ptdmpi.config import InputError
@@ -45,7 +45,7 @@ class Trials:
 
     def fastest(
         self, row: Row, tokens_per_s: float = 0.0
-    ) -> tuple[Variant | None, dict[str, Trial]]:
+    ) -> tuple[Variant | None, dict[str, PeerTrial]]:
         """The fastest way, decision by decision, and all trials by the names of their ways.
 
         With our own `tokens_per_s`, ways much slower than it are given up too: None, where no way
@@ -55,7 +55,7 @@ class Trials:
         best = Variant()
         for alternatives in decisions:
             best = replace(best, **alternatives[0])
-        tried: dict[Variant, Trial] = {}
+        tried: dict[Variant, PeerTrial] = {}
         for alternatives in decisions:
             for change in alternatives:
                 way = replace(best, **change)
@@ -78,7 +78,7 @@ class Trials:
         return best, {way.name: trial for way, trial in tried.items()}
 
 
-def attempt(row: Row, way: Variant, best_tokens_per_s: float) -> Trial:
+def attempt(row: Row, way: Variant, best_tokens_per_s: float) -> PeerTrial:
     """Measure one way, or give it up where it is much slower than the best one so far."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
@@ -87,11 +87,11 @@ def attempt(row: Row, way: Variant, best_tokens_per_s: float) -> Trial:
     with Side(row, way) as side:
         try:
             side.train(1, limit_s)
-            trial = Trial(tokens / side.train(1).time_s, finished=True)
+            trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
             if best_tokens_per_s == 0.0:  # not slower than others, but stuck
                 raise
-            trial = Trial(tokens / limit_s, finished=False)
+            trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "
     say(f"  trial of torch, {way.name}: {at_most}{trial.tokens_per_s:.1f} tokens/s")
     return trial
@@ -124,7 +124,7 @@ def measure(row: Row, wanted: int, steps: int, trials: Trials) -> Result:
             foreign = max(mine.foreign_share, theirs.foreign_share)
             done.append(Round(tokens / mine.time_s, tokens / theirs.time_s, foreign))
             report(done)
-    sample = Sample(
+    sample = Constants(
         peak_memory_bytes=mine.peak_memory_bytes,
         peer_peak_memory_bytes=theirs.peak_memory_bytes,
         gemm_time_s=gemm_time_s,
@@ -143,7 +143,7 @@ def own_rate(row: Row) -> float:
         return short(row).case.tokens / ours.train(1).time_s
 
 
-def measure_alone(row: Row, wanted: int, steps: int, tried: dict[str, Trial]) -> Result:
+def measure_alone(row: Row, wanted: int, steps: int, tried: dict[str, PeerTrial]) -> Result:
     """Our side where every way of torch was given up: the ratios are what they are at least."""
     at_most = max(trial.tokens_per_s for trial in tried.values())
     tokens = steps * row.case.tokens
@@ -156,7 +156,7 @@ def measure_alone(row: Row, wanted: int, steps: int, tried: dict[str, Trial]) ->
             losses = losses + mine.losses
             done.append(Round(tokens / mine.time_s, at_most, mine.foreign_share))
             report(done)
-    sample = Sample(
+    sample = Constants(
         peak_memory_bytes=mine.peak_memory_bytes,
         peer_peak_memory_bytes=None,
         gemm_time_s=gemm_time_s,

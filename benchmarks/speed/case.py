@@ -32,7 +32,7 @@ PEERS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class GptSizes:
     """A GPT with learned positions, tanh GELU, biases and an untied head; sizes in the letters of
     the glossary. Untied, because torch's pipeline stages cannot share a table."""
 
@@ -56,7 +56,7 @@ class Row:
 
     layout: str
     precision: str
-    case: Case = field(default_factory=Case)
+    case: GptSizes = field(default_factory=GptSizes)
     reproducible: bool = False
 
     @property
@@ -92,7 +92,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        return cls(**{**values, "case": Case(**values["case"])})
+        return cls(**{**values, "case": GptSizes(**values["case"])})
 
 
 def _short(layout: str) -> str:

@@ -61,7 +61,7 @@ def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class PeerTrial:
     """One way of torch on a small batch. A way given up is not `finished`: at most this speed."""
 
     tokens_per_s: float
@@ -69,7 +69,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Constants:
     """What does not change from round to round: per side, the greatest over its ranks."""
 
     peak_memory_bytes: int
@@ -77,7 +77,7 @@ class Sample:
     gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
     losses: list[float]  # of all steps, those before the first round included
     peer_losses: list[float]
-    peer_trials: dict[str, Trial]  # by the name of each way that was tried
+    peer_trials: dict[str, PeerTrial]  # by the name of each way that was tried
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,17 @@ class Result:
     disturbed: int
     losses: list[float]
     peer_losses: list[float]
-    peer_trials: dict[str, Trial]
+    peer_trials: dict[str, PeerTrial]
     peer_finished: bool  # if not, peer_tokens_per_s is at most that, and the ratios at least those
     measured: str
 
 
 def summarise(
-    names: tuple[str, str, str], rounds: Sequence[Round], wanted: int, sample: Sample, tokens: int
+    names: tuple[str, str, str],
+    rounds: Sequence[Round],
+    wanted: int,
+    sample: Constants,
+    tokens: int,
 ) -> Result:
     """`names` are layout, precision and peer; `tokens` those of one step."""
     used = counted(rounds, wanted)

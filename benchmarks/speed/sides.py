@@ -29,7 +29,7 @@ class SideTooSlow(SideFailed):
 
 
 @dataclass(frozen=True)
-class Steps:
+class TimedSteps:
     """What a side did in one command."""
 
     time_s: float  # from the first rank's start to the last rank's end
@@ -116,7 +116,7 @@ class Side:
             self._say(stream, command)
         return [self._hear(stream) for stream in self.streams]
 
-    def train(self, count: int, limit_s: float = ANSWER_LIMIT_S) -> Steps:
+    def train(self, count: int, limit_s: float = ANSWER_LIMIT_S) -> TimedSteps:
         """The next `count` steps. Raises SideTooSlow after `limit_s`."""
         for connection in self.connections:
             connection.settimeout(limit_s)
@@ -127,7 +127,7 @@ class Side:
         own_s = time.process_time() - own + sum(reply["cpu_s"] for reply in replies)
         self.steps_done += count
         known = [reply["losses"] for reply in replies if None not in reply["losses"]]
-        return Steps(
+        return TimedSteps(
             time_s=max(r["end_s"] for r in replies) - min(r["begin_s"] for r in replies),
             losses=[sum(of_step) / len(known) for of_step in zip(*known, strict=True)],
             peak_memory_bytes=max(reply["peak_memory_bytes"] for reply in replies),

@@ -4,7 +4,7 @@ import importlib
 
 import click
 
-from ptdmpi.terminal.program import Group, run
+from ptdmpi.terminal.program import CommandGroup, run
 
 # name -> whether all ranks of a job work on it
 COMMANDS = {
@@ -23,7 +23,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """Imports `ptdmpi.commands.NAME` only when NAME runs, so that planning needs no torch."""
 
     in_parallel = frozenset(name for name, all_ranks in COMMANDS.items() if all_ranks)

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.data.tokenize import rates_between
 from benchmarks.speed.bench import RESULTS, Trials, check_losses
-from benchmarks.speed.case import LAYOUTS, Case, Row, Variant, choices, select
+from benchmarks.speed.case import LAYOUTS, GptSizes, Row, Variant, choices, select
 from benchmarks.speed.rounds import (
+    Constants,
+    PeerTrial,
     Result,
     Round,
-    Sample,
-    Trial,
     busy_cpu_s,
     counted,
     enough,
@@ -25,10 +25,12 @@ from benchmarks.speed.rounds import (
     table,
     write,
 )
-from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, Steps
+from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, TimedSteps
 from ptdmpi.config import InputError
 
-TINY = Case(layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1)
+TINY = GptSizes(
+    layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1
+)
 QUIET, LOUD = 0.01, 0.5
 
 
@@ -112,7 +114,7 @@ class FakeSide:
             raise SideTooSlow(f"more than {limit_s} s")
         speed = self.speeds[self.variant.cast] + self.variant.sequence_parallel
         speed -= 0.5 * self.variant.loss_parallel
-        return Steps(1.0 / speed, [9.0], 1, 0.0)
+        return TimedSteps(1.0 / speed, [9.0], 1, 0.0)
 
 
 def test_the_fastest_way_is_found_decision_by_decision(monkeypatch):
@@ -271,13 +273,13 @@ def test_a_worker_ends_with_its_commands():
 
 
 def _result(done: list[Round]) -> Result:
-    sample = Sample(
+    sample = Constants(
         peak_memory_bytes=1,
         peer_peak_memory_bytes=2,
         gemm_time_s=8.0,
         losses=[9.0],
         peer_losses=[9.0],
-        peer_trials={"masters": Trial(2.0, finished=True)},
+        peer_trials={"masters": PeerTrial(2.0, finished=True)},
     )
     return summarise(("t=2", "bf16", "torch DTensor"), done, 2, sample, tokens=20)
 

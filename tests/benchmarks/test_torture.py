@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.faults import torture as program
 from benchmarks.faults.torture import Lost, Torture, kinds
-from benchmarks.faults.training import Case, Training, newest_sound
+from benchmarks.faults.training import StartedRun, Way, newest_sound
 from ptdmpi.checkpoint import directory as files
 from tests.parallel import mpi_environment
 
-CASE = Case("p=2", 2, ("parallel.pipeline=2", "checkpoint.asynchronous=true"))
+CASE = Way("p=2", 2, ("parallel.pipeline=2", "checkpoint.asynchronous=true"))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(torture, tmp_path):
     """Between the rename and `latest`, in the middle of a file, in the middle of a removal."""
     run, saved = tmp_path / "run", 0
     for death in (("latest", 2, 0), ("write", 8, 1), ("discard", 1, 0)):
-        training = Training(torture.folder, CASE, run, death)
+        training = StartedRun(torture.folder, CASE, run, death)
         assert training.wait() not in (0, 2), training.text()
         saved = max(saved, training.saved())  # this start may have died in its first save
         assert newest_sound(run) >= saved
@@ -50,7 +50,7 @@ def test_other_bits_are_a_loss(torture, tmp_path, monkeypatch):
     last = run / "checkpoints" / files.name_of(program.STEPS)
     shutil.rmtree(last)
     shutil.copytree(last.with_name(files.name_of(program.EVERY_STEPS)), last)
-    monkeypatch.setattr(program, "Training", _Done)
+    monkeypatch.setattr(program, "StartedRun", _Done)
     with pytest.raises(Lost, match="tensors differ"):
         torture.finish(CASE, run, 0)
 
@@ -58,7 +58,7 @@ def test_other_bits_are_a_loss(torture, tmp_path, monkeypatch):
 class _Done:
     """A start that has nothing to do."""
 
-    def __init__(self, folder: Path, case: Case, run: Path, death: tuple) -> None:
+    def __init__(self, folder: Path, case: Way, run: Path, death: tuple) -> None:
         self.code = 0
 
     def wait(self) -> int:

@@ -13,7 +13,8 @@ from ptdmpi.checkpoint import examine as check
 from ptdmpi.checkpoint import save as module
 from ptdmpi.checkpoint.save import Checkpoints, SaveFailed
 from ptdmpi.checkpoint.share import divide
-from ptdmpi.comm.world import SharedInputError, World
+from ptdmpi.comm.world import World
+from ptdmpi.config import SharedInputError
 from ptdmpi.engine.engine import Engine
 from tests._configs import layout
 from tests._engines import build, course, microbatches

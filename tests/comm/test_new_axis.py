@@ -14,7 +14,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import ORDER, Grid
 from ptdmpi.plan.layout.seats import seats
-from ptdmpi.train.live import Report, live_step, routes
+from ptdmpi.train.live import Account, live_step, routes
 from ptdmpi.watch import whereabouts
 from ptdmpi.watch.whereabouts import Ranks, Seen, culprits, waits_for
 from tests._configs import layout, small
@@ -74,10 +74,11 @@ def test_seats(place, new):
 @new_axis
 def test_live_state(place, new):
     grid = with_new_axis(place, new, {"tensor": 2, "data": 1, "pipeline": 2})
-    reports = [Report(grid.coordinates(rank), step=7) for rank in range(grid.size)]
-    assert live_step(reports, grid) == 7
+    accounts = [Account(grid.coordinates(rank), step=7) for rank in range(grid.size)]
+    assert live_step(accounts, grid) == 7
     alone = [
-        Report(r.place, step=7 if r.place is not None and r.place[NEW] == 0 else 6) for r in reports
+        Account(a.place, step=7 if a.place is not None and a.place[NEW] == 0 else 6)
+        for a in accounts
     ]
     assert live_step(alone, grid) == 7  # one rank of the new axis holds the whole model
     ways = routes(alone, grid, range(grid.size), 7)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ptdmpi.comm.wires import Wire, wire_named
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.config.wires import WIRES
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of

@@ -35,11 +35,12 @@ else:
         raise SystemExit("a barrier without all its ranks")
 assert ulfm.agree(world, 3 if world.rank else 2, poll_s=0.01 * (world.rank == 2)) == 2
 world, lost = ulfm.shrink(world)
-assert [place.number for place in lost] == [3]
-assert [place.number for place in world.places] == [0, 1, 2] == world.control.allgather(world.rank)
+assert [process.number for process in lost] == [3]
+numbers = [process.number for process in world.processes]
+assert numbers == [0, 1, 2] == world.control.allgather(world.rank)
 turned = world.part([2, 0])
 if turned is not None:
-    assert turned.control.allgather(turned.place.number) == [2, 0]
+    assert turned.control.allgather(turned.process.number) == [2, 0]
 assert not ulfm.rank_lost(world, patience_s=0.0)
 print(f"survivor {world.rank}")
 ulfm.leave(world, 75)

@@ -8,8 +8,8 @@ import pytest
 from mpi4py import MPI
 
 from ptdmpi.comm import launch
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 from tests.parallel import ROOT, mpirun, parallel
 

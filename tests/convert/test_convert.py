@@ -16,7 +16,7 @@ from ptdmpi.commands.convert import command
 from ptdmpi.config import InputError
 from ptdmpi.convert import check, tensors
 from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.reference import FORWARD, Asked
+from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import open_model
 from tests.convert._hugging_face import model, saved
@@ -102,7 +102,7 @@ def test_the_reference_is_transformers(tmp_path, case):
     order = "bert" in family and not changes.get("masked_only")
     named = {k.removeprefix(PREFIXES[family]): v for k, v in theirs.state_dict().items()}
     with torch.no_grad():
-        asked = Asked(ids, words.get("token_type_ids"), order)
+        asked = Question(ids, words.get("token_type_ids"), order)
         found = FORWARD[family](theirs.config.to_dict(), named.__getitem__, asked)
         expected = theirs(ids, **words).to_tuple()
     for ours, one in zip(found, expected[: len(found)], strict=True):

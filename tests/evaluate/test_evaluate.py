@@ -13,7 +13,7 @@ from data_prep.vocabulary import BYTES_SHA256, ByteTokenizer
 from ptdmpi.comm.world import World
 from ptdmpi.commands.evaluate import _table, command
 from ptdmpi.config import InputError
-from ptdmpi.convert.reference import FORWARD, Asked
+from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
@@ -53,7 +53,7 @@ def reference(folder, ids):
     values = load_file(folder / "model.safetensors")
     named = {key.removeprefix("model."): value.double() for key, value in values.items()}
     config = json.loads((folder / "config.json").read_text())
-    ((logits,),) = FORWARD["llama"](config, named.__getitem__, Asked(torch.tensor([ids[:-1]])))
+    ((logits,),) = FORWARD["llama"](config, named.__getitem__, Question(torch.tensor([ids[:-1]])))
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 

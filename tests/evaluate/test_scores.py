@@ -13,7 +13,7 @@ from ptdmpi.evaluate.answers import compiled, cut, extract, majority, matches, n
 from ptdmpi.evaluate.choice import accuracies, continuation
 from ptdmpi.evaluate.perplexity import windows
 from ptdmpi.evaluate.scoring import Score
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.text import Text
 
 BYTES = Text(ByteTokenizer(), (), frozenset({256}), 256)
@@ -46,7 +46,7 @@ def scores(*pairs):
 
 def test_accuracies_by_every_measure():
     # right: the second choice. Characters 1 and 4, tokens 1 and 2.
-    item = Item("c", ("x", "yyyy"), 1)
+    item = TaskItem("c", ("x", "yyyy"), 1)
     cases = {
         "plain": [(-4, 1), (-9, 1), (-3, 2), (0, 2)],
         "per_character": [(-2, 1), (-9, 1), (-7, 2), (-7, 2)],  # -1.75 above -2; per token -3.5
@@ -109,7 +109,7 @@ def test_extract():
 def test_majority_and_matches():
     assert majority(["b", "a", "a", "b", ""]) == "b"  # of equal ones the first
     assert majority(["", ""]) == ""
-    items = [Item("q", answers=("Paris", "city of light")), Item("q", answers=("7",))]
+    items = [TaskItem("q", answers=("Paris", "city of light")), TaskItem("q", answers=("7",))]
     found = matches(items, [["the Paris", "Rome", "paris."], ["6", "6", "7"]])
     assert found["exact_match"] == 0.5 and found["exact_match_single"] == 0.5
     assert found["samples"] == 3 and found["items"] == 2

@@ -211,6 +211,15 @@ def test_bad_input_is_one_line(run_of_bytes, words, message, capfd):
     assert re.search(message, line)
 
 
+def test_another_tokenizer_is_refused(run_of_bytes, tmp_path):
+    """Its ids may all be in the vocabulary: they would mean another text."""
+    (tmp_path / "t.json").write_text(train_bpe(["some text"], 257)[0])
+    words = [str(run_of_bytes), "--prompt", "a", "--tokenizer", str(tmp_path / "t.json")]
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code == 2
+    assert f"the model knows {BYTES_SHA256[:12]}: its ids mean another text" in result.stderr
+
+
 @pytest.mark.parametrize("content", ["[", "[1]"])
 def test_a_damaged_file_of_a_converted_model(tmp_path, content):
     run = _stored.stored(tmp_path / "run", 257)

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from ptdmpi.model.random import Stream, dropout, initial, mix
+from ptdmpi.model.random import RandomStream, dropout, initial, mix
 
 SAMPLES = torch.tensor([3, 1000003, 17])
 
 
-def stream(seed: int = 1, step: int = 2, *place: int) -> Stream:
-    return Stream.of(seed, step, SAMPLES).at(*(place or (4, 0)))
+def stream(seed: int = 1, step: int = 2, *place: int) -> RandomStream:
+    return RandomStream.of(seed, step, SAMPLES).at(*(place or (4, 0)))
 
 
 def test_initial_weights_are_a_function_of_seed_and_name():
@@ -74,7 +74,7 @@ def test_parts_of_a_mask_are_those_of_the_whole():
             full = stream().at(9).attention_mask((3, 8, 6, 6), 0.3)
             assert torch.equal(part, full[:, rank * heads : (rank + 1) * heads])
     for sample in range(3):  # a sample's mask does not know its neighbours in the microbatch
-        alone = Stream.of(1, 2, SAMPLES[sample : sample + 1]).at(4, 0)
+        alone = RandomStream.of(1, 2, SAMPLES[sample : sample + 1]).at(4, 0)
         assert torch.equal(alone.hidden_mask((16, 1, 8), 0.3), whole[:, sample : sample + 1])
         mask = alone.attention_mask((1, 8, 6, 6), 0.3)
         assert torch.equal(mask, attention[sample : sample + 1])

@@ -122,12 +122,12 @@ def test_dropout_in_a_block_is_the_same_in_every_layout(comm, mode):
     without recomputation, and to rounding over the tensor axis."""
     from mpi4py import MPI
 
-    from ptdmpi.model.random import Stream
+    from ptdmpi.model.random import RandomStream
 
     rates = {"model.dropout": 0.2, "model.attention_dropout": 0.3}
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **rates}).model
-    context = Context(Stream.of(7, 3, torch.tensor([5, 11, 2])))
+    context = Context(RandomStream.of(7, 3, torch.tensor([5, 11, 2])))
     x = random_tensor("x", (S, B, H), "fp64")
     results = []
     for group, sequence_parallel, recompute in (
@@ -158,7 +158,7 @@ def test_attention_with_a_rate_of_nearly_zero_equals_the_fused_one():
     """The explicit path of attention dropout is the same attention."""
     from mpi4py import MPI
 
-    from ptdmpi.model.random import Stream
+    from ptdmpi.model.random import RandomStream
 
     axis = tensor_axis(MPI.COMM_SELF, False)
     sizes = {"model.hidden": H, "model.heads": 8, "model.kv_heads": 4, "model.seq_length": S}
@@ -167,7 +167,7 @@ def test_attention_with_a_rate_of_nearly_zero_equals_the_fused_one():
     for rate in (0.0, 1e-15):  # rounds to a threshold of 0: nothing is dropped
         model = small({**sizes, "model.attention_dropout": rate, "model.layers": 2}).model
         placed = Placed(Attention(model, axis, 0, False), axis, "fp64")
-        stream = Stream.of(0, 0, torch.arange(B))
+        stream = RandomStream.of(0, 0, torch.arange(B))
         outputs.append(placed.layer(x, Context(stream)).detach())
     assert difference(outputs[1], outputs[0]) < 1e-12
 

@@ -8,8 +8,8 @@ import torch
 
 from ptdmpi.base.box import Box
 from ptdmpi.model.state import Piece, assemble
-from ptdmpi.parity.compare import BARS, Difference, differences, first_other_bit, left_out
-from ptdmpi.parity.layouts import Model
+from ptdmpi.parity.compare import BARS, Greatest, differences, first_other_bit, left_out
+from ptdmpi.parity.layouts import ComparedModel
 from ptdmpi.parity.run import Training
 
 BIAS = "layers.0.attention.qkv.bias"
@@ -37,7 +37,7 @@ def test_differences_are_relative_and_say_where():
         gradients={"a": torch.tensor([2.0, -10.0]), BIAS: torch.arange(6.0)},
     )
     measured = differences(found, training())
-    assert measured["loss"] == Difference(0.25, "step 1")
+    assert measured["loss"] == Greatest(0.25, "step 1")
     assert measured["norm"].value == pytest.approx(0.1)
     assert measured["gradients"].value == pytest.approx(0.1)  # 1 of the tensor's greatest, 10
     assert measured["gradients"].where == "a"
@@ -51,9 +51,9 @@ def test_key_biases_are_left_out_of_differences_but_not_of_bits():
         of_keys = place in (2, 3)
         assert (differences(found, training())["gradients"].value == 0.0) == of_keys
         assert first_other_bit(found, training()) == f"gradients: {BIAS}"
-    names = left_out([Model(kind="gpt", layers=2), Model(kind="llama", layers=3)])
+    names = left_out([ComparedModel(kind="gpt", layers=2), ComparedModel(kind="llama", layers=3)])
     assert names == [BIAS, BIAS.replace("0", "1")]
-    assert left_out([Model(kind="llama")]) == []
+    assert left_out([ComparedModel(kind="llama")]) == []
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])

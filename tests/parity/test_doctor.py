@@ -12,7 +12,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
 from ptdmpi.commands.doctor import report_text
 from ptdmpi.parity import suite
-from ptdmpi.parity.layouts import Case, ComparedLayout, Model
+from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
 from tests.parallel import mpirun, parallel
 
 CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
@@ -21,7 +21,7 @@ CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
 def test_machine_on_two_ranks():
     result = mpirun(2, [*CLI, "--json"], timeout_s=100)
     findings = {one["name"]: one for one in json.loads(result.stdout)["findings"]}
-    assert findings["ranks"]["value"].startswith("2 on 1 node(s), 2 per node")
+    assert findings["ranks"]["value"].startswith("2 on 1 node, 2 per node")
     assert findings["launcher"]["value"] != "none: one process; start with mpirun or srun"
     assert findings["tensor axis"]["value"].endswith("t = 1, 2")
     assert "right" in findings["float32 sum"]["value"]
@@ -65,7 +65,7 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
 @parallel(ranks=[2])
 def test_a_red_row_fails_on_every_rank(comm):
     layout = ComparedLayout(tensor=2, micro_size=4)
-    case = Case(layout, Model(layers=2))
+    case = Case(layout, ComparedModel(layers=2))
     wanted = [suite.Comparison(suite.COVERING, case, Case(layout.base, case.model))]
     with (
         patch.object(suite, "comparisons", lambda ranks, short: wanted),

@@ -13,25 +13,25 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.data_parallel import AllReduce
 from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.model import stage
-from ptdmpi.model.random import Stream
+from ptdmpi.model.random import RandomStream
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.parity import suite
-from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, ComparedLayout, Model
+from ptdmpi.parity.layouts import GLOBAL_SIZE, Case, ComparedLayout, ComparedModel
 from ptdmpi.parity.suite import Comparison
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import Op
 from tests.parallel import parallel
 
 STEPS = 2
-MODEL = Model(layers=4, dropout=True)  # tied, masked, a vocabulary that 2 does not divide
+MODEL = ComparedModel(layers=4, dropout=True)  # tied, masked, a vocabulary that 2 does not divide
 PIPELINE = ComparedLayout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
 CHUNKS = ComparedLayout(tensor=2, pipeline=2, virtual=2, schedule="interleaved", micro_size=4)
 SEQUENCE = ComparedLayout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
 NO_SUM = ComparedLayout(tensor=2, pipeline=2, micro_size=4)
 
 
-def red(comm, layout: ComparedLayout, model: Model = MODEL) -> list[str]:
+def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL) -> list[str]:
     """The broken bars of one row; on every rank."""
     case = Case(layout, model)
     comparison = Comparison(suite.COVERING, case, replace(case, layout=layout.base))
@@ -162,12 +162,12 @@ def tied_gradient_counted_twice() -> Iterator[None]:
 @contextlib.contextmanager
 def dropout_by_local_position() -> Iterator[None]:
     """Every tensor rank draws the mask of the first positions."""
-    right = Stream.at
+    right = RandomStream.at
 
     def wrong(stream, *place, first_position=0, first_head=0):
         return right(stream, *place, first_head=first_head)
 
-    with patch.object(Stream, "at", wrong):
+    with patch.object(RandomStream, "at", wrong):
         yield
 
 

@@ -16,7 +16,7 @@ from ptdmpi.parity.layouts import (
     pairs,
     refusal,
 )
-from ptdmpi.parity.run import Task, configuration
+from ptdmpi.parity.run import TrainingTask, configuration
 
 COVERING = layouts.covering_set()
 HELD = {pair for case in COVERING for pair in pairs(case.settings | case.effects)}
@@ -73,7 +73,7 @@ def test_settings_meet_where_they_have_an_effect(effect, setting):
 def test_every_case_can_be_trained(compute):
     for case in [*COVERING, *layouts.reproducible_cases()]:
         for layout in (case.layout, case.layout.base, case.layout.reference):
-            config = configuration(Task(Case(layout, case.model), compute, 20))
+            config = configuration(TrainingTask(Case(layout, case.model), compute, 20))
             assert config.data_size == layout.data
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.parity import layouts, suite, table
-from ptdmpi.parity.compare import BARS, BITWISE, Difference
-from ptdmpi.parity.suite import Row
+from ptdmpi.parity.compare import BARS, BITWISE, Greatest
+from ptdmpi.parity.suite import Verdict
 
 COMPARISONS = suite.comparisons(layouts.MOST_RANKS)
 
 
-def row(comparison: suite.Comparison, value: float = 1e-15) -> Row:
-    of_type = dict.fromkeys(BARS["fp64"], Difference(value, "step 3"))
-    return Row(
+def row(comparison: suite.Comparison, value: float = 1e-15) -> Verdict:
+    of_type = dict.fromkeys(BARS["fp64"], Greatest(value, "step 3"))
+    return Verdict(
         comparison,
         differences=dict.fromkeys(BARS, of_type),
         bits=dict.fromkeys(BITWISE),
@@ -26,7 +26,7 @@ def row(comparison: suite.Comparison, value: float = 1e-15) -> Row:
 ROWS = [row(comparison) for comparison in COMPARISONS]
 
 
-def broken(**changes) -> list[Row]:
+def broken(**changes) -> list[Verdict]:
     return [replace(ROWS[0], **changes), *ROWS[1:]]
 
 

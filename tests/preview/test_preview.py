@@ -20,13 +20,13 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.preview.draft import SMALL, Wish, draft
-from ptdmpi.preview.preview import Ranks, needed_ranks, preview
+from ptdmpi.preview.preview import RankCount, needed_ranks, preview
 from ptdmpi.train.feed import open_datasets
 from tests._configs import tree
 from tests.parallel import mpirun
 from tests.report._made import made, record
 
-ONE = Ranks(1, "this one", 1)
+ONE = RankCount(1, "this one", 1)
 WORDS = "the quick brown fox jumps over the lazy dog. "
 
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     found = preview(configured(corpus), ONE)
     assert found["memory"]["fits"] is False
     assert "does not fit into memory" in found["mistake"] and "weights" in found["mistake"]
-    found = preview(configured(corpus), Ranks(1, "given", 0))
+    found = preview(configured(corpus), RankCount(1, "given", 0))
     assert found["memory"]["fits"] is None and "mistake" not in found
 
 

@@ -1,7 +1,11 @@
 """What launchers say of a process."""
 
+import subprocess
+import sys
+
 import pytest
 
+from ptdmpi.cli import COMMANDS
 from ptdmpi.comm import launch
 from ptdmpi.terminal.launched import launched_rank, launched_size
 
@@ -28,3 +32,13 @@ def test_a_start_is_said_at_once_and_by_one_rank(monkeypatch, capsys):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         launch.begin("train")
     assert capsys.readouterr().err == "ptdmpi train: 4 ranks, loading MPI and PyTorch\n"
+
+
+def test_nothing_heavy_is_loaded_before_the_start_is_said():
+    """Nor is MPI, before the environment is set in which it must begin."""
+    under_mpi = [name for name, all_ranks in COMMANDS.items() if all_ranks]
+    loads = "; ".join(f"import ptdmpi.commands.{name}" for name in under_mpi)
+    code = f"import sys; {loads}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"mpi4py.MPI", "torch", "h5py", "tokenizers", "matplotlib", "safetensors"}
+    assert heavy & set(done.stdout.split()) == set()

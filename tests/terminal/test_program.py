@@ -10,7 +10,7 @@ import pytest
 import data_prep.cli
 import ptdmpi.cli
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Command, Group, explained, mendable_paths, missing, run
+from ptdmpi.terminal.program import Command, CommandGroup, explained, mendable_paths, missing, run
 from tests.parallel import ROOT, mpirun
 
 PROGRAMS = {"ptdmpi": ptdmpi.cli, "ptdmpi-data": data_prep.cli}
@@ -82,7 +82,7 @@ def test_convert_under_mpirun_is_done_once(tmp_path):
 
 
 def _raising(monkeypatch, capsys, error):
-    @click.group(cls=Group)
+    @click.group(cls=CommandGroup)
     def program():
         pass
 

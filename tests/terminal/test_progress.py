@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from ptdmpi.terminal.progress import progress
+from ptdmpi.terminal.progress import SOON_S, progress
 from ptdmpi.terminal.say import QUIET, note
 
 
@@ -26,22 +26,32 @@ def test_a_log_gets_plain_lines(monkeypatch, capsys):
     ]
 
 
+def test_who_waits_hears_soon_and_then_less_often(monkeypatch, capsys):
+    clock = iter([0.0, 1.0, 2.0, 3.0, 6.0, 13.0, 14.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with progress("searching", None, "layout", first_s=SOON_S) as advance:
+        for _ in range(6):
+            advance(1)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"searching: {n} layouts, {s} s" for n, s in ((2, 2), (4, 6), (6, 14))]
+
+
 def test_nobody_knows_the_total(monkeypatch, capsys):
-    with progress("looking", None, "layouts", every_s=0.0) as advance:
+    with progress("looking", None, "layout", first_s=0.0) as advance:
         advance(3)
     assert capsys.readouterr().err == "looking: 3 layouts, 0 s\n"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress("reading", 10, "files") as advance:
+    with progress("reading", 10, "file") as advance:
         advance(10)
     assert "reading" in sys.stderr.getvalue() and "\r" in sys.stderr.getvalue()
 
 
 def test_quiet_and_other_ranks_are_silent(monkeypatch, capsys):
     def work():
-        with progress("reading", 10, "files", every_s=0.0) as advance:
+        with progress("reading", 10, "file", first_s=0.0) as advance:
             advance(1)
         note("by the way")
 
@@ -55,6 +65,6 @@ def test_quiet_and_other_ranks_are_silent(monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", "0")
     work()
     assert capsys.readouterr().err.splitlines() == [
-        "reading: 1 files of 10 files (10%), 0 s, about 0 s left",
+        "reading: 1 file of 10 files (10%), 0 s, about 0 s left",
         "by the way",
     ]

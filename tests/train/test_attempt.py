@@ -6,7 +6,7 @@ import pytest
 
 from ptdmpi import report
 from ptdmpi.checkpoint.examine import newest
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import History, attempts, that_trained
 from tests._runs import log, loop, records, shard

@@ -3,13 +3,13 @@
 import pytest
 
 from ptdmpi.plan.layout.grid import Grid, training_grid
-from ptdmpi.train.live import Report, live_step, routes
+from ptdmpi.train.live import Account, live_step, routes
 
 
-def _reports(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Report]:
+def _accounts(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Account]:
     """Of the ranks of `grid` that are keys of `steps`, which they have done; then spare ones."""
-    living = [Report(place=grid.coordinates(rank), step=step) for rank, step in steps.items()]
-    return [*living, *[Report()] * spare]
+    living = [Account(place=grid.coordinates(rank), step=step) for rank, step in steps.items()]
+    return [*living, *[Account()] * spare]
 
 
 @pytest.mark.parametrize(
@@ -26,23 +26,23 @@ def _reports(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Report]:
 )
 def test_live_state_is_of_one_step_and_whole(steps, wanted):
     grid = training_grid(tensor=2, data=2)  # ranks 0 and 2 hold tensor part 0, ranks 1 and 3 part 1
-    assert live_step(_reports(grid, steps, spare=1), grid) == wanted
+    assert live_step(_accounts(grid, steps, spare=1), grid) == wanted
 
 
 def test_a_state_that_was_being_changed_is_none():
     grid = training_grid(data=2)
-    reports = [Report(place=grid.coordinates(0), step=None), Report()]
-    assert live_step(reports, grid) is None
+    accounts = [Account(place=grid.coordinates(0), step=None), Account()]
+    assert live_step(accounts, grid) is None
 
 
 def test_ranks_keep_what_they_hold_and_holders_share_the_work():
     before, after = training_grid(pipeline=2, data=3), training_grid(pipeline=2, data=3)
     # ranks 0 1 2 hold stage 0 and 3 4 5 stage 1; rank 5 is lost, rank 2 lags; a spare one comes
-    reports = _reports(before, {0: 9, 1: 9, 2: 8, 3: 9, 4: 9}, spare=1)
-    ways = routes(reports, after, [0, 1, 2, 3, 4, 5], 9)
+    accounts = _accounts(before, {0: 9, 1: 9, 2: 8, 3: 9, 4: 9}, spare=1)
+    ways = routes(accounts, after, [0, 1, 2, 3, 4, 5], 9)
     assert ways[:2] == [(0, 0), (1, 1)] and ways[3:5] == [(3, 3), (4, 4)]
     assert ways[2] in ((0, 2), (1, 2)) and ways[5] in ((3, 5), (4, 5))
     # three ranks without state get it from two different ones
-    fresh = [*reports, *[Report()] * 3]
+    fresh = [*accounts, *[Account()] * 3]
     sources = {source for source, target in routes(fresh, after, [5, 6, 7, 3, 4, 8], 9)[:3]}
     assert sources == {0, 1}

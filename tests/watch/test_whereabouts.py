@@ -68,6 +68,16 @@ def test_a_circle_has_no_culprit():
     assert culprits(seen, RANKS, 1000.0) == []
 
 
+def test_a_rank_that_is_stopped_in_a_collective_is_the_culprit():
+    """Its last word is that it waits; but the others have been heard of since."""
+    seen = table({}, at("backward", "B1.1", inside="tensor all_reduce", age_s=6.0))
+    seen[2] = Seen(seen[2].report, 994.0)
+    assert culprits(seen, RANKS, 1000.0) == [2]
+    assert rows(seen, RANKS, 1000.0, [2])[1].endswith("<-- here (not heard of for 6 s)")
+    seen[2] = Seen(seen[2].report._replace(shown=True), 994.0)  # it has written its stacks since
+    assert culprits(seen, RANKS, 1000.0) == []
+
+
 def test_a_collective_needs_those_that_are_not_in_it():
     seen = table({2: at("forward", "F0.0"), 6: at("data")}, at("vote", inside="world vote"))
     assert waits_for(3, seen, RANKS) == [2, 6]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ptdmpi.base.box import Box
 from ptdmpi.base.disk import start_writing_out
-from ptdmpi.checkpoint.manifest import TYPE_NAMES, Manifest, Piece, StoredTensor, Written
+from ptdmpi.checkpoint.manifest import TYPE_NAMES, Manifest, StoredPiece, StoredTensor, Written
 from ptdmpi.config import InputError
 
 # Checksum and write go over a chunk that stays in cache between the two.
@@ -79,7 +79,7 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
     with open(path, "xb") as file:
         file.write(head)
         for key, part in zip(keys, parts, strict=True):
-            piece = Piece(path.name, key, part.box, offset, _write_block(file, part.values()))
+            piece = StoredPiece(path.name, key, part.box, offset, _write_block(file, part.values()))
             known = tensors.get(part.tensor) or StoredTensor(part.shape, part.dtype, ())
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
@@ -110,7 +110,7 @@ class Reader:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.tensors = manifest.tensors
-        self.pieces: list[tuple[str, Piece]] = []
+        self.pieces: list[tuple[str, StoredPiece]] = []
         self._first: dict[str, int] = {}
         for name, tensor in self.tensors.items():
             self._first[name] = len(self.pieces)
@@ -174,7 +174,7 @@ class Reader:
             crc, offset, left = zlib.crc32(part, crc), offset + len(part), left - len(part)
         self._compare(piece, crc)
 
-    def _read_checked(self, piece: Piece, values: Array) -> None:
+    def _read_checked(self, piece: StoredPiece, values: Array) -> None:
         data, crc = values.data.cast("B"), 0
         for start in range(0, len(data), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
@@ -182,11 +182,11 @@ class Reader:
             crc = zlib.crc32(part, crc)
         self._compare(piece, crc)
 
-    def _compare(self, piece: Piece, crc: int) -> None:
+    def _compare(self, piece: StoredPiece, crc: int) -> None:
         if crc != piece.crc32:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
-    def _read_part(self, piece: Piece, common: Box, values: Array) -> None:
+    def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
         """Some of a piece: run by run, or with the gaps between the runs where they are small."""
         sizes, inner = piece.box.size, common.relative(piece.box)
         # dims behind the last one that is cut are whole: a run goes over all of them

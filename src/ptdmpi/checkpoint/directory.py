@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ptdmpi.base.disk import sync, write_whole
+from ptdmpi.base.words import file_size
 from ptdmpi.checkpoint.manifest import is_sound
 from ptdmpi.config import InputError
 
@@ -87,8 +88,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed_bytes:
         raise InputError(
-            f"a checkpoint needs {needed_bytes / 1e6:,.1f} MB, "
-            f"{there} has {free / 1e6:,.1f} MB free"
+            f"a checkpoint needs {file_size(needed_bytes)}, {there} has {file_size(free)} free"
         )
 
 

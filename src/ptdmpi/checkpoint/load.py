@@ -9,8 +9,7 @@ import torch
 from ptdmpi.checkpoint.boxes import Damaged, Reader
 from ptdmpi.checkpoint.manifest import Manifest, Progress, sound_manifest
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.world import SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.model.state import WEIGHTS, Counters, Piece, State
 
 T = TypeVar("T")

@@ -42,7 +42,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor in a file: its key there, its first byte, and the checksum of its bytes."""
 
     file: str
@@ -58,9 +58,9 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
-    def nbytes(self, piece: Piece) -> int:
+    def nbytes(self, piece: StoredPiece) -> int:
         return piece.box.elements * np.dtype(self.dtype).itemsize
 
 
@@ -127,7 +127,7 @@ def write_manifest(
     write_whole(directory / MANIFEST, text)
 
 
-def _piece_as_json(piece: Piece) -> dict[str, Any]:
+def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:
     return {
         "file": piece.file,
         "key": piece.key,
@@ -177,7 +177,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
     pieces = (
-        Piece(
+        StoredPiece(
             one["file"],
             one["key"],
             Box(tuple(one["start"]), tuple(one["stop"])),

@@ -30,8 +30,8 @@ from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import load, load_tensors, on_root
 from ptdmpi.checkpoint.manifest import Progress, Written, write_manifest
 from ptdmpi.checkpoint.share import share
-from ptdmpi.comm.world import Axes, SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import State
 

@@ -31,7 +31,7 @@ class Clock(Protocol):
         other. Once a step, where the host waits anyway: marks never make it wait."""
 
 
-class Moment(float):
+class HostMark(float):
     """A mark of the host's clock: its seconds."""
 
     __slots__ = ()
@@ -47,7 +47,7 @@ class HostClock:
     """The host works in the order of its calls: a mark is the time itself."""
 
     def mark(self) -> Mark:
-        return Moment(time.perf_counter())
+        return HostMark(time.perf_counter())
 
     def settle(self) -> None:
         """Nothing is ever behind."""

@@ -7,6 +7,7 @@ did not) is what is wrong on every machine otherwise.
 import os
 from collections.abc import Mapping, MutableMapping
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.terminal import launched
 from ptdmpi.terminal.say import note
@@ -18,8 +19,8 @@ SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 def begin(what: str) -> None:
     """Say at once what starts, before the seconds in which MPI and PyTorch are loaded, and set the
     environment. Call before importing mpi4py, torch or h5py."""
-    size = launched.launched_size()
-    note(f"ptdmpi {what}: {size} rank{'s' * (size > 1)}, loading MPI and PyTorch")
+    ranks = counted(launched.launched_size(), "rank")
+    note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from mpi4py import MPI
 
-from ptdmpi.comm.world import Place, World
+from ptdmpi.comm.world import Process, World
 from ptdmpi.config import InputError
 
 # A connection can break before the launcher says who died; 41 ms (median) to 53 ms were measured.
@@ -79,13 +79,13 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     return int(bits[0])
 
 
-def shrink(world: World) -> tuple[World, list[Place]]:
+def shrink(world: World) -> tuple[World, list[Process]]:
     """The living ranks of `world` in their old order, and the lost ones. All of them call it."""
     control = world.control.Shrink()
     ranks = range(control.Get_size())
     living = MPI.Group.Translate_ranks(control.Get_group(), ranks, world.control.Get_group())
-    lost = [place for rank, place in enumerate(world.places) if rank not in living]
-    return World(control, [world.places[rank] for rank in living], [control]), lost
+    lost = [process for rank, process in enumerate(world.processes) if rank not in living]
+    return World(control, [world.processes[rank] for rank in living], [control]), lost
 
 
 def leave(world: World, code: int) -> None:

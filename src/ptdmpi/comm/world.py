@@ -20,7 +20,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire, wire_named
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 from ptdmpi.terminal.program import mendable_paths
 
@@ -56,7 +56,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Place:
+class Process:
     """What stays the same of a rank, however often the ranks are numbered anew."""
 
     number: int  # its rank in the first world: what people and logs call it
@@ -78,25 +78,25 @@ class World:
     def __init__(
         self,
         everyone: MPI.Comm = MPI.COMM_WORLD,
-        places: Sequence[Place] | None = None,
+        processes: Sequence[Process] | None = None,
         made: list[MPI.Comm] | None = None,
     ) -> None:
-        """With `places`, `everyone` is numbered already, and nothing is communicated."""
+        """With `processes`, `everyone` is numbered already, and nothing is communicated."""
         check_singleton(MPI.COMM_WORLD.Get_size())
         self.made: list[MPI.Comm] = [] if made is None else made
         self.control = everyone
-        self.places = self._number_by_node() if places is None else list(places)
+        self.processes = self._number_by_node() if processes is None else list(processes)
         self.rank: int = self.control.Get_rank()
         self.size: int = self.control.Get_size()
-        self.place = self.places[self.rank]
-        self.local_rank = self.place.local_rank
-        self.local_size = sum(place.node == self.place.node for place in self.places)
-        self.nodes: int = len({place.node for place in self.places})
-        self.host = self.place.host
+        self.process = self.processes[self.rank]
+        self.local_rank = self.process.local_rank
+        self.local_size = sum(process.node == self.process.node for process in self.processes)
+        self.nodes: int = len({process.node for process in self.processes})
+        self.host = self.process.host
         # what a failing rank does before it ends all, such as telling where the others are
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
-    def _number_by_node(self) -> list[Place]:
+    def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
         # The lowest rank of a node names it: node by node, and in launch order within a node.
@@ -104,7 +104,7 @@ class World:
         found = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(found)), key=lambda rank: (found[rank][0], rank))
         self.control = self._make(everyone.Split(0, key=order.index(everyone.Get_rank())))
-        return [Place(number, *found[rank]) for number, rank in enumerate(order)]
+        return [Process(number, *found[rank]) for number, rank in enumerate(order)]
 
     def _make(self, *parts: MPI.Comm) -> MPI.Comm:
         """Keep communicators that were just split from `control`; returns the last one."""
@@ -117,8 +117,8 @@ class World:
         inside = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
         control = self._make(self.control.Split(color, key))
-        places = [self.places[rank] for rank in ranks]
-        return World(control, places, self.made) if inside else None
+        processes = [self.processes[rank] for rank in ranks]
+        return World(control, processes, self.made) if inside else None
 
     def first(self, ranks: int) -> "World | None":
         """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
@@ -160,7 +160,7 @@ class World:
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """True on every rank if some tensor group has ranks on more than one node."""
         return any(
-            len({self.places[peer].node for peer in grid.group(rank, "tensor")}) > 1
+            len({self.processes[peer].node for peer in grid.group(rank, "tensor")}) > 1
             for rank in range(self.size)
         )
 
@@ -178,10 +178,6 @@ class World:
         if not fine:
             raise SharedInputError(value)
         return value
-
-
-class SharedInputError(InputError):
-    """Bad input that every rank knows of, so that one rank can say it for all."""
 
 
 @contextlib.contextmanager

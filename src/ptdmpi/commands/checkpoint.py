@@ -13,13 +13,13 @@ from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Group
+from ptdmpi.terminal.program import CommandGroup
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(cls=Group, short_help="Inspect, verify, compare or prune checkpoints.")
+@click.group(cls=CommandGroup, short_help="Inspect, verify, compare or prune checkpoints.")
 def command() -> None:
     """Inspect, verify, compare or prune checkpoints, without MPI or a GPU.
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ptdmpi.terminal.program import Group
+from ptdmpi.base.words import counted, file_size, short
+from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
     from ptdmpi.convert.folder import Converted
@@ -19,7 +20,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(cls=Group, short_help="Models of Hugging Face, both ways.")
+@click.group(cls=CommandGroup, short_help="Models of Hugging Face, both ways.")
 def command() -> None:
     """Convert models from and to Hugging Face (GPT-2, LLaMA, BERT), without MPI or a GPU.
 
@@ -73,9 +74,9 @@ def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
         print(json.dumps({**asdict(done), "path": str(done.path)}))
         return
     print(
-        f"{done.path}: {done.family}, {done.parameters / 1e6:,.1f}M parameters, vocabulary "
-        f"{done.vocab_size}, {done.bytes / 1e6:,.1f} MB in {done.files} file"
-        f"{'s' * (done.files > 1)}; logits of both sides agree to {done.difference:.1e}"
+        f"{done.path}: {done.family}, {short(done.parameters)} parameters, vocabulary "
+        f"{done.vocab_size}, {file_size(done.bytes)} in "
+        f"{counted(done.files, 'file')}; logits of both sides agree to {done.difference:.1e}"
     )
     if done.note:
         print(f"note: {done.note}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
@@ -55,7 +56,7 @@ SECRET = re.compile("TOKEN|KEY|SECRET|PASS|JWT|CRED|SECURITY|URI|USER|ACCOUNT|AR
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportLine:
     """One line of the report; `status` is ok, note (worth knowing) or bad (training would fail)."""
 
     name: str
@@ -160,12 +161,12 @@ def report_text(findings: list[str], environ: Mapping[str, str]) -> str:
     )
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: ReportLine) -> str:
     mark = {"ok": "  ", "note": "! ", "bad": "X "}[finding.status]
     return f"{mark}{finding.name:<18}{finding.value}"
 
 
-def _launched(world: "World") -> list[Finding]:
+def _launched(world: "World") -> list[ReportLine]:
     from mpi4py import MPI
 
     launcher = next((name for key, name in LAUNCHERS.items() if key in os.environ), None)
@@ -174,14 +175,14 @@ def _launched(world: "World") -> list[Finding]:
     counts = [local for local, first in _everyone(world, _local_size(world)) if first]
     spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return [
-        Finding("MPI", f"{library.strip()}, MPI {'.'.join(map(str, MPI.Get_version()))}"),
-        Finding(
+        ReportLine("MPI", f"{library.strip()}, MPI {'.'.join(map(str, MPI.Get_version()))}"),
+        ReportLine(
             "MPI threads",
             "multiple" if multiple else "not multiple: the heartbeat thread needs it",
             "ok" if multiple else "bad",
         ),
-        Finding("launcher", launcher or "none: one process; start with mpirun or srun"),
-        Finding("ranks", f"{world.size} on {world.nodes} node(s), {spread} per node"),
+        ReportLine("launcher", launcher or "none: one process; start with mpirun or srun"),
+        ReportLine("ranks", f"{world.size} on {counted(world.nodes, 'node')}, {spread} per node"),
     ]
 
 
@@ -193,7 +194,7 @@ def _everyone(world: "World", value: T) -> list[T]:
     return world.control.allgather(value)
 
 
-def _software(world: "World") -> list[Finding]:
+def _software(world: "World") -> list[ReportLine]:
     import torch
 
     from ptdmpi.model import kernels
@@ -207,30 +208,30 @@ def _software(world: "World") -> list[Finding]:
     halves = [str(kind).removeprefix("torch.") for kind in kernels.HALF_TYPES]
     wide = [kernels.widens("cpu", kind) for kind in kernels.HALF_TYPES]
     return [
-        Finding("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
-        Finding(
+        ReportLine("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
+        ReportLine(
             "device",
             f"CPU ({platform.machine()})" + (f"; {accelerator} not used" if accelerator else ""),
             "note" if accelerator else "ok",
         ),
         *(
-            Finding(f"{kind} products", "through float32" if widened else "native")
+            ReportLine(f"{kind} products", "through float32" if widened else "native")
             for kind, widened in zip(halves, wide, strict=True)
         ),
-        Finding(
+        ReportLine(
             "threads per rank",
-            f"{torch.get_num_threads()}, {cores} core(s) usable by a rank"
+            f"{torch.get_num_threads()}, {counted(cores, 'core')} usable by a rank"
             + ("; more ranks and threads than cores: slow" if crowded else ""),
             "note" if crowded else "ok",
         ),
-        Finding(
+        ReportLine(
             "C, C++ compiler",
             "on every rank" if everywhere else "not on every rank (only run.compile needs one)",
         ),
     ]
 
 
-def _placed(world: "World") -> list[Finding]:
+def _placed(world: "World") -> list[ReportLine]:
     from ptdmpi.plan.layout.grid import training_grid
 
     inside = [
@@ -241,10 +242,10 @@ def _placed(world: "World") -> list[Finding]:
             training_grid(tensor=tensor, data=world.size // tensor)
         )
     ]
-    return [Finding("tensor axis", f"stays in a node for t = {', '.join(map(str, inside))}")]
+    return [ReportLine("tensor axis", f"stays in a node for t = {', '.join(map(str, inside))}")]
 
 
-def _all_reduce(world: "World") -> list[Finding]:
+def _all_reduce(world: "World") -> list[ReportLine]:
     import torch
 
     from ptdmpi.plan.layout.grid import training_grid
@@ -258,14 +259,14 @@ def _all_reduce(world: "World") -> list[Finding]:
             if not all(_everyone(world, right)):
                 wrong = [str(rank) for rank, r in enumerate(_everyone(world, right)) if not r]
                 value = f"{size / 2**20:g} MiB: WRONG on ranks {', '.join(wrong)}"
-                found.append(Finding(name, value, "bad"))
+                found.append(ReportLine(name, value, "bad"))
                 continue
             # what each rank must send at least (Thakur et al. 2005): 2 (n - 1) / n of the bytes
             rate = 2 * (world.size - 1) / world.size * size / seconds
             value = f"{size / 2**20:g} MiB in {seconds * 1e3:.3g} ms, right"
             if world.size > 1:
                 value += f", {rate / 1e9:.3g} GB/s per rank"
-            found.append(Finding(name, value))
+            found.append(ReportLine(name, value))
     return found
 
 

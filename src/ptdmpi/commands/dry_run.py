@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdmpi.config import InputError
-from ptdmpi.preview.preview import Ranks, needed_ranks, preview
+from ptdmpi.preview.preview import RankCount, needed_ranks, preview
 from ptdmpi.preview.words import words
 from ptdmpi.terminal.launched import launched_rank, launched_size
 
@@ -26,17 +26,17 @@ def show(
         raise InputError(found["mistake"])
 
 
-def _ranks(tree: Mapping[str, Any], given: int | None) -> Ranks:
+def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
     """Given, else as many as were started, else as many as the configuration speaks of."""
     started, local = launched_size(), _local_size()
     if given is not None and given != started:
-        return Ranks(given, "as --ranks says", 0)
+        return RankCount(given, "as --ranks says", 0)
     if started > 1:
-        return Ranks(started, "as were started", local)
+        return RankCount(started, "as were started", local)
     needed = needed_ranks(tree)
     if needed > 1:
-        return Ranks(needed, "as the configuration needs at least; --ranks for others", 0)
-    return Ranks(1, "this one", 1)
+        return RankCount(needed, "as the configuration needs at least; --ranks for others", 0)
+    return RankCount(1, "this one", 1)
 
 
 def _local_size() -> int:

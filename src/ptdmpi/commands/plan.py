@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, load
 from ptdmpi.config.layout import RECOMPUTE_MODES, SCHEDULES, Layout, complete, parse
 from ptdmpi.config.presets import model_presets, recipe
+from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
@@ -26,16 +28,17 @@ from ptdmpi.plan.search.search import (
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.terminal.program import Command
+from ptdmpi.terminal.say import note
 
 MOST_DRAWN = 10_000  # microbatches of a step
 
 
 class Number(click.types.FloatParamType):
-    """A finite number of at least `least`, or above 0; one line for anything else."""
+    """A whole number of `least` to `most`, or any above 0; one line for anything else."""
 
     name = "number"
 
-    def __init__(self, least: int | None = None, most: int | None = None) -> None:
+    def __init__(self, least: int | None = None, most: int = 0) -> None:
         self.least, self.most = least, most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
@@ -48,9 +51,7 @@ class Number(click.types.FloatParamType):
             return number
         legal = "a finite number above 0"
         if self.least is not None:
-            legal = f"a whole number of at least {self.least}"
-        if self.most:
-            legal = f"{self.least} to {self.most}"
+            legal = f"a whole number, {self.least} to {self.most:,}"
         raise InputError(f"{param.opts[0]} {value}: must be {legal}")
 
 
@@ -71,8 +72,10 @@ def _options(function: Any) -> Any:
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", help=f"{', '.join(cluster_names())}, or a .toml file.")
-@click.option("--ranks", type=Number(1), help="How many; in --layout d may say it.")
-@click.option("--batch", type=Number(1), help="Sequences per step; default: as published.")
+@click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; in --layout d may say it.")
+@click.option(
+    "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: as published."
+)
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
 @click.option("--schedule", type=click.Choice(SCHEDULES))
@@ -123,6 +126,9 @@ def command(
     keys = ("ranks", "schedule", "recompute", "sequence_parallel", "scatter_gather", "zero")
     space = Space(**{key: options[key] for key in keys}, dp_overlap=options["dp_overlap"])
     fixed = given if options["layout"] else None
+    doing = "searching layouts" if fixed is None else f"pricing {fixed}"
+    where = f"{counted(options['ranks'], 'rank')} of {machine.name}"
+    note(f"ptdmpi plan: {doing} of {shape.name} on {where}, batch {batch}")
     prices = search(pricer, space) if fixed is None else [pricer.price(fixed)]
     result: dict[str, Any] = {
         "model": pricer.model.name,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
 from ptdmpi.terminal.program import Command
@@ -46,7 +47,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
         torch.set_num_threads(threads)
         tree, found = probe(world, precision, device_of(world))
         if world.rank == 0:
-            ranks = f"{world.size} rank(s), {threads} thread(s) each"
+            ranks = f"{counted(world.size, 'rank')}, {counted(threads, 'thread')} each"
             head = f"# Measured by `ptdmpi probe` on {ranks}.\n"
             save(output, tree, head)
             if as_json:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
@@ -115,7 +116,7 @@ def _probed(config: "Config", world: "World") -> str:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, device_of(world))
-    head = f"# Measured by `ptdmpi train --layout auto` on {world.size} ranks.\n"
+    head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
 

@@ -4,7 +4,7 @@ Rules about the layout stand in `Layout`, all others that tie keys together in `
 mistake is found before any rank allocates memory, and all of a file are reported together.
 """
 
-from ptdmpi.config.errors import InputError
+from ptdmpi.config.errors import InputError, SharedInputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
@@ -39,6 +39,7 @@ __all__ = [
     "PrecisionConfig",
     "RecomputeConfig",
     "RunConfig",
+    "SharedInputError",
     "TrainDataConfig",
     "load",
     "resolve",

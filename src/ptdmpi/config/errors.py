@@ -1,5 +1,9 @@
-"""The one exception for what the user can mend."""
+"""What the user can mend, as exceptions."""
 
 
 class InputError(Exception):
     """Bad input: one line that says what, where, and what would be legal. Exit code 2."""
+
+
+class SharedInputError(InputError):
+    """Bad input that every rank of a job knows of, so that one rank can say it for all."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
+from ptdmpi.base.words import counted
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.near import divisors, nearest
 
@@ -177,7 +178,7 @@ class Layout:
         yield Rule(
             "recompute_layers",
             self.recompute == "full" and layers is not None and layers > model.layers,
-            lambda: f"recompute.layers = {layers}: the model has {model.layers} layers",
+            lambda: f"recompute.layers = {layers}: the model has {counted(model.layers, 'layer')}",
         )
 
     def _key_heads(self, model: "ModelConfig") -> Rule:
@@ -240,7 +241,7 @@ class Layout:
             self.microbatches(batch) > most,
             lambda: (
                 f"batch.global_size = {batch} makes {self.microbatches(batch)} microbatches of a "
-                f"step, and with {self.stages} stage{'s' if self.stages > 1 else ''} at most "
+                f"step, and with {counted(self.stages, 'stage')} at most "
                 f"{most} are ordered in advance; legal: a global_size of at most {most * unit}, "
                 f"or a micro_size of at least {-(-batch // (most * self.data))}"
             ),

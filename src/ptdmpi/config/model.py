@@ -74,8 +74,9 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Each is a module of its own. The deepest networks that were trained have some 10,000.
-MOST_LAYERS = 100_000
+# Each is a module of its own. The deepest Transformers that were trained have 1,000 (Wang et al.
+# 2022, arXiv 2203.00555), the deepest networks 10,000 (Xiao et al. 2018, arXiv 1806.05393).
+MOST_LAYERS = 10_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 GATED = ("swiglu", "geglu")  # activations of two parts, one of which gates the other
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from ptdmpi.base.words import counted
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors, nearest
@@ -142,11 +143,11 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
 
 def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
     model_ranks = parallel.tensor * parallel.pipeline
-    beside = f" beside {spare} spare ones" if spare else ""
+    beside = f" beside {counted(spare, 'spare one')}" if spare else ""
     if parallel.data == "auto":
         if ranks % model_ranks:
             yield (
-                f"{ranks} ranks{beside} cannot be split: parallel.tensor * pipeline = "
+                f"{counted(ranks, 'rank')}{beside} cannot be split: parallel.tensor * pipeline = "
                 f"{parallel.tensor} * {parallel.pipeline} = {model_ranks} must divide the number "
                 f"of ranks; start {max(1, ranks // model_ranks) * model_ranks + spare}, or use "
                 f"tensor * pipeline = {nearest(model_ranks, divisors(ranks))}"
@@ -154,8 +155,8 @@ def _parallel_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterato
     elif model_ranks * parallel.data != ranks:
         yield (
             f"parallel.tensor * pipeline * data = {parallel.tensor} * {parallel.pipeline} * "
-            f"{parallel.data} = {model_ranks * parallel.data}, but {ranks} ranks were started"
-            f"{beside}; "
+            f"{parallel.data} = {model_ranks * parallel.data}, but "
+            f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started{beside}; "
             f'start {model_ranks * parallel.data + spare}, or set parallel.data = "auto"'
         )
 

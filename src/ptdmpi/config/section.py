@@ -5,6 +5,9 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST = 10**12  # of any count: more is a slip of the pen
+# Sequences of a step, and ranks. The largest batches that are published have some 10^5 sequences;
+# 10^9 of 2,048 tokens are what Llama 2 saw in its whole training (arXiv 2307.09288, Table 1).
+MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -8,7 +8,15 @@ from pydantic import Field, model_validator
 
 from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
-from ptdmpi.config.section import DirectoryName, Fraction, NonNegative, Positive, RunName, Section
+from ptdmpi.config.section import (
+    MOST_BATCH,
+    DirectoryName,
+    Fraction,
+    NonNegative,
+    Positive,
+    RunName,
+    Section,
+)
 from ptdmpi.config.wires import AUTO
 
 
@@ -70,7 +78,7 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Sequences per optimizer step over all ranks, and per microbatch."""
 
-    global_size: Positive
+    global_size: Annotated[int, Field(ge=1, le=MOST_BATCH)]
     micro_size: Positive = 1
 
 

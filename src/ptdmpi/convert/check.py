@@ -14,9 +14,9 @@ from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config
-from ptdmpi.convert.family import ConfigJson, Family, Place
+from ptdmpi.convert.family import ConfigJson, Counterpart, Family
 from ptdmpi.convert.plan import Plan
-from ptdmpi.convert.reference import FORWARD, Asked
+from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.tensors import TYPES, WeightFiles
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
@@ -60,7 +60,7 @@ def compare(
     model = stored.config().model
     ids = prompts(stored.vocab_size, model.seq_length)
     types = segments(ids, model.token_types) if model.token_types else None
-    names = {place.theirs: name for name, place in plan.by_name.items()}
+    names = {counterpart.theirs: name for name, counterpart in plan.by_name.items()}
     names |= {head: names[word] for head, word in family.again.items() if word in names}
     names |= {family.base(name): name for name in plan.by_name}
 
@@ -68,9 +68,9 @@ def compare(
         return files.read(names[name]).double()
 
     with torch.no_grad():
-        asked = Asked(ids, types, model.sentence_order)
+        asked = Question(ids, types, model.sentence_order)
         theirs = FORWARD[family.model_type](config.values, get, asked)
-        dtypes = [(place, files.tensors[name].dtype) for name, place in plan.by_name.items()]
+        dtypes = [(found, files.tensors[name].dtype) for name, found in plan.by_name.items()]
         ours = _logits(stored, asked, dtypes)
     if not all(one.isfinite().all() for one in theirs):
         raise CheckFailed(
@@ -92,14 +92,14 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _logits(
-    stored: StoredModel, asked: Asked, dtypes: Iterable[tuple[Place, str]]
+    stored: StoredModel, asked: Question, dtypes: Iterable[tuple[Counterpart, str]]
 ) -> tuple[Tensor, ...]:
     config, ids = stored.config(precision="fp64"), asked.ids
     if config.model.positions == "rope":  # whose table is as long as the prompts
         config = config.replace("model", seq_length=ids.shape[1])
-    by_parameter: dict[str, list[tuple[Place, str]]] = {}
-    for place, dtype in dtypes:
-        by_parameter.setdefault(place.ours, []).append((place, dtype))
+    by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}
+    for counterpart, dtype in dtypes:
+        by_parameter.setdefault(counterpart.ours, []).append((counterpart, dtype))
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if asked.types is None else asked.types.t()
     batch = Batch(ids.t(), ids.t(), None, nothing, types=types)
@@ -120,7 +120,7 @@ def _stage(
     vocab_size: int,
     layer: int,
     reader: Reader,
-    types: dict[str, list[tuple[Place, str]]],
+    types: dict[str, list[tuple[Counterpart, str]]],
 ) -> Stage:
     """One layer of our model with its weights, and what stands before the first or after the
     last."""
@@ -136,7 +136,7 @@ def _stage(
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.master)
         reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
-        for place, dtype in types.get(name, []):
-            whole[place.box.index] = whole[place.box.index].to(TYPES[dtype]).double()
+        for counterpart, dtype in types.get(name, []):
+            whole[counterpart.box.index] = whole[counterpart.box.index].to(TYPES[dtype]).double()
     stage.place_tables(config.model, torch.device("cpu"))
     return stage

@@ -72,7 +72,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Place:
+class Counterpart:
     """One of their tensors: the box of our logical tensor `ours` that it holds, transposed or not.
     `theirs` is without prefix."""
 
@@ -116,7 +116,7 @@ class ConfigJson:
         return value
 
 
-def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]:
+def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
     """Where each parameter of the model stands in their files. Raises InputError for a parameter
     that the family has not."""
     for name, declaration in needed.items():
@@ -132,7 +132,7 @@ def places(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Place]
         for one, size in zip(theirs, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)
             base = f"{one.replace('{i}', layer[1]) if layer else one}.{kind}"
-            yield Place(name, shape, box, family.again.get(base, base), transposed)
+            yield Counterpart(name, shape, box, family.again.get(base, base), transposed)
             start += size
 
 

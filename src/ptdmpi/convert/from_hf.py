@@ -97,17 +97,17 @@ def _equal(theirs: WeightFiles, one: str, other: str) -> bool:
 
 def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
     """Every parameter as pieces of whole rows of ours, read when they are written."""
-    chosen = {name: place for name, place in plan.by_name.items() if name not in plan.again}
-    wide = {place.ours for n, place in chosen.items() if theirs.tensors[n].dtype == "F64"}
-    for name, place in chosen.items():
-        dtype = torch.float64 if place.ours in wide else torch.float32
-        for slab in slabs(place.box.size, dtype.itemsize):
+    chosen = {name: found for name, found in plan.by_name.items() if name not in plan.again}
+    wide = {found.ours for n, found in chosen.items() if theirs.tensors[n].dtype == "F64"}
+    for name, found in chosen.items():
+        dtype = torch.float64 if found.ours in wide else torch.float32
+        for slab in slabs(found.box.size, dtype.itemsize):
             yield Outgoing(
-                key(WEIGHTS, place.ours),
-                place.whole,
-                slab.within(place.box),
+                key(WEIGHTS, found.ours),
+                found.whole,
+                slab.within(found.box),
                 str(dtype).removeprefix("torch."),
-                partial(_ours, theirs, name, slab, place.transposed, dtype),
+                partial(_ours, theirs, name, slab, found.transposed, dtype),
             )
 
 

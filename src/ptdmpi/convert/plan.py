@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.convert.family import Family, Place, places, tied_to
+from ptdmpi.convert.family import Counterpart, Family, counterparts, tied_to
 from ptdmpi.convert.tensors import TYPES, Stored
 from ptdmpi.model.parameters import Declaration
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`by_name`: their tensor, by the name in the file -> its place in ours; `again`: those of them
-    that repeat another one (a tied head); `buffers`: tensors that are no parameters."""
+    """`by_name`: their tensor, by the name in the file -> what it is of ours; `again`: those that
+    repeat another one (a tied head); `buffers`: tensors that are no parameters."""
 
-    by_name: dict[str, Place]
+    by_name: dict[str, Counterpart]
     again: dict[str, str]
     buffers: list[str]
 
@@ -22,7 +22,7 @@ class Plan:
         """With the tensor `name` as a buffer: what repeats it is the parameter, not it."""
         return replace(
             self,
-            by_name={key: place for key, place in self.by_name.items() if key != name},
+            by_name={key: one for key, one in self.by_name.items() if key != name},
             again={key: one for key, one in self.again.items() if one != name},
             buffers=[*self.buffers, name],
         )
@@ -42,15 +42,15 @@ def make_plan(
         raise InputError(f"{where}: {twice} and {full[family.base(twice)]} are one parameter")
     aliases = tied_to(family, model)
     alone = {word: head for head, word in aliases.items()}
-    by_name: dict[str, Place] = {}
-    for place in places(family, needed):
-        held = place.theirs if place.theirs in full else alone.get(place.theirs)
+    by_name: dict[str, Counterpart] = {}
+    for tensor in counterparts(family, needed):
+        held = tensor.theirs if tensor.theirs in full else alone.get(tensor.theirs)
         if held not in full:
-            headless = family.of_head(place.theirs) and not any(map(family.of_head, full))
+            headless = family.of_head(tensor.theirs) and not any(map(family.of_head, full))
             bare = ": a base model, without a head" if headless else ""
-            raise InputError(f"{where}: tensor {family.full(place.theirs)} is missing{bare}")
-        _require(where, full[held], tensors[full[held]], place)
-        by_name[full[held]] = place
+            raise InputError(f"{where}: tensor {family.full(tensor.theirs)} is missing{bare}")
+        _require(where, full[held], tensors[full[held]], tensor)
+        by_name[full[held]] = tensor
     again = {}
     for head, word in aliases.items():
         if head in full and word in full:
@@ -68,11 +68,11 @@ def make_plan(
     return Plan(by_name, again, buffers)
 
 
-def _require(where: str, name: str, stored: Stored, place: Place) -> None:
-    if stored.shape != place.shape:
+def _require(where: str, name: str, stored: Stored, wanted: Counterpart) -> None:
+    if stored.shape != wanted.shape:
         raise InputError(
             f"{where}: tensor {name} has shape {list(stored.shape)}, config.json makes it "
-            f"{list(place.shape)}"
+            f"{list(wanted.shape)}"
         )
     if stored.dtype not in TYPES:
         raise InputError(

@@ -19,7 +19,7 @@ Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """Token ids [b, s]; their types [b, s], where the model has any; whether it has a head for the
     order of two segments."""
 
@@ -28,7 +28,7 @@ class Asked:
     order: bool = False
 
 
-def gpt2(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
+def gpt2(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
     """Logits [b, s, V]. Radford et al. 2019."""
     eps, ids = config.get("layer_norm_epsilon", 1e-5), asked.ids
     heads, width = config["n_head"], config["n_embd"]
@@ -50,7 +50,7 @@ def gpt2(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
     return (norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t(),)
 
 
-def decoder(config: Json, get: Get, asked: Asked) -> tuple[Tensor]:
+def decoder(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
     """Logits [b, s, V] of LLaMA (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen 2 and 3
     (Yang et al. 2024, 2025) and Gemma 2 (Gemma Team 2024)."""
     kind, eps = config["model_type"], config.get("rms_norm_eps", 1e-6)
@@ -99,7 +99,7 @@ def _self_attention(
     if kind == "gemma2":
         scalar = config.get("query_pre_attn_scalar", 256)
         cap = config.get("attn_logit_softcapping", 50.0)
-    form = Form(True, _window(config, layer), scalar, cap)
+    form = AttentionForm(True, _window(config, layer), scalar, cap)
     out = _attention(q, k, v, heads, kv_heads, form)
     return linear("o", out, biased and kind != "qwen2")
 
@@ -131,7 +131,7 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
     return linear("down", opened * linear("up", x))
 
 
-def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
+def bert(config: Json, get: Get, asked: Question) -> tuple[Tensor, ...]:
     """Logits [b, s, V], and of a second head [b, 2]. Devlin et al. 2019; with norms in front of the
     blocks: Shoeybi et al. 2019."""
     front = config["model_type"] == "megatron-bert"
@@ -153,7 +153,8 @@ def bert(config: Json, get: Get, asked: Asked) -> tuple[Tensor, ...]:
         y = norm(f"{name}.attention.ln", x) if front else x
         q, k, v = (linear(f"{name}.attention.self.{n}", y) for n in ("query", "key", "value"))
         x = x + linear(
-            f"{name}.attention.output.dense", _attention(q, k, v, heads, heads, Form(causal=False))
+            f"{name}.attention.output.dense",
+            _attention(q, k, v, heads, heads, AttentionForm(causal=False)),
         )
         x = x if front else norm(f"{name}.attention.output.LayerNorm", x)
         y = norm(f"{name}.ln", x) if front else x
@@ -215,7 +216,7 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionForm:
     """What attention looks at; scores are divided by the root of `scalar` (None: the size of a
     head) and capped at `cap`."""
 
@@ -226,7 +227,12 @@ class Form:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, form: Form = Form()
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kv_heads: int,
+    form: AttentionForm = AttentionForm(),
 ) -> Tensor:
     """[b, s, heads * head size]; each key head serves heads / kv_heads query heads."""
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import (
     SUMMARY,
@@ -68,8 +69,9 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
     gone = sorted(listed.keys() - {path.name for path in paths})
     if gone:
         raise InputError(
-            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of {len(gone)} "
-            f"such shard(s); bring them back, or remove {SUMMARY} to do without them"
+            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of "
+            f"{counted(len(gone), 'such shard')}; bring them back, or remove {SUMMARY} to do "
+            "without them"
         )
     first, *others = [listed.get(path.name) or read_header(path) for path in paths]
     return [confirmed(first), *others]
@@ -160,7 +162,7 @@ def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]
     return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
-Place = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
+Address = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
 
 
 class Dataset:
@@ -240,7 +242,7 @@ class Dataset:
         return map_documents(_confirm(self.headers, shard))
 
 
-def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> np.ndarray:
+def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -> np.ndarray:
     """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
 
     Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
@@ -267,7 +269,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Place], width: int) -> 
     return rows
 
 
-def _check_ids(datasets: Sequence[Dataset], places: Sequence[Place], tokens: np.ndarray) -> None:
+def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
     """Raises InputError if one of the tokens of some places (their rows, or the only row) is
     outside the vocabulary. argmax is the quickest way to look at all ids."""
     size = datasets[0].vocab_size

@@ -29,7 +29,7 @@ SPECIAL_NAMES = {
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class MaskingVocabulary:
     """`size` of the model's vocabulary, that of the shards and the special tokens that it lacks;
     `drawn` ids may stand in for a masked one. A token goes on with the word of the one before it
     if it is `inner` and that one `open` (bool [size] each)."""
@@ -49,7 +49,7 @@ class Vocabulary:
         return starts
 
 
-def read_vocabulary(dataset: Dataset, whole_words: bool) -> Vocabulary:
+def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     """The vocabulary of the tokenizer that made the shards of `dataset`.
 
     Raises InputError if words are asked for and there is no `tokenizer.json` beside the shards, or
@@ -67,7 +67,7 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> Vocabulary:
         for token, number in ids.items():
             if token and number not in apart and 0 <= number < size:
                 inner[number], opened[number] = ends(token)
-    return Vocabulary(size, dataset.vocab_size, **special, inner=inner, open=opened)
+    return MaskingVocabulary(size, dataset.vocab_size, **special, inner=inner, open=opened)
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes, SharedInputError
-from ptdmpi.config import Config
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config, SharedInputError
 from ptdmpi.engine.data_parallel import Replica, data_parallel
 from ptdmpi.engine.gradients import GradientReduction
 from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
 from ptdmpi.engine.data_parallel import DataParallel
-from ptdmpi.model.parameters import Entry, Held, ParameterBuffer
+from ptdmpi.model.parameters import Entry, HeldShare, ParameterBuffer
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
 
@@ -53,7 +53,10 @@ class CopiedShares:
     """
 
     def __init__(
-        self, tensor: Communicator, buffer: ParameterBuffer, copied: Mapping[str, Sequence[Held]]
+        self,
+        tensor: Communicator,
+        buffer: ParameterBuffer,
+        copied: Mapping[str, Sequence[HeldShare]],
     ) -> None:
         self.tensor, self.buffer, self.copied = tensor, buffer, copied
 
@@ -149,6 +152,8 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
+        if not self.counted:  # nothing trains on this rank, or on any of its tensor group
+            return self.buffer.gradients.new_zeros(0)
         norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms
@@ -187,7 +192,7 @@ def _partial_sums(
     return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
 
 
-def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Held]]:
+def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
     """The pieces of those parameters of which ranks of the tensor axis hold copies of a part."""
     if tensor.size == 1:
         return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptdmpi.config import InputError
 from ptdmpi.evaluate.choice import standard_error
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.text import Text
 
 NUMBER = re.compile(r"[-+]?(\d[\d,]*(\.\d+)?|\.\d+)\.?")
@@ -68,7 +68,7 @@ def majority(answers: Sequence[str]) -> str:
     return Counter(given).most_common(1)[0][0] if given else ""
 
 
-def matches(items: Sequence[Item], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
+def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Shares of items that were answered right, by the majority of the samples of each
     (`exact_match`; Wang et al. 2022, arXiv 2203.11171) and by a single one (`exact_match_single`,
     the mean)."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ptdmpi.evaluate.scoring import Request, Score
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.text import Text
 
 
@@ -23,7 +23,7 @@ def continuation(text: Text, context: str, rest: str, place: str = "") -> Reques
 
 
 def requests(
-    text: Text, items: Sequence[Item], contexts: Sequence[str], separator: str, neutral: str
+    text: Text, items: Sequence[TaskItem], contexts: Sequence[str], separator: str, neutral: str
 ) -> list[Request]:
     """For each choice of each item two: behind its context, and behind the `neutral` one."""
     found = []
@@ -34,7 +34,7 @@ def requests(
     return found
 
 
-def accuracies(items: Sequence[Item], scores: Sequence[Score]) -> dict[str, Any]:
+def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
     """Shares of items whose right choice is the most probable one: by the plain log-likelihood, per
     character (LLaMA, arXiv 2302.13971, section 3, after Gao et al. 2021), per token, and against
     the neutral context (there for OpenBookQA and BoolQ, after Brown et al. 2020).

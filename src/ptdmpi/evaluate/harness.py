@@ -7,8 +7,7 @@ done. The package `lm_eval` is needed by `simple_evaluate` alone (extra `eval`).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ptdmpi.comm.world import SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.evaluate.answers import Stop, cut
 from ptdmpi.evaluate.choice import continuation
 from ptdmpi.evaluate.perplexity import windows

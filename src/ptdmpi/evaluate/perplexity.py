@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.inference.model import InferenceModel

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import InputError
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.answers import Stop, compiled, extract, matches
@@ -15,7 +15,7 @@ from ptdmpi.evaluate.choice import accuracies, requests
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
 from ptdmpi.evaluate.scoring import score
-from ptdmpi.evaluate.tasks import Item
+from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
@@ -61,7 +61,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     return found
 
 
-def _read(options: Options) -> dict[str, tuple[list[Item], list[str]]]:
+def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
     """The items of each task file and their contexts, solved examples included."""
     if not (options["data"] or options["tasks"] or options["lm_eval"]):
         raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")
@@ -112,7 +112,7 @@ class _Questions:
     text: Text
     options: Options
 
-    def choices(self, items: list[Item], contexts: list[str]) -> dict[str, Any]:
+    def choices(self, items: list[TaskItem], contexts: list[str]) -> dict[str, Any]:
         separator, neutral = self.options["separator"], self.options["neutral"]
         wanted = self.world.on_root(
             lambda: requests(self.text, items, contexts, separator, neutral)
@@ -121,7 +121,7 @@ class _Questions:
         scores = score(self.model, wanted)
         return {"kind": "choice", "truncated": cut_short, **accuracies(items, scores)}
 
-    def answers(self, items: list[Item], contexts: list[str]) -> dict[str, Any]:
+    def answers(self, items: list[TaskItem], contexts: list[str]) -> dict[str, Any]:
         options, length = self.options, self.options["max_new_tokens"]
         samples, until = options["samples"], options["until"]
         room = self.model.seq_length - length

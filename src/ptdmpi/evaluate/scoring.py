@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress
@@ -50,7 +50,7 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
     found: dict[int, Score] = {}
-    with progress("scoring", len(mine), "batches") as advance:
+    with progress("scoring", len(mine), "batch") as advance:
         for group in mine:
             answer = model.log_probabilities(*_batch([fitted[i] for i in group], model.device))
             advance(1)

@@ -13,7 +13,7 @@ BETWEEN_SHOTS = "\n\n"
 
 
 @dataclass(frozen=True)
-class Item:
+class TaskItem:
     """One question. Multiple choice: `choices`, of which number `answer` is right; else any of
     `answers` is. `place`: file and line, for messages."""
 
@@ -29,7 +29,7 @@ class Item:
         return self.choices[self.answer] if self.choices else self.answers[0]
 
 
-def read(path: Path) -> list[Item]:
+def read(path: Path) -> list[TaskItem]:
     """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
     try:
         # only \n ends a line: others (U+2028) may stand in JSON's texts as they are
@@ -46,7 +46,7 @@ def read(path: Path) -> list[Item]:
     return items
 
 
-def _item(line: str, place: str) -> Item:
+def _item(line: str, place: str) -> TaskItem:
     try:
         values = json.loads(line)
     except ValueError as error:
@@ -65,11 +65,11 @@ def _item(line: str, place: str) -> Item:
             raise InputError(f"{place}: 'answer' = {answer!r}; legal: the number of a choice")
         if not 0 <= answer < len(choices):
             raise InputError(f"{place}: 'answer' = {answer}; legal: 0 to {len(choices) - 1}")
-        return Item(values["context"], choices, answer, place=place)
+        return TaskItem(values["context"], choices, answer, place=place)
     if "answers" not in values:
         raise InputError(f"{place}: neither 'choices' (with 'answer') nor 'answers'")
     answers = _texts(values["answers"], "answers", place)
-    return Item(values["context"], answers=answers, place=place)
+    return TaskItem(values["context"], answers=answers, place=place)
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
 
 
 def with_shots(
-    items: Sequence[Item], examples: Sequence[Item], shots: int, separator: str
+    items: Sequence[TaskItem], examples: Sequence[TaskItem], shots: int, separator: str
 ) -> list[str]:
     """The context of each item with the first `shots` solved examples before it; one that is the
     item itself is left out."""

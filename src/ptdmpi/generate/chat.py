@@ -4,8 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from ptdmpi.comm.world import SharedInputError
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
 from ptdmpi.terminal.say import note

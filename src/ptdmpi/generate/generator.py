@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress
@@ -80,7 +80,7 @@ def generate(
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
     # whoever asks for a group at a time has a progress of its own
-    shown = progress("generating", len(mine), "batches")
+    shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
             found = _continue([prompts[i] for i in group], model, sampling, ends)

@@ -26,7 +26,7 @@ def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     `options` are those of `ptdmpi generate`. Raises InputError on every rank.
     """
     writer = Writer(run, world, options)
-    given = [Given(text) for text in options["prompts"] or ("",)]
+    given = [Given(text) for text in options["prompt"] or ("",)]
     return writer.continuations(given, world.on_root(lambda: writer.prepare(given)))
 
 
@@ -40,7 +40,7 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     samples = options["samples"]
     at_once = max(1, options["batch"] * writer.model.axes["data"].size // samples)
     # on one terminal a bar and the lines would write over each other
-    bar = progress("generating", len(given), "prompts")
+    bar = progress("generating", len(given), "prompt")
     with nullcontext(_silent) if sys.stdout.isatty() else bar as advance:
         for first in range(0, len(given), at_once):
             some = given[first : first + at_once]

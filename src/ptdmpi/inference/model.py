@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ptdmpi.checkpoint.load import load_tensors
 from ptdmpi.comm.communicator import Handle
-from ptdmpi.comm.world import Axes, SharedInputError, World
-from ptdmpi.config import Config, InputError
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache

@@ -17,7 +17,7 @@ HISTORY = "history.jsonl"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class PastAttempt:
     """Steps `first` + 1 to `last` of a run (the end of one that was killed is not known: None).
     `config` is the complete configuration, `changed` what was other than in the steps before, and
     `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
@@ -63,7 +63,7 @@ class History:
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
 
 
-def attempts(directory: Path) -> list[Attempt]:
+def attempts(directory: Path) -> list[PastAttempt]:
     """The attempts of a run directory, oldest first; none where an older version wrote it. Torn
     lines count for nothing. Raises OSError where the file cannot be read."""
     found: dict[int, dict[str, Any]] = {}
@@ -79,9 +79,9 @@ def attempts(directory: Path) -> list[Attempt]:
     return [one for one in map(_attempt, found.values()) if one is not None]
 
 
-def _attempt(line: Mapping[str, Any]) -> Attempt | None:
+def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
     with contextlib.suppress(KeyError, ValueError, TypeError):
-        return Attempt(
+        return PastAttempt(
             number=line["attempt"],
             began=line["time"],
             how=line["how"],
@@ -99,8 +99,8 @@ def _attempt(line: Mapping[str, Any]) -> Attempt | None:
 
 
 def that_trained(
-    all_attempts: Sequence[Attempt], steps: Iterable[int]
-) -> list[tuple[Attempt, int, int]]:
+    all_attempts: Sequence[PastAttempt], steps: Iterable[int]
+) -> list[tuple[PastAttempt, int, int]]:
     """(attempt, first step, last step) of the attempts to which recorded `steps` are owed, in order
     of their steps: of each step the newest attempt that may have trained it."""
     owed: dict[int, list[int]] = {}

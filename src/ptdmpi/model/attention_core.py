@@ -25,7 +25,7 @@ from ptdmpi.model.kernels import HALF_TYPES, product, soft_cap, widened
 # of so many queries, each on the keys up to its end, s = 512 costs five eighths.
 QUERY_BLOCK = 128
 
-Place = tuple[slice, slice, slice]  # rows, heads, positions
+Region = tuple[slice, slice, slice]  # rows, heads, positions
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
 
 def _blocks(
     q: Tensor, scores: Scores, documents: Documents | None
-) -> Iterator[tuple[Place, Place, Tensor | None]]:
+) -> Iterator[tuple[Region, Region, Tensor | None]]:
     """Blocks of queries of q [b, heads, s, head size], the keys that each sees, and its mask."""
     every, seq_length = slice(None), q.shape[2]
     whole = [(every, 0, seq_length)]

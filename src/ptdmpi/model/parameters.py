@@ -49,7 +49,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldShare:
     """A piece of a parameter: its box in the logical tensor, and where that is in the local one.
 
     `copies` neighbouring ranks of the tensor axis hold it; on the first of them it `counts`.
@@ -92,11 +92,11 @@ class Declaration:
         shape[self.split.dim] = sum(self.split.local_sizes(tensor_size))
         return tuple(shape)
 
-    def held(self, tensor_rank: int, tensor_size: int) -> Iterator[Held]:
+    def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
         """The pieces of the logical tensor that one tensor rank holds; empty ones are left out."""
         whole = Box.whole(self.shape)
         if self.split is None:
-            yield Held(whole, whole)
+            yield HeldShare(whole, whole)
             return
         dim, begin, local_begin = self.split.dim, 0, 0
         shares, sizes = self.split.shares(tensor_size), self.split.local_sizes(tensor_size)
@@ -105,7 +105,7 @@ class Declaration:
             number, copy = divmod(tensor_rank, copies)
             start, stop = (min(part, size * (number + k)) for k in (0, 1))
             if stop > start:
-                yield Held(
+                yield HeldShare(
                     whole.along(dim, begin + start, begin + stop),
                     whole.along(dim, local_begin, local_begin + stop - start),
                     copies,

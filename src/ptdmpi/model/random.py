@@ -50,7 +50,7 @@ def mix(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Stream:
+class RandomStream:
     """The random stream of one place in the model at one step.
 
     `samples` [b] are the global sample numbers of the microbatch, `first_position` is where this
@@ -63,10 +63,10 @@ class Stream:
     first_head: int = 0
 
     @classmethod
-    def of(cls, seed: int, step: int, samples: Tensor) -> "Stream":
+    def of(cls, seed: int, step: int, samples: Tensor) -> "RandomStream":
         return cls(_fold(seed, step), samples)
 
-    def at(self, *place: int, first_position: int = 0, first_head: int = 0) -> "Stream":
+    def at(self, *place: int, first_position: int = 0, first_head: int = 0) -> "RandomStream":
         """The stream of a place such as (layer, 0)."""
         return replace(
             self,

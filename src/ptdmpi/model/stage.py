@@ -5,7 +5,7 @@ the runner needs no such cases. Its boundary owns the form in which activations 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ptdmpi.model import built
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.parameters import Parameter
-from ptdmpi.model.random import Stream
+from ptdmpi.model.random import RandomStream
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import (
     Block,
@@ -107,6 +107,7 @@ class Stage(nn.Module):
         )
         self.rotary: tuple[Tensor, Tensor] | None = None
         self._make_head(model, vocab_size)
+        self._freeze(model, vocab_size)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
@@ -129,6 +130,17 @@ class Stage(nn.Module):
         self.head = built.output_head(parts["head"], axis, model.logit_softcap)
         if "sentence.order" in parts:
             self.sentence = SentenceOrder(parts)
+
+    def _freeze(self, model: ModelConfig, vocab_size: int) -> None:
+        """Declare what does not train, as the table of parameters has it."""
+        groups = [(f"layers.{i}.", parameters.layer(model)) for i in self.layers]
+        groups += [("embedding.", parameters.embedding(model, vocab_size))] * self.first
+        groups += [("", parameters.head(model, vocab_size))] * self.last
+        for prefix, parts in groups:
+            for name in (name for name, part in parts.items() if not part.trains):
+                for weight in self.get_submodule(prefix + name).parameters():
+                    assert isinstance(weight, Parameter), f"{name} is not declared"
+                    weight.declaration = replace(weight.declaration, trains=False)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
@@ -176,6 +188,8 @@ class Stage(nn.Module):
         self._loss_scale = loss_scale
         self._order_weight = order_weight
         self.losses, self.order_losses = {}, {}
+        # an input carries a gradient; the first stage has none, and perhaps no weight either
+        self._idle = self.first and not any(weight.requires_grad for weight in self.parameters())
 
     @property
     def in_flight(self) -> int:
@@ -210,7 +224,7 @@ class Stage(nn.Module):
     def _context(self, batch: Batch, step: int | None) -> Context:
         stream = rotary = None
         if self.drops and step is not None:
-            stream = Stream.of(self.seed, step, batch.samples)
+            stream = RandomStream.of(self.seed, step, batch.samples)
         if self.rotary is not None and batch.documents is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
             (cos, sin), at = self.rotary, batch.documents.positions
@@ -259,7 +273,7 @@ class Stage(nn.Module):
                 self.order_losses[microbatch] = order.detach()
                 y = y + self._order_weight * order
             self.losses[microbatch] = y.detach()
-        if training:
+        if training and not self._idle:
             # only the graph is kept: the output itself can go once it has been passed on
             self._in_flight[microbatch] = (x, get_gradient_edge(y))
         return None if self.last else y.detach()
@@ -267,8 +281,12 @@ class Stage(nn.Module):
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """B: the gradient of this stage's input (None on the first stage); frees the activations.
 
-        Weight gradients are added to each parameter's main_grad.
+        Weight gradients are added to each parameter's main_grad. Where nothing of the first stage
+        trains there is nothing to do: the gradient was sent all the same, since the schedule is one
+        for all models.
         """
+        if self._idle:
+            return None
         x, output = self._in_flight.pop(microbatch)
         if self.last:
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)

@@ -18,7 +18,7 @@ from ptdmpi.model.attention_core import Scores, attention, hidden_keys
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.parameters import declare
-from ptdmpi.model.random import Stream, dropout
+from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Parts
@@ -31,7 +31,7 @@ class Context:
     all positions; and the cache of what came before.
     """
 
-    stream: Stream | None = None
+    stream: RandomStream | None = None
     documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KeyValueCache | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.parity.layouts import Model
+from ptdmpi.parity.layouts import ComparedModel
 from ptdmpi.parity.run import Training
 
 # Greatest relative difference from one rank. Adam divides by the root of a small second moment and
@@ -20,7 +20,7 @@ KEY_BIAS = "attention.qkv.bias"
 
 
 @dataclass(frozen=True)
-class Difference:
+class Greatest:
     """The greatest relative difference, and the step or tensor in which it is."""
 
     value: float
@@ -30,7 +30,7 @@ class Difference:
         return self.value <= bar  # False for NaN
 
 
-def differences(found: Training, expected: Training) -> dict[str, Difference]:
+def differences(found: Training, expected: Training) -> dict[str, Greatest]:
     """Loss, norm, gradients of the first step and final parameters, against `expected`."""
     return {
         "loss": _greatest_of_curve(found.losses, expected.losses),
@@ -56,7 +56,7 @@ def first_other_bit(found: Training, expected: Training) -> str | None:
     return None
 
 
-def left_out(models: Iterable[Model]) -> list[str]:
+def left_out(models: Iterable[ComparedModel]) -> list[str]:
     """Names of the tensors whose part for the keys takes no part in relative differences.
 
     A key bias adds the same number to all scores of a query, which the softmax does not see: its
@@ -66,19 +66,19 @@ def left_out(models: Iterable[Model]) -> list[str]:
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
 
 
-def _greatest_of_curve(found: list[float], expected: list[float]) -> Difference:
+def _greatest_of_curve(found: list[float], expected: list[float]) -> Greatest:
     return _greatest(
-        Difference(abs(a - b) / abs(b), f"step {step}")
+        Greatest(abs(a - b) / abs(b), f"step {step}")
         for step, (a, b) in enumerate(zip(found, expected, strict=True))
     )
 
 
-def _greatest_of_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Difference:
+def _greatest_of_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Greatest:
     if found.keys() != expected.keys():
         (name, *_) = sorted(found.keys() ^ expected.keys())
-        return Difference(torch.inf, f"{name} is missing")
+        return Greatest(torch.inf, f"{name} is missing")
     return _greatest(
-        Difference(_relative(_compared(name, found[name]), _compared(name, whole)), name)
+        Greatest(_relative(_compared(name, found[name]), _compared(name, whole)), name)
         for name, whole in expected.items()
     )
 
@@ -97,6 +97,6 @@ def _relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=smallest))
 
 
-def _greatest(all_differences: Iterable[Difference]) -> Difference:
+def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
     # NaN is the greatest of all: a plain max would drop it
     return max(all_differences, key=lambda one: torch.inf if one.value != one.value else one.value)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import Layout, ModelConfig
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
@@ -57,7 +58,7 @@ MORE = {
 
 
 @dataclass(frozen=True)
-class Model:
+class ComparedModel:
     """What is trained; all layouts of one model are compared with one reference."""
 
     kind: str = "gpt"
@@ -120,7 +121,7 @@ class Case:
     """One model in one layout."""
 
     layout: ComparedLayout
-    model: Model
+    model: ComparedModel
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -174,20 +175,20 @@ def refusal(case: Case, ranks: int) -> str | None:
     """Why the case cannot be trained on `ranks` ranks; None if it can."""
     layout = case.layout
     if layout.ranks > ranks:
-        return f"more than {ranks} rank{'s' if ranks > 1 else ''}"
+        return f"more than {counted(ranks, 'rank')}"
     rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
     return None if broken is None else REASONS.get(broken, broken)
 
 
 @cache
-def _shape(model: Model) -> ModelConfig:
+def _shape(model: ComparedModel) -> ModelConfig:
     return ModelConfig.model_validate(model.keys)
 
 
-def models() -> list[Model]:
+def models() -> list[ComparedModel]:
     """A few models in which every pair of the model's settings occurs."""
-    every = [Model(*values) for values in itertools.product(*MODEL_FACTORS.values())]
+    every = [ComparedModel(*values) for values in itertools.product(*MODEL_FACTORS.values())]
     return [every[i] for i in _cover([vars(model) for model in every], [1.0] * len(every))]
 
 
@@ -229,7 +230,7 @@ def _mildest(values: dict[str, Any]) -> Case:
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     of_model = {k: v for k, v in (most_layers | values).items() if k in MODEL_FACTORS}
     of_layout = {k: v for k, v in values.items() if k in LAYOUT_FACTORS}
-    return Case(ComparedLayout(**of_layout), Model(**of_model))
+    return Case(ComparedLayout(**of_layout), ComparedModel(**of_model))
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
@@ -261,7 +262,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Layouts whose bits must not depend on d either; the model has all that could disturb them."""
-    model = Model(dropout=True)
+    model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
         ComparedLayout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
@@ -275,7 +276,7 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """A model with windows, caps, norms of queries and keys, and one key head for all tensor ranks,
     where these meet what divides, recomputes or cuts into documents."""
-    model = Model(kind="gemma2", documents=True)
+    model = ComparedModel(kind="gemma2", documents=True)
     layouts = [
         ComparedLayout(4, 1, 1, sequence_parallel=True, recompute="full", micro_size=2),
         ComparedLayout(2, 2, 2, schedule="1f1b", scatter_gather=True, micro_size=2),

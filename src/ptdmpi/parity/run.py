@@ -26,7 +26,7 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """A training to be done: a case in one compute type for a number of steps.
 
     `attempt` tells two trainings of one case apart.
@@ -51,7 +51,7 @@ class Training:
     torn: list[str] = field(default_factory=list)
 
 
-def configuration(task: Task) -> Config:
+def configuration(task: TrainingTask) -> Config:
     """The configuration of a task, checked like a user's."""
     layout, model = task.case.layout, task.case.model
     rate = 0.1 if model.dropout else 0.0
@@ -107,7 +107,7 @@ def as_masked(batch: Batch, model: ModelConfig) -> Batch:
     )
 
 
-def train(task: Task, axes: Axes) -> Training | None:
+def train(task: TrainingTask, axes: Axes) -> Training | None:
     """Train on the ranks of `axes`; their rank 0 gets the result, the others None."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
@@ -140,14 +140,14 @@ class Blocks:
         self._parts: dict[int, World | None] = {}
         self._axes: dict[Grid, Axes] = {}
 
-    def run(self, tasks: Sequence[Task]) -> dict[Task, Training]:
+    def run(self, tasks: Sequence[TrainingTask]) -> dict[TrainingTask, Training]:
         """Train all tasks, which need the same number of ranks; every rank of the world calls it.
 
         Rank 0 of the world gets the results, the others an empty mapping.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
-        mine: dict[Task, Training] = {}
+        mine: dict[TrainingTask, Training] = {}
         block = self.world.rank // ranks
         part = self._part(ranks, block if block < blocks else MPI.UNDEFINED)
         if part is not None:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm.world import World
 from ptdmpi.parity import layouts
-from ptdmpi.parity.compare import BARS, BITWISE, Difference, differences, first_other_bit
+from ptdmpi.parity.compare import BARS, BITWISE, Greatest, differences, first_other_bit
 from ptdmpi.parity.layouts import Case
-from ptdmpi.parity.run import Blocks, Task, Training
+from ptdmpi.parity.run import Blocks, Training, TrainingTask
 
 STEPS = 20
 SHORT_STEPS, SHORT_ROWS = 3, slice(1, 3)  # the first row is one rank
@@ -27,17 +28,17 @@ class Comparison:
     base: Case
     attempt: int = 0
 
-    def found(self, compute: str, steps: int) -> Task:
-        return Task(self.case, compute, steps, self.attempt)
+    def found(self, compute: str, steps: int) -> TrainingTask:
+        return TrainingTask(self.case, compute, steps, self.attempt)
 
-    def expected(self, compute: str, steps: int) -> Task:
+    def expected(self, compute: str, steps: int) -> TrainingTask:
         """The one-rank training of the same model."""
-        return Task(replace(self.case, layout=self.case.layout.reference), compute, steps)
+        return TrainingTask(replace(self.case, layout=self.case.layout.reference), compute, steps)
 
-    def same_bits(self, compute: str, steps: int) -> Task:
-        return Task(self.base, compute, steps)
+    def same_bits(self, compute: str, steps: int) -> TrainingTask:
+        return TrainingTask(self.base, compute, steps)
 
-    def tasks(self, steps: int) -> list[Task]:
+    def tasks(self, steps: int) -> list[TrainingTask]:
         computes = BARS.keys() | set(BITWISE)
         return [
             *(self.found(compute, steps) for compute in sorted(computes)),
@@ -47,12 +48,12 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Row:
+class Verdict:
     """What a comparison found. `bits` names the first thing that differs, or None; `torn` the
     tensors whose copies on several ranks differ; both by compute type."""
 
     comparison: Comparison
-    differences: dict[str, dict[str, Difference]]
+    differences: dict[str, dict[str, Greatest]]
     bits: dict[str, str | None]
     torn: dict[str, list[str]] = field(default_factory=dict)
 
@@ -101,7 +102,7 @@ def run(
     wanted: Sequence[Comparison],
     steps: int,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
+) -> list[Verdict]:
     """Do the trainings, small layouts side by side, and compare; every rank calls it alike.
 
     Rank 0 gets the rows and is told by `say` how it goes; the other ranks get no rows. Raises
@@ -109,17 +110,20 @@ def run(
     """
     tasks = list(dict.fromkeys(task for one in wanted for task in one.tasks(steps)))
     blocks = Blocks(world)
-    results: dict[Task, Training] = {}
+    results: dict[TrainingTask, Training] = {}
     for ranks in sorted({task.case.layout.ranks for task in tasks}):
         alike = [task for task in tasks if task.case.layout.ranks == ranks]
         if world.rank == 0:
-            say(f"parity: {len(alike)} trainings of {steps} steps on {ranks} ranks each")
+            say(
+                f"parity: {counted(len(alike), 'training')} of {counted(steps, 'step')} on "
+                f"{counted(ranks, 'rank')} each"
+            )
         results |= blocks.run(alike)
     return [_row(one, steps, results) for one in wanted] if world.rank == 0 else []
 
 
-def _row(one: Comparison, steps: int, results: dict[Task, Training]) -> Row:
-    return Row(
+def _row(one: Comparison, steps: int, results: dict[TrainingTask, Training]) -> Verdict:
+    return Verdict(
         one,
         differences={
             compute: differences(

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ptdmpi.config import Layout
-from ptdmpi.parity.compare import BARS, Difference, left_out
-from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, Model, Pair, missing_pairs
-from ptdmpi.parity.suite import COVERING, Row
+from ptdmpi.parity.compare import BARS, Greatest, left_out
+from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, ComparedModel, Pair, missing_pairs
+from ptdmpi.parity.suite import COVERING, Verdict
 
 WIDTH = 120
 HEADINGS = (
@@ -23,7 +23,7 @@ HEADINGS = (
 )
 
 
-def text(rows: Sequence[Row], ranks: int, steps: int) -> str:
+def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
     """All rows, what stands behind their short words, and the verdict as the last line."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
@@ -42,7 +42,7 @@ def text(rows: Sequence[Row], ranks: int, steps: int) -> str:
     return "\n".join(lines)
 
 
-def _describe(row: Row) -> str:
+def _describe(row: Verdict) -> str:
     layout = row.comparison.case.layout
     return f"t p v d b = {_sizes(layout)} {layout.schedule} {_options(layout)}".rstrip(" -")
 
@@ -52,7 +52,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(padded)} |"
 
 
-def _cells(row: Row, models: Sequence[Model]) -> list[str]:
+def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
     case = row.comparison.case
     return [
         _sizes(case.layout),
@@ -64,7 +64,7 @@ def _cells(row: Row, models: Sequence[Model]) -> list[str]:
     ]
 
 
-def _measured(row: Row, compute: str) -> str:
+def _measured(row: Verdict, compute: str) -> str:
     of_type = row.differences[compute]
     fine = all(one.within(BARS[compute][name]) for name, one in of_type.items())
     fine = fine and not row.torn[compute]
@@ -89,7 +89,7 @@ def _options(layout: Layout) -> str:
     return " ".join(word for word, on in words.items() if on) or "-"
 
 
-def _legend(models: Sequence[Model], steps: int) -> list[str]:
+def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
     lines = [
         f"{steps} steps; greatest relative difference from one rank that takes the global batch "
         "as one microbatch.",
@@ -121,7 +121,7 @@ def _bars(compute: str) -> str:
     return f"{bars['loss']:.0e} (params {bars['parameters']:.0e})"
 
 
-def _missing(rows: Sequence[Row], ranks: int) -> list[str]:
+def _missing(rows: Sequence[Verdict], ranks: int) -> list[str]:
     """Pairs of settings in no row of the covering set, by reason."""
     lines: list[str] = []
     missing = _missing_pairs(rows, ranks)
@@ -135,12 +135,12 @@ def _missing(rows: Sequence[Row], ranks: int) -> list[str]:
     return lines
 
 
-def _missing_pairs(rows: Sequence[Row], ranks: int) -> dict[str, list[Pair]]:
+def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]:
     covering = [row.comparison.case for row in rows if row.comparison.section == COVERING]
     return missing_pairs(covering, ranks)
 
 
-def as_json(rows: Sequence[Row], ranks: int, steps: int) -> dict[str, Any]:
+def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
     """The same for programs."""
     return {
         "ranks": ranks,
@@ -154,7 +154,7 @@ def as_json(rows: Sequence[Row], ranks: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: Verdict) -> dict[str, Any]:
     one = row.comparison
     return {
         "section": one.section,
@@ -171,7 +171,7 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _number(found: Difference) -> dict[str, Any]:
+def _number(found: Greatest) -> dict[str, Any]:
     # JSON has no NaN
     value = found.value if math.isfinite(found.value) else str(found.value)
     return {"value": value, "where": found.where}

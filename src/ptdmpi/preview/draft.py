@@ -9,6 +9,7 @@ from typing import Any
 
 import tomlkit
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.config.model import default_ffn_hidden
 from ptdmpi.config.near import divisors
@@ -36,7 +37,7 @@ steps = {steps}              # {epochs} of the data
 [model]
 {model}
 
-[parallel]                # tensor * pipeline * data = {ranks} ranks; data is what remains
+[parallel]                # tensor * pipeline * data = {counted_ranks}; data is what remains
 tensor = {tensor}                # ranks that share each layer; keep them inside a node
 pipeline = {pipeline}              # groups of layers, one after the other
 virtual = {virtual}  # chunks of layers per pipeline rank; above 1: interleaved schedule
@@ -155,9 +156,9 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
             return config
         smallest = config
     if smallest is None:
-        raise InputError(f"no layout of {wish.ranks} ranks is legal: {why}")
+        raise InputError(f"no layout of {counted(wish.ranks, 'rank')} is legal: {why}")
     explained = relief.explain(relief.Step.of(smallest, vocab_size), wish.memory_bytes)
-    raise InputError(f"the model does not fit on {wish.ranks} ranks\n{explained}")
+    raise InputError(f"the model does not fit on {counted(wish.ranks, 'rank')}\n{explained}")
 
 
 def _divisible(tree: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -196,13 +197,14 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, sampl
     valid = data.get("valid")
     return _aligned(
         TEMPLATE,
-        title=f"{wish.model} on {wish.ranks} rank{'s' * (wish.ranks > 1)}",
+        title=f"{wish.model} on {counted(wish.ranks, 'rank')}",
         file=wish.file,
         name=_toml(config.run.name),
         dir_hint=f"  # the run directory is {config.run.dir}",
         steps=steps,
         epochs=f"{drawn:.3g} epoch{'s' * (drawn != 1)}",
         ranks=wish.ranks,
+        counted_ranks=counted(wish.ranks, "rank"),
         model="\n".join(lines),
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
@@ -29,7 +30,7 @@ STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankCount:
     """How many ranks, why so many, and how many of them share this host; 0: not known."""
 
     count: int
@@ -37,7 +38,9 @@ class Ranks:
     local: int
 
 
-def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -> dict[str, Any]:
+def preview(
+    tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
+) -> dict[str, Any]:
     """Everything that is known before the start; "mistake" says what keeps the run from it.
 
     `cluster` by name or file: instead of `run.cluster`. Raises InputError as the run would, for
@@ -87,8 +90,8 @@ def preview(tree: Mapping[str, Any], ranks: Ranks, cluster: str | None = None) -
     elif not found["checkpoint"]["fits"]:
         checkpoint = found["checkpoint"]
         found["mistake"] = (
-            f"a checkpoint needs {checkpoint['bytes'] / 1e6:,.1f} MB, {config.run.dir} has "
-            f"{checkpoint['free_bytes'] / 1e6:,.1f} MB free"
+            f"a checkpoint needs {file_size(checkpoint['bytes'])}, {config.run.dir} has "
+            f"{file_size(checkpoint['free_bytes'])} free"
         )
     return found
 
@@ -116,7 +119,7 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
     if wanted == "never" or (wanted == "auto" and not there):
         said = "begins anew"
         if there:
-            said += f"; the {len(there)} checkpoint(s) of {own} will be set aside"
+            said += f"; the {counted(len(there), 'checkpoint')} of {own} will be set aside"
         elif config.checkpoint.initial:
             said += f", from the weights of {newest(Path(config.checkpoint.initial))}"
         return {"step": 0, "path": None, "changed": [], "says": said}
@@ -134,7 +137,7 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
         )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
-        said = f"has nothing to train: {path} has {step} steps"
+        said = f"has nothing to train: {path} has {counted(step, 'step')}"
     if changed:
         said += f"; changed since: {', '.join(changed)}"
     if config.checkpoint.initial:
@@ -155,7 +158,9 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(config: Config, vocab_size: int, ranks: Ranks, price: Price | None) -> dict[str, Any]:
+def _memory(
+    config: Config, vocab_size: int, ranks: RankCount, price: Price | None
+) -> dict[str, Any]:
     """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
     ranks are known to be on it. "fits" is None where that is not known."""
     rank, need = relief.Step.of(config, vocab_size).largest()
@@ -164,7 +169,8 @@ def _memory(config: Config, vocab_size: int, ranks: Ranks, price: Price | None) 
     if price is not None:
         capacity, source = price.capacity_bytes, "of the cluster"
     elif ranks.local:
-        capacity, source = _here(ranks.local), f"of this host, shared by {ranks.local} rank(s)"
+        capacity = _here(ranks.local)
+        source = f"of this host, shared by {counted(ranks.local, 'rank')}"
     return {
         "pipeline_rank": rank,
         "parts_bytes": parts,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.plan.cost.relief import size
 from ptdmpi.report.live import duration
 
@@ -15,11 +16,11 @@ def words(found: dict[str, Any]) -> str:
         ("layout", f"{found['layout']}; {found['precision']}"),
         (
             "model",
-            f"{found['parameters'] / 1e6:,.1f}M parameters, vocabulary {found['vocab_size']:,}",
+            f"{short(found['parameters'])} parameters, vocabulary {found['vocab_size']:,}",
         ),
         (
             "length",
-            f"{found['steps']:,} steps of {found['tokens_per_step']:,} tokens, "
+            f"{counted(found['steps'], 'step')} of {found['tokens_per_step']:,} tokens, "
             f"{found['tokens']:,} in all",
         ),
     ]
@@ -31,20 +32,23 @@ def words(found: dict[str, Any]) -> str:
         )
         for one in found["train"]
     ]
-    rows += [("validation", f"{one['path']}: {one['samples']:,} samples") for one in found["valid"]]
+    rows += [
+        ("validation", f"{one['path']}: {counted(one['samples'], 'sample')}")
+        for one in found["valid"]
+    ]
     has = "" if memory["capacity_bytes"] is None else f" of {size(memory['capacity_bytes'])}"
     parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
     rows.append(("memory", f"{size(memory['bytes'])} a rank{has} ({memory['capacity_from']})"))
     rows.append(("", parts))
     step_s = times["step_s"]
     said = "" if step_s is None else f"{duration(step_s)} a step, {duration(times['total_s'])} for "
-    said += "" if step_s is None else f"{times['steps']:,} steps, "
+    said += "" if step_s is None else f"{counted(times['steps'], 'step')}, "
     rows.append(("time", f"{said}{times['from']}"))
     steps, minutes = checkpoint["every_steps"], checkpoint["every_minutes"]
-    when = [f"every {steps:,} steps"] if steps else []
+    when = [f"every {counted(steps, 'step')}"] if steps else []
     when += [f"every {minutes:g} minutes"] if minutes else []
     often = " and ".join([*when, "at the end"])
-    rows.append(("checkpoint", f"{checkpoint['bytes'] / 1e6:,.1f} MB, {often}"))
+    rows.append(("checkpoint", f"{file_size(checkpoint['bytes'])}, {often}"))
     lines = [f"{name:<12}{value}" for name, value in rows]
     return "\n".join([*lines, "", *_batch(found["batch"])])
 

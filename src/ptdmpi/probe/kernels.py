@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ptdmpi.base.words import short
 from ptdmpi.model import attention_core, kernels
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
-from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
@@ -136,7 +136,7 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
         backward.append(max(back_s - launch, 0.2 * back_s) / scores)
         bench.note(
             f"attention, heads of {size}",
-            f"{count(1 / forward[-1])} scores/s forward, {count(1 / backward[-1])} backward",
+            f"{short(1 / forward[-1])} scores/s forward, {short(1 / backward[-1])} backward",
         )
     return {
         "head_sizes": list(HEAD_SIZES),
@@ -189,8 +189,8 @@ def elementwise(
             found[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
         bench.note(
             name,
-            f"{count(1 / found[name])} elements/s forward, "
-            f"{count(1 / found[f'{name}_backward'])} backward",
+            f"{short(1 / found[name])} elements/s forward, "
+            f"{short(1 / found[f'{name}_backward'])} backward",
         )
     return found
 

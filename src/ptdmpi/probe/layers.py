@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.words import counted, short
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
@@ -21,7 +22,6 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
-from ptdmpi.plan.show.table import count
 from ptdmpi.probe.bench import Bench
 
 STEPS = 6  # the first one warms up
@@ -102,7 +102,7 @@ class Layers:
             "update_s_per_element": per_element_s,
             "step_s": fixed_s,
         }
-        self.bench.note("optimizer", f"{count(1 / per_element_s)} parameters/s")
+        self.bench.note("optimizer", f"{short(1 / per_element_s)} parameters/s")
         self.bench.note("beside kernels and messages", f"{fixed_s * 1e3:.2f} ms a step")
         tree = {**tree, "measured": measured}
         keys = (
@@ -155,7 +155,7 @@ class Layers:
         values = descend(lambda tried: distance(pairs(tried)), start, most)
         words = ", ".join(f"{key} {v:.3g}" for (_, key), v in zip(keys, values, strict=True))
         off = distance(pairs(values))
-        where = f"{tensor} ranks" if tensor > 1 else "1 rank"
+        where = counted(tensor, "rank")
         self.bench.note(f"layers over {where}", f"within {off:.1%} at {words}")
         return changed(values)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.kernels import widens
@@ -61,7 +62,7 @@ def probe(
     note("probe: memory, messages, attention")
     stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
     tree = {
-        "name": f"probed-{world.places[0].host}",
+        "name": f"probed-{world.processes[0].host}",
         "device": _device(bench, precision, gemm, stream, memory + program)
         | {"kernel_s": launch, "runtime_bytes": float(program)},
         "node": _node(world),
@@ -102,7 +103,8 @@ def _device(
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{os.cpu_count()} cores, {torch.get_num_threads()} thread(s) per rank"
+        name = f"{counted(os.cpu_count() or 1, 'core')}, "
+        name += f"{counted(torch.get_num_threads(), 'thread')} per rank"
     best = max(rate for plane in gemm["flops_per_s"] for row in plane for rate in row)
     return {
         "name": name,

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ptdmpi.base.words import counted
 from ptdmpi.report.status import binned
 
 STATES = {
@@ -78,8 +79,7 @@ def block(status: dict[str, Any]) -> RenderableType:
     lines += [Text(line, style="yellow") for line in _remarks(status)]
     title = Text.assemble((status["name"], "bold"), "  ", _state(status))
     if "layout" in status:
-        ranks = status["rank_count"]
-        title.append(f"  {status['layout']}, {ranks} rank{'s' * (ranks != 1)}")
+        title.append(f"  {status['layout']}, {counted(status['rank_count'], 'rank')}")
     return Panel(Group(*lines), title=title, title_align="left", expand=False)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from ptdmpi.base.words import counted
 from ptdmpi.report import Run
 from ptdmpi.report.status import binned
 
@@ -38,7 +39,8 @@ def page(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) ->
     """The page: the table, the curves, `pictures` (PNG files), the configuration, the log's end."""
     last = run.steps[-1]
     name = escape(str(run.config["run"]["name"]))
-    under = f"{last['layout']}, {last['rank_count']} ranks, {last['step']:,} steps"
+    under = f"{last['layout']}, {counted(last['rank_count'], 'rank')}, "
+    under += counted(last["step"], "step")
     table = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>" for k, v in rows)
     images = "".join(f"<p>{_image(path)}</p>" for path in pictures)
     details = "".join(

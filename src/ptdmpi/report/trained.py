@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.lineage.attempts import Attempt, attempts, that_trained
+from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
-Owed = tuple[Attempt, int, int]  # an attempt, the first and the last recorded step that it trained
+Owed = tuple[
+    PastAttempt, int, int
+]  # an attempt, the first and the last recorded step that it trained
 
 
 def owed(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Owed]:
@@ -68,6 +71,6 @@ def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     found = []
     for one in entries:
         name = f"steps {one['first_step']} to {one['last_step']}"
-        found.append((name, f"{one['layout']}, {one['ranks']} rank(s), {one['why']}"))
+        found.append((name, f"{one['layout']}, {counted(one['ranks'], 'rank')}, {one['why']}"))
         found += [(f"  changed at step {one['first_step']}", text) for text in one["changed"]]
     return found

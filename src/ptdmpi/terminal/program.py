@@ -1,7 +1,7 @@
 """What all commands of both programs have: -h, --version, --quiet, exit codes, errors of one line.
 
-A program is a `Group` of `Command`s that `run` calls. Under mpirun or srun, what is said of usage
-is said by rank 0 alone, and a command that needs no MPI is done by rank 0 alone.
+A program is a `CommandGroup` of `Command`s that `run` calls. Under mpirun or srun, what is said of
+usage is said by rank 0 alone, and a command that needs no MPI is done by rank 0 alone.
 """
 
 import errno
@@ -80,7 +80,7 @@ class Command(click.Command):
         self.params.extend(_shared_options())
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Commands with the shared options; those named in `in_parallel` work on all ranks of a job,
     the others on rank 0 alone."""
 

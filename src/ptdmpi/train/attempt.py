@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.save import Checkpoints
-from ptdmpi.comm.world import SharedInputError, World
-from ptdmpi.config import to_toml
+from ptdmpi.comm.world import World
+from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
@@ -140,11 +141,11 @@ class Attempt:
                 f"touch {self.path / 'STOP'}{', or Ctrl-C' if world.size == 1 else ''}"
             )
         yield (
-            f"{world.size} ranks on {world.nodes} node{'s' * (world.nodes > 1)}, "
+            f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
             f"{config.layout}, {config.parallel.schedule}, {config.precision.compute}; "
-            f"{parameters / 1e6:,.1f}M parameters, vocabulary {vocab_size}; "
-            f"{config.run.steps} steps of {config.batch.global_size} x {config.model.seq_length} "
-            "tokens"
+            f"{short(parameters)} parameters, vocabulary {vocab_size}; "
+            f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
+            f"{config.model.seq_length} tokens"
         )
         if world.tensor_axis_crosses_nodes(grid_of(config)):
             yield (

@@ -41,8 +41,8 @@ class Memory:
         found = world.control.allgather(mine)
         # ranks share their host's memory, and have a GPU's for themselves
         groups: dict[int, list[tuple[int, int]]] = {}
-        for rank, (place, of_rank) in enumerate(zip(world.places, found, strict=True)):
-            groups.setdefault(place.node if device.type == "cpu" else rank, []).append(of_rank)
+        for rank, (process, of_rank) in enumerate(zip(world.processes, found, strict=True)):
+            groups.setdefault(process.node if device.type == "cpu" else rank, []).append(of_rank)
         fits = all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
         world.on_root(lambda: self._require(fits))
 

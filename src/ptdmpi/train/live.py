@@ -43,7 +43,7 @@ class Handover:
 
 
 @dataclass(frozen=True)
-class Report:
+class Account:
     """What a rank tells the other survivors. `place` is where it stood in the last grid, `step` how
     many steps the state that it holds has behind it; None: it holds nothing. `asked`: by which
     signal to stop."""
@@ -60,44 +60,44 @@ class Report:
 
 @dataclass(frozen=True)
 class Holding:
-    """A report, and the state itself."""
+    """An account, and the state itself."""
 
-    report: Report
+    account: Account
     tensors: Sequence[Tensor] = ()
 
 
-def hold(engine: Engine, report: Report) -> Holding:
+def hold(engine: Engine, account: Account) -> Holding:
     """The state of `engine`, which may be dropped then, but for these tensors."""
-    return Holding(report, engine.state.flats)
+    return Holding(account, engine.state.flats)
 
 
-def live_step(reports: Sequence[Report], grid: Grid) -> int | None:
+def live_step(accounts: Sequence[Account], grid: Grid) -> int | None:
     """The newest step after which every place of the model is held by some rank; None if none is.
 
     Ranks update within a step of each other, but not together. States of different steps never mix.
     """
-    steps = {report.step for report in reports if report.step is not None}
+    steps = {account.step for account in accounts if account.step is not None}
     for step in sorted(steps, reverse=True):
-        if grid.parts <= {grid.part(place) for place in _after(reports, step).values()}:
+        if grid.parts <= {grid.part(place) for place in _after(accounts, step).values()}:
             return step
     return None
 
 
-def _after(reports: Sequence[Report], step: int) -> dict[int, Coordinates]:
+def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
     """Where those stood that hold the state after `step`, by rank."""
-    places = {rank: report.place for rank, report in enumerate(reports) if report.step == step}
+    places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(
-    reports: Sequence[Report], grid: Grid, order: Sequence[int], step: int
+    accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
 ) -> list[tuple[int, int]]:
     """(from, to) for each rank of the grid: who hands it the state of `step`; itself if it has it.
 
     `order[i]` takes place i of the grid. Those that hold the same share the work.
     """
     found = []
-    holders = _after(reports, step)
+    holders = _after(accounts, step)
     for place, target in enumerate(order):
         part = grid.part(grid.coordinates(place))
         sources = [rank for rank, stood in holders.items() if grid.part(stood) == part]

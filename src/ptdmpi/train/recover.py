@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.comm import ulfm
-from ptdmpi.comm.world import Place, SharedInputError, World, fail_together
-from ptdmpi.config import Config, InputError
+from ptdmpi.comm.world import Process, World, fail_together
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
-from ptdmpi.train.live import Handover, Holding, Report
+from ptdmpi.train.live import Account, Handover, Holding
 from ptdmpi.train.loop import Loop, checked
 from ptdmpi.train.meter import append_lines
 from ptdmpi.watch.requests import StopRequest
@@ -51,9 +52,9 @@ class Survivors:
         self.config, self.world, self.signals = config, world, signals
         self.grid = grid_of(config)
         self.loop: Loop | None = None
-        self.holding = Holding(Report())
-        self.lost: list[Place] = []
-        self.news: list[Place] = []  # lost since training went on last
+        self.holding = Holding(Account())
+        self.lost: list[Process] = []
+        self.news: list[Process] = []  # lost since training went on last
         self.failed_at: float | None = None
         # MPI may read messages that were under way when their communicator was revoked
         self.stranded: list[Any] = []
@@ -119,31 +120,31 @@ class Survivors:
     def _take_place(self) -> Loop | None:
         """This rank's loop, ready to go on; None if it is spare."""
         world = self.world
-        reports = world.control.allgather(self.holding.report)
+        accounts = world.control.allgather(self.holding.account)
         order = seats(
             self.grid,
-            [report.place for report in reports],
-            [place.node for place in world.places],
+            [account.place for account in accounts],
+            [process.node for process in world.processes],
         )
-        step = live.live_step(reports, self.grid)
-        ways = [] if step is None else live.routes(reports, self.grid, order, step)
+        step = live.live_step(accounts, self.grid)
+        ways = [] if step is None else live.routes(accounts, self.grid, order, step)
         crew = world.part(order)
         handles = live.give(world, self.holding, ways)
         if crew is not None:
-            handover = self._handover(reports, step, ways) if self.news else None
+            handover = self._handover(accounts, step, ways) if self.news else None
             loop = Loop(self._resolved(), crew, self.signals, handover)
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
         # A spare rank drops what it held too: later it would be of another history of the run, of
         # the same step perhaps, but not of the same bits.
-        self.holding = Holding(Report())
+        self.holding = Holding(Account())
         if crew is None:
             self.news, self.failed_at = [], None
             return None
         if self.news and self.failed_at is not None:
             took_s = time.perf_counter() - self.failed_at
-            loop.journal.say(self._notice(loop, reports, step, took_s))
+            loop.journal.say(self._notice(loop, accounts, step, took_s))
         self.loop, self.news, self.failed_at = loop, [], None
         return loop
 
@@ -154,12 +155,12 @@ class Survivors:
         )
 
     def _handover(
-        self, reports: list[Report], step: int | None, ways: list[tuple[int, int]]
+        self, accounts: list[Account], step: int | None, ways: list[tuple[int, int]]
     ) -> Handover:
-        asked = (report.asked for report in reports)
+        asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
         resume = self.config.checkpoint.resume
-        if any(report.saved for report in reports):  # what the run itself has saved is newer
+        if any(account.saved for account in accounts):  # what the run itself has saved is newer
             resume = "auto"
         if step is None:
             return Handover(resume)
@@ -167,14 +168,14 @@ class Survivors:
 
         def load(engine: Engine) -> int:
             live.take(self.world, engine, self.holding, source)
-            engine.state.restore(reports[source].counters)
+            engine.state.restore(accounts[source].counters)
             return step
 
-        same = [report for report in reports if report.step == step]
+        same = [account for account in accounts if account.step == step]
         done = next((r.completed for r in same if r.completed and r.completed.step == step), None)
-        if max(report.concluded for report in reports) >= step:
+        if max(account.concluded for account in accounts) >= step:
             done = None  # every rank has done its part, or nobody would have been let through
-        return Handover(resume, load, done, reports[source].answer)
+        return Handover(resume, load, done, accounts[source].answer)
 
     def _put_away(self) -> None:
         """Keep of the loop what the next attempt may need, and drop it."""
@@ -183,7 +184,7 @@ class Survivors:
             return
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
-        report = Report(
+        account = Account(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done,
             counters=replace(loop.engine.state.counters),
@@ -193,7 +194,7 @@ class Survivors:
             saved=loop.saving.newest,
             answer=loop.feed.course.answer,
         )
-        self.holding = live.hold(loop.engine, report)
+        self.holding = live.hold(loop.engine, account)
 
     def _fit(self) -> bool:
         """Choose the widest grid that the living ranks can fill; False if there is none."""
@@ -211,7 +212,7 @@ class Survivors:
     def _give_up(self) -> None:
         grid, left = self.grid, self.world.size
         line = (
-            f"{_who(self.news)} lost; {left} rank{'s' * (left != 1)} cannot hold "
+            f"{_who(self.news)} lost; {counted(left, 'rank')} cannot hold "
             f"t={grid['tensor']},p={grid['pipeline']}. The same command again resumes from the "
             "newest checkpoint"
         )
@@ -220,8 +221,8 @@ class Survivors:
             append_lines(Path(self.config.run.dir) / "log.txt", line + "\n")
         ulfm.leave(self.world, 1)
 
-    def _notice(self, loop: Loop, reports: list[Report], step: int | None, took_s: float) -> str:
-        under_way = 1 + (max(report.concluded for report in reports) or loop.first)
+    def _notice(self, loop: Loop, accounts: list[Account], step: int | None, took_s: float) -> str:
+        under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
         kind = "checkpoint" if step is None else "live state"
         spare = self.world.size - loop.world.size
@@ -233,6 +234,6 @@ class Survivors:
         )
 
 
-def _who(lost: list[Place]) -> str:
-    names = [f"{place.number} ({place.host})" for place in lost]
+def _who(lost: list[Process]) -> str:
+    names = [f"{process.number} ({process.host})" for process in lost]
     return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

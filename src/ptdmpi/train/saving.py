@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from ptdmpi.base.words import file_size
 from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
 from ptdmpi.watch.requests import Save
 
@@ -64,7 +65,7 @@ class Saving:
         self.failures, self.last_write_s = 0, saved.write_s
         self.newest = (saved.step, str(saved.path))
         self.say(
-            f"saved {saved.path} ({saved.bytes / 1e6:,.1f} MB, stalled {saved.stall_s:.2f} s, "
+            f"saved {saved.path} ({file_size(saved.bytes)}, stalled {saved.stall_s:.2f} s, "
             f"written in {saved.write_s:.2f} s)"
         )
         if saved.warning:

@@ -27,6 +27,7 @@ from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS, Place
 from ptdmpi.watch.whereabouts import (
     BEAT_S,
+    MISSED_BEATS,
     SILENT_BEATS,
     TERMINAL_ROWS,
     Ranks,
@@ -49,7 +50,6 @@ DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
 COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
 LEAST_SILENCE_S = 5.0  # a busy machine may keep a thread waiting
-MISSED_BEATS = 3  # who has missed so many is not waited for: it would write no stacks
 
 
 class Heartbeat:

@@ -34,7 +34,7 @@ class Lookout:
         signals: StopRequest,
         say: Callable[[str], None],
     ) -> None:
-        run, hosts = config.run, [place.host for place in world.places]
+        run, hosts = config.run, [process.host for process in world.processes]
         self.axes, self.path = axes, Path(run.dir)
         self.place = Place()
         self.ranks = Ranks(axes.grid, hosts)

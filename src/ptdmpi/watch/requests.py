@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from ptdmpi.comm.world import SharedInputError
+from ptdmpi.config import SharedInputError
 
 # EX_TEMPFAIL: stopped on request after saving; the same command again goes on
 STOPPED_EXIT_CODE = 75

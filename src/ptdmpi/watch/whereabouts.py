@@ -15,6 +15,9 @@ BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not been heard of for so many of its heartbeats is called silent.
 SILENT_BEATS = 10
+# Once nobody gets on, a rank that has missed so many is stopped: it waits for nobody, whatever it
+# said last, and nobody waits for its stacks.
+MISSED_BEATS = 3
 # The terminal gets so many rows; the file gets all.
 TERMINAL_ROWS = 40
 
@@ -67,6 +70,12 @@ class Ranks:
     def silent(self, seen: Seen, now_s: float) -> bool:
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
+    def stopped(self, seen: Seen, now_s: float) -> bool:
+        """Whether a rank is missed, when ranks are asked what holds them up. Not one that has
+        written its stacks: its machine may be busy."""
+        missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s
+        return missed and not (seen.report.leaves or seen.report.shown)
+
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
     """Seconds since any rank has begun anything."""
@@ -99,7 +108,7 @@ def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]
     found = [
         rank
         for rank, seen in table.items()
-        if ranks.silent(seen, now_s) or not waits_for(rank, table, ranks)
+        if ranks.stopped(seen, now_s) or not waits_for(rank, table, ranks)
     ]
     return sorted(found, key=lambda rank: (-round(table[rank].age_s(now_s)), rank))
 
@@ -126,7 +135,7 @@ def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[
         if len(needs) > 4:
             text += f" and {len(needs) - 4} more"
         note = "<-- here" if rank in first else ""
-        if ranks.silent(seen, now_s):
+        if ranks.stopped(seen, now_s):
             note += f" (not heard of for {now_s - seen.at_s:.0f} s)"
         if seen.report.failure:
             note += f" ({seen.report.failure[1]})"

@@ -136,9 +136,9 @@ def test_small_models_are_not_rounded_away():
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
         (("--layout", "t=2,d=1,t=4"), "t is given twice"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),
-        (("--ranks", "0"), "--ranks 0: must be a whole number of at least 1"),
+        (("--ranks", "0"), "--ranks 0: must be a whole number, 1 to 1,000,000,000"),
         (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),
-        (("--ranks", "1000000000"), "is legal on 1000000000 ranks.*: 2048 ranks"),
+        (("--ranks", "1000000000"), "is legal on 1,000,000,000 ranks.*: 2048 ranks"),
         (("--layout", "d=1", "--batch", "10001", "--png", "a.png"), "--batch of at most 10000"),
         (("--ranks", "8", "--batch", "-1"), "--batch -1: must be"),
         (("--ranks", "8", "--tokens", "nan"), "--tokens nan: must be a finite number above 0"),
@@ -148,7 +148,10 @@ def test_small_models_are_not_rounded_away():
         (("--ranks", "8", "--memory-png", "a.jpg"), "a.jpg: pictures are .png or .svg"),
         (("--ranks", "8", "--png", "missing/a.png"), "cannot be written: No such file"),
         (("--ranks", "8", "--memory-png", "missing/a.png"), "cannot be written: No such file"),
-        (("--ranks", "8", "--zero", "4"), "--zero 4: must be 0 to 3"),
+        (("--ranks", "8", "--batch", "1000000000000"), "--batch 1000000000000: must be.* 1 to 1,0"),
+        (("--ranks", "8", "--model", "l=-4,h=8,a=2"), "l=-4.*: layers = -4: .* than or equal to 1"),
+        (("--ranks", "8", "--model", "l=20000,h=8,a=2"), "layers = 20000: .* or equal to 10000"),
+        (("--ranks", "8", "--zero", "4"), "--zero 4: must be a whole number, 0 to 3"),
     ],
 )
 def test_bad_input_is_one_line(arguments, word):

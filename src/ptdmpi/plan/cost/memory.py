@@ -178,30 +178,22 @@ class MemoryModel:
         does not share its rank with the other."""
         return self._elements(placement_of(layout), layout.tensor, rank)[0]
 
-    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
-        """(parameters, those of them that stand for two) of a pipeline rank."""
+    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int, int]:
+        """`parameters.rank_elements` of a pipeline rank."""
         stages, layers = placed.stages_of(rank), self._splits(placed)
         own = sum(len(layers[stage]) for stage in stages)
-        count = own * parameters.layer_elements(self.model, tensor)
-        first, last = 0 in stages, placed.stages - 1 in stages
-        if first:
-            count += parameters.embedding_elements(self.model, self.vocab_size, tensor)
-        if last:
-            count += parameters.head_elements(self.model, self.vocab_size, tensor)
-        shared = 0
-        if first and last and self.model.tie_embeddings:
-            shared = parameters.table_elements(self.model, self.vocab_size, tensor)
-        return count - shared, shared
+        ends = (0 in stages, placed.stages - 1 in stages)
+        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
     def _counted_standing(
         self, placed: Placement, tensor: int, data: int, zero: int, rank: int
     ) -> tuple[int, int, int]:
         """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
         left out. Where compute and master type agree there is one set of weights."""
-        elements, shared = self._elements(placed, tensor, rank)
+        every, train, shared = self._elements(placed, tensor, rank)
         shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
         second = shared * self.software.tied_gradients_apart
-        counts = (elements, elements + second, elements)
+        counts = (every, train + second, train)
         weights, gradients, optimizer = (
             -(-count // ranks) * each
             for count, ranks, each in zip(counts, shards, self._each_bytes, strict=True)

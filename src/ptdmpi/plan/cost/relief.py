@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
@@ -90,7 +91,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
                     continue
                 fitting.append(keys)
                 words = [f"{key} = {_toml(value)}" for key, value in keys.items()]
-                words += [f"{tried.layout.ranks} ranks"] if grown > 1 else []
+                words += [counted(tried.layout.ranks, "rank")] if grown > 1 else []
                 yield ", ".join(words), tried.largest()[1]
 
 

@@ -199,7 +199,7 @@ class Stream(Section):
         return self
 
 
-class Attention(Section):
+class AttentionTimes(Section):
     """Seconds per score that is computed, at two sizes of a head."""
 
     head_sizes: Annotated[Pair, AfterValidator(_ascending)]
@@ -236,7 +236,7 @@ class Measured(Section):
     asynchronous: bool
     gemm: Gemm
     stream: Stream
-    attention: Attention
+    attention: AttentionTimes
     seconds_per_element: dict[str, PositiveNumber]
     messages: Annotated[tuple[Messages, ...], Field(strict=False)]
     step_s: NotNegative

@@ -9,6 +9,7 @@ import bisect
 import math
 from collections.abc import Sequence
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.plan.machine.cluster import Cluster, Measured, Messages
 from ptdmpi.plan.machine.kernels import Group, Machine
@@ -110,8 +111,7 @@ class MeasuredMachine(Machine):
         """Scaled from the group of most similar size."""
         tables = self._messages.get((collective, network), [])
         if not tables:
-            devices = self.cluster.node.devices
-            known = f"on one node of {devices} rank{'s' * (devices > 1)}"
+            known = f"on one node of {counted(self.cluster.node.devices, 'rank')}"
             raise InputError(
                 f"cluster {self.cluster.name}: measured {known if network else 'without messages'};"
                 " run ptdmpi probe with as many ranks as the training will have"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import (
     LETTERS,
@@ -31,11 +32,12 @@ from ptdmpi.config.layout import (
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
-from ptdmpi.terminal.progress import progress
+from ptdmpi.terminal.progress import SOON_S, progress
 
 # Chunks per rank, and stages, that are looked at: what further ones would save of the bubble is
 # little, and each costs messages.
 MOST_CHUNKS, MOST_STAGES = 64, 256
+MOST_LAYOUTS = 1_000_000  # that are looked at: a minute, and half a gigabyte of them
 SWITCHES = ("sequence_parallel", "scatter_gather", "dp_overlap")  # of a Layout
 CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 
@@ -139,15 +141,14 @@ class Best:
 def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     """The `count` fastest layouts that fit, fastest first, each at its best settings. Raises
     InputError if none fits or is legal."""
-    legal, layers = list(groups(space, pricer)), pricer.model.config.layers
-    layouts = [layout for group in legal for layout in chunked(space, group, layers, pricer.batch)]
-    rough = sorted((pricer.rough_bound_s(layout), i) for i, layout in enumerate(layouts))
+    legal, layouts, rough = _collected(pricer, space)
     found = Best(count, same=str)
     waiting: list[tuple[float, int, int, Layout]] = []  # heap of (bound, number, way, layout)
-    with progress("searching", len(layouts), "layouts") as advance:
+    with progress("searching", len(layouts), "layout", SOON_S) as advance:
         for rough_s, number in [*rough, (math.inf, -1)]:
             while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
                 found.offer(pricer.price(heapq.heappop(waiting)[-1]))
+                advance(0)
             if rough_s >= found.limit_s or number < 0:
                 break
             advance(1)
@@ -161,16 +162,42 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     return found.prices
 
 
+def _collected(
+    pricer: Pricer, space: Space
+) -> tuple[list[Layout], list[Layout], list[tuple[float, int]]]:
+    """(groups, layouts, the rough bound and number of each layout, ascending). Raises InputError
+    for more than `MOST_LAYOUTS`."""
+    legal: list[Layout] = []
+    layouts: list[Layout] = []
+    rough: list[tuple[float, int]] = []
+    told = 0
+    with progress("collecting", None, "layout", SOON_S) as advance:
+        for group in groups(space, pricer):
+            legal.append(group)
+            for layout in chunked(space, group, pricer.model.config.layers, pricer.batch):
+                rough.append((pricer.rough_bound_s(layout), len(layouts)))
+                layouts.append(layout)
+            advance(len(layouts) - told)
+            told = len(layouts)
+            if len(layouts) > MOST_LAYOUTS:
+                raise InputError(
+                    f"more than {MOST_LAYOUTS:,} layouts of {pricer.model.name} are legal on "
+                    f"{counted(space.ranks, 'rank')} at a batch of {pricer.batch}: choose numbers "
+                    "with fewer divisors, or give --recompute or a --layout"
+                )
+    return legal, layouts, sorted(rough)
+
+
 def _nothing_fits(pricer: Pricer, space: Space, legal: list[Layout]) -> str:
     """What is missing, and what would be legal or fit."""
-    where = f"{space.ranks} ranks of {pricer.cluster.name}"
+    where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     if not legal:
         near = " or ".join(map(str, _legal_ranks(pricer, space)))
         config = pricer.model.config
         return (
             f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
-            f"{config.heads} heads, p be at most {config.layers}, d b divide the batch of "
-            f"{pricer.batch}; legal nearby: {near} ranks"
+            f"{counted(config.heads, 'head')}, p be at most {config.layers}, d b divide "
+            f"the batch of {pricer.batch}; legal nearby: {near} ranks"
         )
     least = min(legal, key=lambda layout: pricer.footprint(layout).total)
     needed = pricer.footprint(least)
@@ -199,10 +226,12 @@ def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     """The numbers of ranks next to the one asked for that have a legal layout."""
     config, batch = pricer.model.config, pricer.batch
     tensors = [t for t in divisors(config.heads) if Layout(t, 1, 1).is_legal(config, 1)]
-    pipelines = range(1, config.layers + 1)
-    legal = {t * p * d for t in tensors for p in pipelines for d in divisors(batch)}
-    below = [ranks for ranks in legal if ranks < space.ranks]
-    above = [ranks for ranks in legal if ranks > space.ranks]
+    below, above = [], []
+    for rows in {t * d for t in tensors for d in divisors(batch)}:
+        # of the p that are legal the one next to the ranks asked for, on either side
+        fewer, more = (space.ranks - 1) // rows, space.ranks // rows + 1
+        below += [rows * min(fewer, config.layers)] if fewer else []
+        above += [rows * more] if more <= config.layers else []
     return [*([max(below)] if below else []), *([min(above)] if above else [])]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ptdmpi.base.words import counted, short
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import size
 
@@ -83,14 +84,6 @@ def duration(seconds: float, of: float) -> str:
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
     return f"{seconds / 1e-6:.3f} us"
-
-
-def count(number: float) -> str:
-    """174600000000 -> 174.6B."""
-    for letter, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.1f}{letter}"
-    return f"{number:.0f}"
 
 
 def tflops(number: float) -> str:
@@ -200,9 +193,9 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
 
 def report(result: dict[str, Any]) -> str:
     """What `ptdmpi plan` prints."""
-    ranks = "1 rank" if result["ranks"] == 1 else f"{result['ranks']} ranks"
+    ranks = counted(result["ranks"], "rank")
     text = [
-        f"{result['model']}: {count(result['parameters'])} parameters, {ranks} of "
+        f"{result['model']}: {short(result['parameters'])} parameters, {ranks} of "
         f"{result['cluster']}, {result['precision']}, "
         f"batch {result['batch']} of {result['seq_length']} tokens each",
         "",
@@ -220,7 +213,7 @@ def report(result: dict[str, Any]) -> str:
         text += [
             "",
             f"compute-optimal for {best['flops']:.3g} FLOPs (Hoffmann et al. 2022): "
-            f"{count(best['parameters'])} parameters; nearest preset {best['preset']}, "
-            f"{count(best['preset_parameters'])}, on {count(best['tokens'])} tokens",
+            f"{short(best['parameters'])} parameters; nearest preset {best['preset']}, "
+            f"{short(best['preset_parameters'])}, on {short(best['tokens'])} tokens",
         ]
     return "\n".join([*text, *_train(result)])

@@ -1,0 +1,25 @@
+"""Numbers as people read them: counted things, large counts, sizes of files."""
+
+
+def counted(number: int, noun: str) -> str:
+    """(1, "rank") -> "1 rank"; (1024, "rank") -> "1,024 ranks"; regular plurals only."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number:,} {noun[:-1]}ies"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def short(number: float) -> str:
+    """174600000000 -> 174.6B, 1700 -> 1.7K; what is below a thousand stays whole."""
+    for letter, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:,.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def file_size(number: float) -> str:
+    """1234567 -> 1.2 MB, 1234 -> 1.2 kB: of files, in powers of ten as disks are sold."""
+    if number >= 1e5:
+        return f"{number / 1e6:,.1f} MB"
+    return f"{number / 1e3:.1f} kB" if number >= 1e3 else counted(round(number), "byte")

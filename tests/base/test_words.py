@@ -1,0 +1,31 @@
+"""Counts and sizes in words, down to one and to nothing."""
+
+import pytest
+
+from ptdmpi.base.words import counted, file_size, short
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (0, "step", "0 steps"),
+        (1, "rank", "1 rank"),
+        (1024, "rank", "1,024 ranks"),
+        (2, "batch", "2 batches"),
+        (2, "entry", "2 entries"),
+        (2, "day", "2 days"),
+    ],
+)
+def test_what_is_counted_has_its_plural(number, noun, words):
+    assert counted(number, noun) == words
+
+
+def test_no_count_is_rounded_away():
+    numbers = (0, 1, 999, 1700, 1_234_567, 174.6e9, 2.5e12)
+    assert [*map(short, numbers)] == ["0", "1", "999", "1.7K", "1.2M", "174.6B", "2,500.0B"]
+
+
+def test_no_file_is_rounded_away():
+    sizes = (0, 1, 999, 1234, 99_999, 123_456, 1_234_567_890)
+    words = ["0 bytes", "1 byte", "999 bytes", "1.2 kB", "100.0 kB", "0.1 MB", "1,234.6 MB"]
+    assert [*map(file_size, sizes)] == words

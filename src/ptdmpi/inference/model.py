@@ -19,10 +19,11 @@ from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.loss import token_log_probabilities
 from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import State
-from ptdmpi.model.tensor_parallel import TensorAxis, token_log_probabilities
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Context
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.stages import split_model

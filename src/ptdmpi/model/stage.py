@@ -4,6 +4,7 @@ The stage owns what is special about the first and the last one (embedding, head
 the runner needs no such cases. Its boundary owns the form in which activations travel.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,13 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
-from ptdmpi.model.tensor_parallel import (
-    TensorAxis,
-    cross_entropy,
-    select_positions,
-)
+from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import (
     Block,
     Context,
@@ -91,7 +89,8 @@ class Stage(nn.Module):
     """Layers [begin, end) of the model, with the embedding before layer 0 and the head after the
     last one.
 
-    `forward_microbatch` and `backward_microbatch` are what a schedule's F and B stand for.
+    `forward_microbatch` and `backward_microbatch` are what a schedule's F and B stand for,
+    `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B.
     """
 
     def __init__(self, config: Config, vocab_size: int, layers: range, axis: TensorAxis) -> None:
@@ -115,6 +114,7 @@ class Stage(nn.Module):
         self.order_losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
         self.final_norm = self.mlm = self.head = self.sentence = None
@@ -292,3 +292,32 @@ class Stage(nn.Module):
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)
         torch.autograd.backward(output, dy)
         return None if x is None else x.grad
+
+    def input_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """I: the gradient of this stage's input, as B gives it; frees the activations.
+
+        What B would add to the gradients of weights is put off until W, norms and biases as well:
+        so they are never ahead of the microbatch whose gradient W completes.
+        """
+        later: list[Callable[[], object]] = []
+        try:
+            for weight in self._weights():
+                weight.later = later
+            return self.backward_microbatch(microbatch, dy)
+        finally:
+            for weight in self._weights():
+                weight.later = None
+            self._put_off[microbatch] = later
+
+    def weight_microbatch(self, microbatch: int, nothing: Tensor | None) -> None:
+        """W: adds what I has put off to each parameter's main_grad, in the order of B."""
+        later = self._put_off.pop(microbatch)
+        later.reverse()
+        with torch.no_grad():
+            while later:
+                later.pop()()  # and what it has kept is free again
+
+    def _weights(self) -> Iterator[Parameter]:
+        for weight in self.parameters():
+            assert isinstance(weight, Parameter), "every weight is declared"
+            yield weight

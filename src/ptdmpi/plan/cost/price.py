@@ -23,7 +23,7 @@ from ptdmpi.plan.shape.parameters import layer_elements
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds of the busiest rank's step, by what they are spent on; together the step time."""
 
     compute: float
@@ -40,7 +40,7 @@ class Price:
 
     layout: Layout
     step_time_s: float
-    parts: Parts
+    parts: StepParts
     bubble_fraction: float
     memory: Footprint
     capacity_bytes: float
@@ -100,6 +100,7 @@ class Pricer:
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
         layer, ends = self.kernels(layout)
+        # a layer that is recomputed runs (part of) its forward once more, in front of its backward
         again = layer.backward + layer.recomputed(layout.recompute)
         most = layout.recompute_layers
         alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
@@ -123,6 +124,8 @@ class Pricer:
     def stage_times(self, layout: Layout) -> StageTimes:
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
+        # ways[s]: from stage s - 1 to s, and of the gradient back; none in front of the first stage
+        # and none behind the last, so that one list serves both directions
         ways = [0.0] * (count + 1)
         if p > 1:
             far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
@@ -146,6 +149,7 @@ class Pricer:
         devices, row = self.cluster.node.devices, layout.tensor * layout.data
         placed = placement_of(layout)
         here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+        # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
         if here != there and row % devices == 0:
             return True
         return any(
@@ -191,6 +195,7 @@ class Pricer:
         each = layer.forward.total + layer.backward.total
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
+        # the mean rank stands in the middle: half of the others fill before it, half drain after it
         fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * each
         sizes = (layout.tensor, p, layout.data, layout.micro_size)
         key = (*sizes, layout.sequence_parallel, layout.recompute)
@@ -230,7 +235,7 @@ class Pricer:
             ways_s = sum(times.forward_in_s[stage] for stage in own)
             ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
-        parts = Parts(
+        parts = StepParts(
             compute=busy_s - tensor_s,
             tensor=tensor_s,
             pipeline=ways_s,

@@ -67,6 +67,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
             parallel = (space.sequence_parallel and tensor > 1,)
         for pipeline in divisors(space.ranks // tensor):
             data = space.ranks // tensor // pipeline
+            # asked before layouts are made: most of the space of a large batch ends here
             if pipeline > config.layers or batch % data:
                 continue
             for micro_size in divisors(batch // data):
@@ -88,7 +89,7 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
-        if kind == "1f1b" and virtual > 1:
+        if kind == "1f1b" and virtual > 1:  # asked for by name: it has one chunk
             return
         yield replace(group, virtual=virtual, schedule=kind)
 
@@ -147,6 +148,7 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
             advance(1)
             if not pricer.fits(layouts[number]):
                 continue
+            # the first way fits, as was just asked; no other one needs less
             for way, layout in enumerate(variants(space, layouts[number])):
                 if way == 0 or pricer.fits(layout):
                     heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))

@@ -230,7 +230,7 @@ def test_a_dry_run_searches_the_layout_and_writes_nothing(corpus, tmp_path):
     said = told("--ranks", "2", "--set", "run.cluster=cpu-avx2")
     chosen = re.search(r"layout auto on \S+: (t=\d,p=\d,d=\d,v=\d,b=\d+), ", said)
     assert chosen and f"layout      {chosen[1]}, " in said and snapshot(corpus) == before
-    with pytest.raises(InputError, match=r"needs run\.cluster: .* ptdmpi probe"):
+    with pytest.raises(InputError, match=r"needs run\.cluster: .*ptdmpi probe"):
         told("--ranks", "2")
     with pytest.raises(InputError, match="--layout auto chooses parallel"):
         told("--set", "parallel.tensor=2")

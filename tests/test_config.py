@@ -25,6 +25,7 @@ def test_defaults_are_enough():
     assert config.model.ffn_hidden == 4 * config.model.hidden
     assert (config.parallel.schedule, config.data_size, config.microbatches) == ("1f1b", 1, 4)
     assert config.run.dir == "runs/run"
+    assert (config.checkpoint.every_minutes, config.checkpoint.every_steps) == (15.0, 0)
     assert small({"run.name": "a"}).run.dir == "runs/a"
     assert small({"run.name": "a", "run.dir": "x"}).run.dir == "x"
 
@@ -158,7 +159,7 @@ WRONG_VALUES = [
     ("model.dropout", 1.0, r"model\.dropout = 1\.0: .*less than 1"),
     ("parallel.data", 0, r"parallel\.data = 0: "),
     ("parallel.data", "all", r"parallel\.data = 'all': .*'auto'"),
-    ("parallel.schedule", "zigzag", r"parallel\.schedule = 'zigzag': .*'gpipe', '1f1b' or"),
+    ("parallel.schedule", "zigzag", r"parallel\.schedule = 'zigzag': .*'gpipe', '1f1b', .* or"),
     ("recompute.layers", 0, r"recompute\.layers = 0: "),
     ("optimizer.learning_rate", -1.0, r"optimizer\.learning_rate = -1\.0: .*greater than 0"),
     ("precision.compute", "int8", r"precision\.compute = 'int8': .*'bf16'"),

@@ -110,6 +110,15 @@ def test_the_mean_does_not_lag():
     assert report.centred_means([3.0, 1.0]) == ([3.0, 1.0], 0)
 
 
+def test_tokens_are_counted_in_words_of_their_size(run, monkeypatch):
+    """Not "0.0004M tokens" below the curve of a small run."""
+    drawn = []
+    monkeypatch.setattr("ptdmpi.plan.show.draw.save", lambda figure, path: drawn.append(figure))
+    report.loss_curve(report.read(run), run / "loss.png")
+    words = drawn[0].axes[0].xaxis.get_major_formatter()
+    assert [words(value) for value in (400, 12_000, 3.5e6, 2e9)] == ["400", "12k", "3.5M", "2G"]
+
+
 def test_what_follows_the_pipeline_is_no_bubble(run):
     (path,) = (run / "timeline").iterdir()
     timeline = Timeline.from_json(path.read_text())

@@ -211,13 +211,14 @@ def test_time_in_collectives_is_counted_where_it_is_asked_for(comm, wire):
     for _ in range(2):
         comm.Barrier()
         if comm.rank == 1:
-            time.sleep(0.1)
+            time.sleep(0.2)
         with axis.counting(inside):
             handle = axis.all_reduce_begin(torch.ones(3))
             handle.wait()
         axis.all_reduce(torch.ones(3))
     assert axis.busy == ""
-    assert inside.seconds > 0.15 if comm.rank == 0 else 0.0 < inside.seconds < 0.15
+    waits, comes_late = comm.allgather(inside.seconds)  # of a busy machine both have a share
+    assert waits > comes_late + 0.2 and comes_late > 0.0
 
 
 @parallel(ranks=[2])

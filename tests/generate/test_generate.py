@@ -76,7 +76,8 @@ def full_logits(model: InferenceModel, ids: list[int]) -> torch.Tensor | None:
     """[V] behind the last id, without a cache."""
     x = model.hidden(torch.tensor(ids)[:, None])
     if x is not None:
-        x = model.axes["tensor"].all_gather(model.stage.head(x)[-1, 0].contiguous())[:V]
+        head = model.stages[max(model.stages)].head
+        x = model.axes["tensor"].all_gather(head(x)[-1, 0].contiguous())[:V]
     model.finish()
     return x
 
@@ -209,6 +210,15 @@ def test_bad_input_is_one_line(run_of_bytes, words, message, capfd):
     assert result.exit_code == 2
     line = (result.stderr + capfd.readouterr().err).strip().splitlines()[-1]
     assert re.search(message, line)
+
+
+def test_another_tokenizer_is_refused(run_of_bytes, tmp_path):
+    """Its ids may all be in the vocabulary: they would mean another text."""
+    (tmp_path / "t.json").write_text(train_bpe(["some text"], 257)[0])
+    words = [str(run_of_bytes), "--prompt", "a", "--tokenizer", str(tmp_path / "t.json")]
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code == 2
+    assert f"the model knows {BYTES_SHA256[:12]}: its ids mean another text" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["[", "[1]"])

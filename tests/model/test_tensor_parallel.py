@@ -7,13 +7,13 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorAxis,
     VocabularyEmbedding,
     VocabularyHead,
-    cross_entropy,
 )
 from tests._layers import (
     DTYPES,

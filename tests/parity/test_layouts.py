@@ -21,10 +21,11 @@ from ptdmpi.parity.run import TrainingTask, configuration
 COVERING = layouts.covering_set()
 HELD = {pair for case in COVERING for pair in pairs(case.settings | case.effects)}
 
-# by hand: 1f1b has one chunk per rank; all else can be trained on 16 ranks
+# by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; all else can be trained on 16 ranks
 ILLEGAL = {
-    frozenset({("virtual", 2), ("schedule", "1f1b")}),
-    frozenset({("virtual", 3), ("schedule", "1f1b")}),
+    frozenset({("virtual", virtual), ("schedule", schedule)})
+    for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2))
+    for virtual in {1, 2, 3} - {chunks}
 }
 
 

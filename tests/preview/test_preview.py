@@ -106,6 +106,7 @@ def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
         ("model.heads", 5, "model.heads = 5"),
         ("run.dir", "text.jsonl/run", "no directory that can be written to"),
         ("checkpoint.resume", "nowhere", "nowhere"),
+        ("log.tasks", ["nowhere.jsonl"], "log.tasks: nowhere.jsonl: No such file"),
     ],
 )
 def test_mistakes_are_those_of_the_run(corpus, monkeypatch, key, value, words):

@@ -5,10 +5,13 @@ import math
 from html.parser import HTMLParser
 
 from click.testing import CliRunner
+from rich.console import Console
 
 from ptdmpi import report
 from ptdmpi.commands.report import command
 from ptdmpi.report import page, several
+from ptdmpi.report.live import block
+from ptdmpi.report.status import Watched
 from tests.report._made import made, record
 
 
@@ -47,6 +50,30 @@ def test_the_page_is_one_file_without_a_network(tmp_path):
     assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in text.replace("&lt;", "") and "a&lt;b" in text and "<td>3</td>" in text
     assert "nan" not in text.partition("<h2>Files")[0].partition("<svg")[2].lower()
+
+
+def test_tasks_have_rows_and_a_picture(tmp_path):
+    first = {"kind": "choice", "items": 4, "accuracy": 0.25, "standard_error": 0.2}
+    second = {"kind": "answers", "items": 9, "exact_match": 0.5, "standard_error": 0.1}
+    asked = [{"step": n, "tasks": {"q/a.jsonl": first, "b.jsonl": second}} for n in (2, 3)]
+    records = [record(1, 4.0), record(2, 3.0), asked[0], record(3, 2.0), asked[1]]
+    run = made(tmp_path / "run", 3, *records)
+    done = CliRunner().invoke(command, [str(run)])
+    assert done.exit_code == 0, done.output
+    assert "accuracy 25.0% +- 20.0% of 4 items, step 3" in done.stdout
+    assert (run / "tasks.png").is_file() and "exact match 50.0%" in (
+        run / "report.html"
+    ).read_text()
+    assert 'alt="tasks"' in (run / "report.html").read_text()
+    found = json.loads(CliRunner().invoke(command, [str(run), "--json"]).stdout)["tasks"]
+    assert found == {"step": 3, "scores": asked[1]["tasks"]}
+    status = Watched(run).status()
+    assert status["tasks_step"] == 3 and status["step"] == 3
+    shown = Console(width=200, record=True)
+    shown.print(block(status))
+    assert (
+        "tasks q/a.jsonl accuracy 25.0%, b.jsonl exact match 50.0% (step 3)" in shown.export_text()
+    )
 
 
 def test_a_curve_keeps_its_ends_and_what_is_finite():

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from ptdmpi.commands.report import command as report
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
-from tests._runs import records, tensors
-from tests.parallel import mpirun
+from tests._runs import log, loop, records, tensors
+from tests.parallel import mpirun, parallel
 from tests.sinks._events import curve
 
 CONFIG = """
@@ -110,34 +110,42 @@ def test_tensorboard_has_the_records(interleaved):
         assert curve(interleaved / "tensorboard", name) == pytest.approx(recorded, rel=1e-6)
 
 
-def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(corpus):
-    _shard(corpus / "more", 700, 3)
-    _shard(corpus / "more-valid", 200, 4)
-    parts = '[{path = "train", weight = 0.7}, {path = "more", weight = 0.3}]'
-    valid = 'data.valid=["valid", "more-valid"]'
-    _train(corpus, 1, "run.name=mixture", f"data.train={parts}", valid, "run.steps=5")
-    found = records(corpus / "runs/mixture")
-    validation = [record for record in found if "validation_loss" in record][-1]
+@parallel(ranks=[1])
+def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(comm, tmp_path):
+    _shard(tmp_path / "more", 700, 3)
+    _shard(tmp_path / "more-valid", 200, 4)
+    parts = [
+        {"path": str(tmp_path / name), "weight": weight}
+        for name, weight in (("train", 0.7), ("more", 0.3))
+    ]
+    names = [str(tmp_path / name) for name in ("valid", "more-valid")]
+    changes = {"data.train": parts, "data.valid": names, "log.validate_every_steps": 5}
+    with loop(comm, tmp_path, {**changes, "run.steps": 5}) as made:
+        made.run()
+        seed = made.config.run.seed
+    found = records(tmp_path / "run")
+    (validation,) = [record for record in found if "validation_loss" in record]
     losses = validation["validation_losses"]
-    assert list(losses) == ["valid", "more-valid"]
-    mean = (31 * losses["valid"] + 12 * losses["more-valid"]) / 43  # samples of 16 tokens
+    assert list(losses) == names
+    mean = (62 * losses[names[0]] + 12 * losses[names[1]]) / 74  # samples of 16 tokens
     assert validation["validation_loss"] == pytest.approx(mean, rel=1e-12)
-    order = SampleOrder([Part(249, "0.7"), Part(43, "0.3")], seed=1234)
+    order = SampleOrder([Part(249, "0.7"), Part(43, "0.3")], seed=seed)
     steps = [record for record in found if "loss" in record]
     for record in steps:
         drawn = np.bincount(order.locate(np.arange(8 * record["step"]))[0], minlength=2).tolist()
         assert record["samples_drawn"] == drawn
         assert record["epochs"] == [drawn[0] / 249, drawn[1] / 43]
-    result = CliRunner().invoke(report, [str(corpus / "runs/mixture")])
+    result = CliRunner().invoke(report, [str(tmp_path / "run")])
     words = " ".join(result.output.split())
-    assert "drawn of more 12 samples, 30.00%, 0.279 epochs" in words
-    assert f"validation loss of more-valid {losses['more-valid']:.4f}" in words
+    assert f"drawn of {tmp_path}/more 12 samples, 30.00%, 0.279 epochs" in words
+    assert f"validation loss of {names[1]} {losses[names[1]]:.4f}" in words
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "layout", "bits"),
     [
-        ("same", 4, INTERLEAVED, True),
+        # bits in other layouts, without whole runs: tests/checkpoint/test_save.py
+        pytest.param("same", 4, INTERLEAVED, True, marks=pytest.mark.long),
         pytest.param(
             *("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
             marks=pytest.mark.long,
@@ -170,18 +178,23 @@ def test_resume_is_exact(corpus, interleaved, name, ranks, layout, bits):
             assert record["loss"] == pytest.approx(losses[record["step"]], rel=1e-5)
 
 
-def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(corpus):
-    _train(corpus, 1, "run.name=damaged")
-    run = corpus / "runs/damaged"
+@parallel(ranks=[1])
+def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(comm, tmp_path):
+    changes = {"run.steps": 6, "checkpoint.every_steps": 3}
+    with loop(comm, tmp_path, changes) as made:
+        made.run()
+    run = tmp_path / "run"
     newest = next((run / "checkpoints/step-00000006").glob("rank-*"))
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(content)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')
-    output = _train(corpus, 1, "run.name=damaged", "run.steps=4").stdout
-    assert "stepped over checkpoint" in output and "is damaged" in output
-    assert "resumed after step 3" in output
+    with loop(comm, tmp_path, {**changes, "run.steps": 4}) as made:
+        made.run()
+    said = log(run)
+    assert "stepped over checkpoint" in said and "is damaged" in said
+    assert "resumed after step 3" in said
     found = records(run)
     assert [r["step"] for r in found if "loss" in r] == [1, 2, 3, 4]
     assert newest.exists()
@@ -206,7 +219,9 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_signal_on_one_rank_stops_all_after_saving(corpus):
+    """The command as a whole; in parts: tests/watch/test_requests.py."""
     settings = ["--set", "run.name=stopped", "--set", "parallel.pipeline=2"]
     command = ["-c", STOP_ON_RANK_1, "train", "config.toml", *settings]
     stopped = mpirun(2, command, cwd=corpus, check=False, timeout_s=100)

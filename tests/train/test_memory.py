@@ -139,6 +139,25 @@ def test_pipeline_axis(comm, kind, virtual, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where)
 
 
+@parallel(ranks=[2])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("mode", SOME_OR_ALL)
+def test_split_backwards(comm, kind, schedule, mode):
+    where = {"parallel.pipeline": 2, "parallel.virtual": 1 + (schedule == "zb-v")}
+    where |= {"parallel.schedule": schedule, "batch.global_size": 12}
+    check(comm, ALL_KINDS[kind] | MODES[mode] | where)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
+    where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
+    where |= {"parallel.schedule": "zb-h1", "precision.compute": compute}
+    check(comm, where | DROPOUT)
+
+
 def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():
     assert activations.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
 

@@ -83,7 +83,9 @@ def test_rank_0_is_missed_too(tmp_path):
     assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
 
 
+@pytest.mark.long
 def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
+    """As a whole; in parts: the hang above, the judge below, tests/comm/test_world.py."""
     act = "raise RuntimeError('out of luck')"
     done = run_patched(tmp_path, act, "B1.1", 2)
     assert done.returncode not in (0, 2, 75)
@@ -116,19 +118,21 @@ def test_a_second_signal_stops_at_once(tmp_path):
 @parallel(ranks=[2])
 def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
     def patch(made):
-        step = made.engine.step
+        step, judge = made.engine.step, made.lookout.judge
         if made.lookout.slow is not None:
             made.lookout.slow.shares_cores = False
 
-        def slower(*arguments):
-            result = step(*arguments)
-            time.sleep(0.05)
+        def slower(number, batches):
+            result = step(number, batches)
+            last_s = time.monotonic() + 30
+            while judge and number == 39 and not judge.compute_s() and time.monotonic() < last_s:
+                time.sleep(0.01)  # until both hearts have told
             # what a rank's clock said does not matter here: its neighbour takes twice as long
             return type(result)(**{**vars(result), "compute_s": 1.0 + comm.rank})
 
         made.engine.step = slower
 
-    with loop(comm, tmp_path, {"run.steps": 80}, patch) as made:
+    with loop(comm, tmp_path, {"run.steps": 40}, patch) as made:
         made.run()
         host = made.world.host
     if comm.rank == 0:
@@ -139,13 +143,13 @@ def test_a_slow_rank_is_named_with_its_factor(comm, tmp_path):
 
 @parallel(ranks=[2])
 def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
-    """Rank 1 computes each forward half a second longer; rank 0 waits for it in a collective."""
+    """Rank 1 computes each step a second longer; rank 0 waits for it in a collective."""
 
     def patch(made):
         (stage,) = made.engine.stages.values()
         block = stage.layers["0"]
         if comm.rank == 1:
-            block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.25))
+            block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.5))
 
     changes = {"parallel.tensor": 2, "run.steps": 1, "batch.global_size": 2}
     with loop(comm, tmp_path, changes, patch) as made:
@@ -153,9 +157,9 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
         (mine,) = made.lookout.place.compute_s
         waited_s = made.engine.runner.tensor_s
     if comm.rank == 1:
-        assert mine > 0.5
-    else:
-        assert waited_s > 0.4 and mine < made.lookout.durations[0] - 0.4
+        assert mine > 1.0
+    else:  # a busy machine may have kept it from being there in time
+        assert waited_s > 0.5 and mine < made.lookout.durations[0] - 0.5
 
 
 def judge(stall_s: float) -> tuple[Judge, list[str]]:

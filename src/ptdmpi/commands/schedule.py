@@ -24,6 +24,13 @@ from ptdmpi.terminal.program import Command
 @click.option("-m", "--microbatches", type=int, required=True, help="Microbatches per step.")
 @click.option("--forward-cost", type=float, default=1.0, show_default=True, help="Per chunk.")
 @click.option("--backward-cost", type=float, default=2.0, show_default=True, help="Per chunk.")
+@click.option(
+    "--weight-share",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Part of a split backward that the weights' gradients take.",
+)
 @click.option("--png", metavar="FILE", help="Draw into FILE (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
@@ -44,7 +51,8 @@ def command(
             f"{MOST_FORWARDS // (pipeline * virtual)}"
         )
     schedule = build(kind or default_schedule(virtual), pipeline, virtual, microbatches)
-    costs = Costs(options["forward_cost"], options["backward_cost"])
+    forward_cost, backward_cost = options["forward_cost"], options["backward_cost"]
+    costs = Costs(forward_cost, backward_cost, weight_share=options["weight_share"])
     title = f"{schedule.kind}: p={pipeline}, v={virtual}, m={microbatches}"
     timeline = replace(simulate(schedule, costs), title=title, time_unit="units of cost")
     if options["png"] is not None:
@@ -52,29 +60,33 @@ def command(
     if options["trace"] is not None:
         draw.chrome_trace(timeline, options["trace"])
     if as_json:
-        click.echo(json.dumps(_numbers(schedule, timeline)))
+        click.echo(json.dumps(_numbers(schedule, timeline, costs)))
         return
-    click.echo(_report(schedule, timeline))
+    click.echo(_report(schedule, timeline, costs))
     for written in (options["png"], options["trace"]):
         if written is not None:
             click.echo(f"wrote {written}")
 
 
-def _numbers(schedule: Schedule, timeline: Timeline) -> dict[str, object]:
+def _closed_form(schedule: Schedule, costs: Costs) -> float:
+    return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
+
+
+def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, object]:
     return {
         "kind": schedule.kind,
         "pipeline": schedule.pipeline,
         "virtual": schedule.virtual,
         "microbatches": schedule.microbatches,
         "bubble_fraction": timeline.bubble_fraction(),
-        "bubble_fraction_closed_form": schedule.bubble_fraction_closed_form,
+        "bubble_fraction_closed_form": _closed_form(schedule, costs),
         "makespan": timeline.makespan_s,
         "peak_activations": schedule.peak_activations(),
         "orders": [[str(op) for op in order] for order in schedule.orders],
     }
 
 
-def _report(schedule: Schedule, timeline: Timeline) -> str:
+def _report(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     peaks = " ".join(map(str, schedule.peak_activations()))
@@ -83,7 +95,7 @@ def _report(schedule: Schedule, timeline: Timeline) -> str:
             draw.terminal(timeline, width, color=color),
             "",
             f"bubble fraction   {timeline.bubble_fraction():.4f} (idle over ideal time)",
-            f"  closed form     {schedule.bubble_fraction_closed_form:.4f} = (p - 1) / (v m)",
+            f"  closed form     {_closed_form(schedule, costs):.4f} = {schedule.closed_form}",
             f"makespan          {timeline.makespan_s:g} {timeline.time_unit}",
             f"peak activations  {peaks} (forwards in flight, rank 0 first, in chunks)",
         ]

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from ptdmpi.config.model import ModelConfig
     from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 RecomputeMode = Literal["none", "selective", "full"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 LETTERS = {"t": "tensor", "p": "pipeline", "d": "data", "v": "virtual", "b": "micro_size"}
+# Schedules that run so many chunks per rank and no others.
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
 # Forwards (and as many backwards) of a step over all stages. The order of a step is listed before
 # it runs: so many take a second or two.
 MOST_FORWARDS = 250_000
@@ -41,13 +43,15 @@ def default_schedule(virtual: int) -> str:
 
 
 def chunk_rule(schedule: str, virtual: int) -> Rule:
-    """1F1B runs one chunk per rank; several are interleaved (Narayanan et al. 2021, section 2)."""
+    """1F1B and ZB-H1 run one chunk per rank, ZB-V two; any number is interleaved (Narayanan et al.
+    2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6)."""
+    chunks = CHUNKS.get(schedule, virtual)
     return Rule(
         "chunks",
-        schedule == "1f1b" and virtual > 1,
+        virtual != chunks,
         lambda: (
-            f'schedule = "1f1b" has virtual = 1, not {virtual}; '
-            'legal: schedule = "interleaved" or "gpipe", or virtual = 1'
+            f'schedule = "{schedule}" has virtual = {chunks}, not {virtual}; '
+            f'legal: schedule = "interleaved" or "gpipe", or virtual = {chunks}'
         ),
     )
 

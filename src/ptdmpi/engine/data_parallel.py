@@ -103,9 +103,10 @@ class TreeSum(DataParallel):
         self.views = {
             number: [weight.main_grad for _, weight in stage.trained_parameters()]
             for number, stage in replica.stages.items()
+            if stage.trained_parameters()
         }
         self._nodes: dict[int, dict[tuple[int, int], Tensor]] = {
-            number: {} for number in replica.stages
+            number: {} for number in self.views
         }
 
     def begin_step(self) -> None:
@@ -115,6 +116,8 @@ class TreeSum(DataParallel):
 
     def leaf(self, stage: int, microbatch: int) -> None:
         """Take the gradient of one microbatch out of the buffer, into the stage's tree."""
+        if stage not in self.views:  # nothing of it trains
+            return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:

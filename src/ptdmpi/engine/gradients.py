@@ -152,6 +152,8 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
+        if not self.counted:  # nothing trains on this rank, or on any of its tensor group
+            return self.buffer.gradients.new_zeros(0)
         norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms

@@ -7,8 +7,9 @@ every rank and in every layout; only the local slices differ.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,10 +115,28 @@ class Declaration:
 
 
 class Parameter(nn.Parameter):
-    """A local slice of a logical tensor; `main_grad` is where its gradient accumulates."""
+    """A local slice of a logical tensor; `main_grad` is where its gradient accumulates.
+
+    While `later` is a list, what would be added goes into the list: the backward is split, and its
+    second part adds it.
+    """
 
     declaration: Declaration
     main_grad: Tensor
+    later: list[Callable[[], object]] | None = None
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether what `accumulate` is given is kept for later."""
+        return self.later is not None
+
+    def accumulate(self, add: Callable[[Tensor], object]) -> None:
+        """Have `add` add a part of the gradient to `main_grad`, at once or later; it keeps what it
+        needs for that, and may talk to the tensor axis."""
+        if self.later is None:
+            add(self.main_grad)
+        else:
+            self.later.append(partial(add, self.main_grad))
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
@@ -266,5 +285,5 @@ def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start
 def _add_to_main_grad(parameter: Parameter) -> None:
     # our own layers have added theirs already and hand autograd nothing
     if parameter.grad is not None:
-        parameter.main_grad += parameter.grad
-        parameter.grad = None
+        found, parameter.grad = parameter.grad, None
+        parameter.accumulate(lambda total: total.add_(found))

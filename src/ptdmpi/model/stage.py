@@ -4,7 +4,8 @@ The stage owns what is special about the first and the last one (embedding, head
 the runner needs no such cases. Its boundary owns the form in which activations travel.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
-from ptdmpi.model.tensor_parallel import (
-    TensorAxis,
-    cross_entropy,
-    select_positions,
-)
+from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import (
     Block,
     Context,
@@ -91,7 +89,8 @@ class Stage(nn.Module):
     """Layers [begin, end) of the model, with the embedding before layer 0 and the head after the
     last one.
 
-    `forward_microbatch` and `backward_microbatch` are what a schedule's F and B stand for.
+    `forward_microbatch` and `backward_microbatch` are what a schedule's F and B stand for,
+    `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B.
     """
 
     def __init__(self, config: Config, vocab_size: int, layers: range, axis: TensorAxis) -> None:
@@ -108,12 +107,14 @@ class Stage(nn.Module):
         )
         self.rotary: tuple[Tensor, Tensor] | None = None
         self._make_head(model, vocab_size)
+        self._freeze(model, vocab_size)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         self.losses: dict[int, Tensor] = {}
         self.order_losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
         self.final_norm = self.mlm = self.head = self.sentence = None
@@ -129,6 +130,17 @@ class Stage(nn.Module):
         self.head = built.output_head(parts["head"], axis, model.logit_softcap)
         if "sentence.order" in parts:
             self.sentence = SentenceOrder(parts)
+
+    def _freeze(self, model: ModelConfig, vocab_size: int) -> None:
+        """Declare what does not train, as the table of parameters has it."""
+        groups = [(f"layers.{i}.", parameters.layer(model)) for i in self.layers]
+        groups += [("embedding.", parameters.embedding(model, vocab_size))] * self.first
+        groups += [("", parameters.head(model, vocab_size))] * self.last
+        for prefix, parts in groups:
+            for name in (name for name, part in parts.items() if not part.trains):
+                for weight in self.get_submodule(prefix + name).parameters():
+                    assert isinstance(weight, Parameter), f"{name} is not declared"
+                    weight.declaration = replace(weight.declaration, trains=False)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
@@ -176,6 +188,8 @@ class Stage(nn.Module):
         self._loss_scale = loss_scale
         self._order_weight = order_weight
         self.losses, self.order_losses = {}, {}
+        # an input carries a gradient; the first stage has none, and perhaps no weight either
+        self._idle = self.first and not any(weight.requires_grad for weight in self.parameters())
 
     @property
     def in_flight(self) -> int:
@@ -259,7 +273,7 @@ class Stage(nn.Module):
                 self.order_losses[microbatch] = order.detach()
                 y = y + self._order_weight * order
             self.losses[microbatch] = y.detach()
-        if training:
+        if training and not self._idle:
             # only the graph is kept: the output itself can go once it has been passed on
             self._in_flight[microbatch] = (x, get_gradient_edge(y))
         return None if self.last else y.detach()
@@ -267,10 +281,43 @@ class Stage(nn.Module):
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """B: the gradient of this stage's input (None on the first stage); frees the activations.
 
-        Weight gradients are added to each parameter's main_grad.
+        Weight gradients are added to each parameter's main_grad. Where nothing of the first stage
+        trains there is nothing to do: the gradient was sent all the same, since the schedule is one
+        for all models.
         """
+        if self._idle:
+            return None
         x, output = self._in_flight.pop(microbatch)
         if self.last:
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)
         torch.autograd.backward(output, dy)
         return None if x is None else x.grad
+
+    def input_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """I: the gradient of this stage's input, as B gives it; frees the activations.
+
+        What B would add to the gradients of weights is put off until W, norms and biases as well:
+        so they are never ahead of the microbatch whose gradient W completes.
+        """
+        later: list[Callable[[], object]] = []
+        try:
+            for weight in self._weights():
+                weight.later = later
+            return self.backward_microbatch(microbatch, dy)
+        finally:
+            for weight in self._weights():
+                weight.later = None
+            self._put_off[microbatch] = later
+
+    def weight_microbatch(self, microbatch: int, nothing: Tensor | None) -> None:
+        """W: adds what I has put off to each parameter's main_grad, in the order of B."""
+        later = self._put_off.pop(microbatch)
+        later.reverse()
+        with torch.no_grad():
+            while later:
+                later.pop()()  # and what it has kept is free again
+
+    def _weights(self) -> Iterator[Parameter]:
+        for weight in self.parameters():
+            assert isinstance(weight, Parameter), "every weight is declared"
+            yield weight

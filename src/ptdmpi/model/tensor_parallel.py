@@ -12,7 +12,8 @@ activations between the blocks are divided along s:
     g   forward: all-gather          backward: reduce-scatter      (stands for f)
     g'  forward: reduce-scatter      backward: all-gather          (stands for g)
 
-Weight gradients are added to the parameter's float32 `main_grad` right where they arise.
+Weight gradients are added to the parameter's float32 `main_grad` where they arise, or, of a split
+backward, in its second part (`Parameter.accumulate`).
 """
 
 from dataclasses import dataclass
@@ -75,7 +76,14 @@ class TensorAxis:
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
     """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
     if bias is not None and bias.requires_grad:
-        bias.main_grad += dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
+        summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
+        bias.accumulate(lambda total: total.add_(summed))
+
+
+def accumulate_weight_gradient(weight: Parameter, dy: Tensor, x: Tensor) -> None:
+    """Add dy^T x to the weight's `main_grad`; nothing if it does not train."""
+    if weight.requires_grad:
+        weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
 
 
 class _ColumnLinear(Function):
@@ -92,11 +100,11 @@ class _ColumnLinear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, bias, axis = ctx.layer
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # kept, it would keep the graph that made it
         # under way while the weights' gradients, which do not need it, are computed
         dx, summed = axis.reduce_begin(kernels.input_gradient(dy, weight))
         if weight.requires_grad:
-            kernels.add_weight_gradient(weight.main_grad, dy, axis.gather(x))
+            weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, axis.gather(x)))
         accumulate_bias_gradient(bias, dy)
         summed.wait()
         return dx, None, None, None
@@ -119,12 +127,15 @@ class _RowLinear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, bias, axis = ctx.layer
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()
         accumulate_bias_gradient(bias, dy)
-        dy = axis.gather(dy)
-        if weight.requires_grad:
-            kernels.add_weight_gradient(weight.main_grad, dy, x)
-        return kernels.input_gradient(dy, weight), None, None, None
+        whole = axis.gather(dy)
+        if weight.puts_off and axis.divides_sequence:
+            # this rank's positions are kept, and gathered again
+            weight.accumulate(lambda total: kernels.add_weight_gradient(total, axis.gather(dy), x))
+        else:
+            accumulate_weight_gradient(weight, whole, x)
+        return kernels.input_gradient(whole, weight), None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -180,9 +191,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         weight, bias = ctx.layer
-        (x,) = ctx.saved_tensors
-        if weight.requires_grad:
-            kernels.add_weight_gradient(weight.main_grad, dy, x)
+        accumulate_weight_gradient(weight, dy, ctx.saved_tensors[0].detach())
         accumulate_bias_gradient(bias, dy)
         return kernels.input_gradient(dy, weight), None, None
 
@@ -228,10 +237,15 @@ class _Look(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
-        gradient = ctx.table.main_grad
-        dy = dy.reshape(-1, dy.shape[-1]).to(gradient.dtype)
-        gradient.index_add_(0, ctx.rows.reshape(-1), dy)
+        rows = ctx.rows
+        ctx.table.accumulate(lambda total: _add_rows(total, rows, dy))
         return None, None
+
+
+def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
+    """Add dy [..., h] to the rows [...] of a table's gradient."""
+    dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
+    total.index_add_(0, rows.reshape(-1), dy)
 
 
 class Table(nn.Module):
@@ -265,11 +279,14 @@ class _Embed(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         weight, axis, local, elsewhere = ctx.layer
-        dy = axis.gather(dy)
-        if elsewhere is not None:
-            dy = dy.masked_fill(elsewhere[..., None], 0.0)
-        dy = dy.reshape(-1, dy.shape[-1]).to(weight.main_grad.dtype)
-        weight.main_grad.index_add_(0, local.reshape(-1), dy)
+
+        def add(total: Tensor) -> None:
+            whole = axis.gather(dy)
+            if elsewhere is not None:
+                whole = whole.masked_fill(elsewhere[..., None], 0.0)
+            _add_rows(total, local, whole)
+
+        weight.accumulate(add)
         return None, None, None
 
 
@@ -333,68 +350,3 @@ class VocabularyHead(nn.Module):
             logits = logits.clone()
             logits[..., self.valid_columns :] = -torch.inf
         return logits
-
-
-def token_log_probabilities(
-    logits: Tensor, labels: Tensor, axis: TensorAxis
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits)[label] of each token [s, b], in float32 at least, and whether no other
-    label is more probable. Logits as in `cross_entropy`, and not overwritten."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    columns = wide.shape[-1]
-    local = labels - axis.rank * columns
-    here = (local >= 0) & (local < columns)
-    top = axis.comm.all_reduce(wide.amax(-1), "max")
-    target = wide.gather(-1, local.clamp(0, columns - 1)[..., None]).squeeze(-1)
-    target = target.masked_fill(~here, 0.0)
-    exponentials = (wide - top[..., None]).exp_().sum(-1)
-    totals = axis.comm.all_reduce(torch.stack((exponentials, target)))
-    return totals[1] - top - totals[0].log(), totals[1] >= top
-
-
-class _CrossEntropy(Function):
-    """Never gathers the logits: three numbers per token cross the tensor axis.
-
-    One buffer holds logits, then probabilities, then their gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
-    ) -> Tensor:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        columns = wide.shape[-1]
-        local = labels - axis.rank * columns
-        here = (local >= 0) & (local < columns)
-        local = local.clamp(0, columns - 1)[..., None]
-        top = axis.comm.all_reduce(wide.amax(-1), "max")
-        target = wide.gather(-1, local).squeeze(-1).masked_fill_(~here, 0.0)
-        # In place: no backward pass wants the logits, and they are the largest tensor of a step.
-        exponentials = wide.sub_(top[..., None]).exp_()
-        totals = axis.comm.all_reduce(torch.stack((exponentials.sum(-1), target)))
-        losses = totals[0].log() + top - totals[1]
-        weights = None if weights is None else weights.to(losses.dtype)
-        probabilities = exponentials.div_(totals[0][..., None])
-        ctx.save_for_backward(probabilities, local, here, weights)
-        ctx.dtype = logits.dtype
-        return (losses if weights is None else losses * weights).sum()
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, here, weights = ctx.saved_tensors
-        factors = scale.expand(here.shape) if weights is None else scale * weights
-        gradient = probabilities.mul_(factors[..., None])
-        gradient.scatter_add_(-1, local, -(factors * here)[..., None])
-        return gradient.to(ctx.dtype), None, None, None
-
-
-def cross_entropy(
-    logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
-) -> Tensor:
-    """Sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at least.
-
-    Overwrites the logits, and its backward pass can run only once.
-    logits [s, b, V/t] are this rank's columns, labels [s, b] are ids of the whole vocabulary,
-    weights [s, b] (None: 1 each). Shoeybi et al. 2019, section 3.
-    """
-    return _CrossEntropy.apply(logits, labels, weights, axis)

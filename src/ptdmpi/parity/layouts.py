@@ -26,7 +26,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "pipeline": (1, 2, 4),
     "virtual": (1, 2, 3),
     "data": (1, 2, 4),
-    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
     "sequence_parallel": (False, True),
     "scatter_gather": (False, True),
     "recompute": ("none", "selective", "full"),
@@ -159,7 +159,10 @@ class Case:
 
 
 # A rule of layouts by its name -> why a case breaks it, in the words of the table.
-REASONS = {"chunks": "1f1b has one chunk per rank", "stages": "more stages than layers"}
+REASONS = {
+    "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
+    "stages": "more stages than layers",
+}
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 

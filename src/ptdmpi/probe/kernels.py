@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ptdmpi.base.words import short
 from ptdmpi.model import attention_core, kernels
-from ptdmpi.model.tensor_parallel import TensorAxis, cross_entropy
+from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 

@@ -1,5 +1,5 @@
 """Validations of a run: when they are due, what is measured, that a stop need not wait; and what
-they say of the run: which were the best, and whether it gets better at all."""
+they say of the run: which were the best, and whether it gets better at all. Tasks go with them."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine, Sums
 from ptdmpi.sinks.record import kept_records
 from ptdmpi.train.feed import Feed
-from ptdmpi.train.journal import Journal
 from ptdmpi.train.meter import validation_record
+from ptdmpi.train.tasks import Tasks
 from ptdmpi.watch.requests import Asked, Save
 
 
@@ -87,22 +87,33 @@ class Validation:
         config: Config,
         feed: Feed,
         engine: Engine,
-        journal: Journal,
+        tasks: Tasks,
         vote: Callable[[], Asked],
         standing: Standing,
     ) -> None:
         self.config, self.feed, self.engine = config, feed, engine
-        self.journal, self.vote, self.standing = journal, vote, standing
+        self.tasks, self.journal, self.vote, self.standing = tasks, tasks.journal, vote, standing
         # what a model must beat to have learned more than pairs of tokens: told once
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
-        """Whether there is a validation after `step`."""
+        """Whether there is a validation after `step`, or tasks are asked."""
+        return self._due(step) or self.tasks.due(step)
+
+    def _due(self, step: int) -> bool:
         every, last = self.config.log.validate_every_steps, self.config.run.steps
         return bool(self.feed.valid) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int) -> Asked:
-        """Validate, record and say it; returns what the ranks want by then."""
+        """Measure what is due, record and say it; returns what the ranks want by then."""
+        asked = self._validate(step) if self._due(step) else Asked("", Save.NO, 0)
+        ends = bool(self.standing.over)
+        if asked.stop or not (self.tasks.due(step) or ends):
+            return asked
+        later = self.tasks.after_step(step, self.vote)
+        return replace(later, stop="" if ends else later.stop, save=max(asked.save, later.save))
+
+    def _validate(self, step: int) -> Asked:
         place = self.engine.place
         sums = [Sums() for _ in self.feed.valid]
         place.enter("validation")

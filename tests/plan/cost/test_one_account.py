@@ -21,7 +21,7 @@ from tests._configs import small
 VOCAB_SIZE = 301  # no axis divides it
 KINDS = ("gpt", "llama", "bert")
 SCHEDULED = ((1, 1, "1f1b"), (2, 1, "1f1b"), (4, 1, "gpipe"), (3, 2, "interleaved"))
-SCHEDULED += ((2, 2, "gpipe"), (2, 3, "interleaved"))
+SCHEDULED += ((2, 2, "gpipe"), (2, 3, "interleaved"), (3, 1, "zb-h1"), (2, 2, "zb-v"))
 RECOMPUTED = (("none", "all"), ("selective", "all"), ("full", "all"), ("full", 3))
 COMPUTE = ("fp32", "bf16", "fp64")
 

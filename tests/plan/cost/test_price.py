@@ -40,6 +40,27 @@ def test_parts_add_up(gpt3):
         assert min(parts.values()) >= -1e-9 * price.step_time_s
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_split_backward_takes_its_two_parts(gpt3, sequence_parallel):
+    """I and W together are the backward, and what each hides for the other no more."""
+    plain = Layout(8, 12, 1, schedule="1f1b", recompute="full")
+    plain = replace(plain, sequence_parallel=sequence_parallel)
+    whole = gpt3.stage_times(plain)
+    assert whole.weight_s == ()
+    for split in (replace(plain, schedule="zb-h1"), replace(plain, schedule="zb-v", virtual=2)):
+        times, layer = gpt3.stage_times(split), gpt3.kernels(split)[0]
+        for parts in zip(times.input_s, times.weight_s, times.backward_s, strict=True):
+            assert 0 < parts[1] < parts[0] and parts[0] + parts[1] == pytest.approx(parts[2])
+        assert sum(times.backward_s) >= sum(whole.backward_s)
+        assert layer.split_backward.compute == pytest.approx(layer.backward.compute)
+        assert layer.weights.messages == pytest.approx(4 * layer._gather_s * sequence_parallel)
+        price = gpt3.price(split)
+        if split.virtual == 1:
+            assert price.bubble_fraction < gpt3.price(plain).bubble_fraction / 1.2
+        assert gpt3.rough_bound_s(split) <= gpt3.bound_s(split) <= price.step_time_s
+        assert sum(vars(price.parts).values()) == pytest.approx(price.step_time_s)
+
+
 def test_activations_are_korthikantis(gpt3):
     """s b h (10 + 24/t + 5 a s / (h t)) per layer, p microbatches of l / p layers on the first
     rank, and, in the program of 2021, what that one sent on (appendix B)."""
@@ -128,6 +149,8 @@ def test_layouts_are_parsed_completed_and_checked():
         (Layout(1, 64, 1, 2), "128 stages"),
         (Layout(1, 1, 5), "data * micro_size = 5"),
         (Layout(1, 2, 1, 2), '1f1b" has virtual = 1'),
+        (Layout(1, 2, 1, 2, schedule="zb-h1"), 'zb-h1" has virtual = 1, not 2'),
+        (Layout(1, 2, 1, schedule="zb-v"), 'zb-v" has virtual = 2, not 1; legal'),
         (Layout(1, 1, 1, zero=4), "zero = 4"),
         (Layout(1, 1, 1, recompute="some"), '"some" is unknown'),
     ):

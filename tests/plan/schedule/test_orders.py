@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import default_schedule
+from ptdmpi.config.layout import CHUNKS, default_schedule
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.simulate import Costs, execute, simulate
@@ -17,7 +17,7 @@ COSTS = st.sampled_from([Costs(1.0, 1.0), Costs(1.0, 2.0)])
 
 
 def build_any(kind, p, v, m):
-    return build(kind, p, 1 if kind == "1f1b" else v, m)
+    return build(kind, p, CHUNKS.get(kind, v), m)
 
 
 SCHEDULES = st.builds(build_any, st.sampled_from(sorted(KINDS)), P, V, M)
@@ -25,12 +25,13 @@ SCHEDULES = st.builds(build_any, st.sampled_from(sorted(KINDS)), P, V, M)
 
 @given(SCHEDULES)
 def test_every_op_runs_once_on_the_rank_of_its_stage(schedule):
-    kinds = "F" if schedule.kind == "forward" else "FB"
+    kinds = {"forward": "F", "zb-h1": "FIW", "zb-v": "FIW"}.get(schedule.kind, "FB")
     stages, microbatches = range(schedule.stages), range(schedule.microbatches)
     expected = sorted(Op(k, s, i) for k in kinds for s in stages for i in microbatches)
     assert sorted(op for order in schedule.orders for op in order) == expected
     for rank, order in enumerate(schedule.orders):
-        assert {op.stage % schedule.pipeline for op in order} == {rank}
+        if schedule.kind != "zb-v":
+            assert {op.stage % schedule.pipeline for op in order} == {rank}
         assert {schedule.rank_of(op.stage) for op in order} == {rank}
 
 
@@ -75,7 +76,8 @@ def test_makespan_and_bubble_reach_the_closed_forms(kind, p, v, groups, costs):
     both = costs.forward_s + costs.backward_s
     assert timeline.makespan_s == pytest.approx((m * schedule.virtual + p - 1) * both)
     assert timeline.bubble_fraction() == pytest.approx((p - 1) / (schedule.virtual * m))
-    assert schedule.bubble_fraction_closed_form == pytest.approx((p - 1) / (schedule.virtual * m))
+    closed = schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
+    assert closed == pytest.approx((p - 1) / (schedule.virtual * m))
 
 
 @given(P, M, COSTS)
@@ -114,7 +116,7 @@ def test_peak_activations(p, v, m):
         assert build("interleaved", p, v, m).peak_activations() == peaks
 
 
-@given(st.sampled_from("FB"), st.integers(0, 999), st.integers(0, 9999))
+@given(st.sampled_from("FBIW"), st.integers(0, 999), st.integers(0, 9999))
 def test_ops_print_and_parse(kind, stage, microbatch):
     op = Op(kind, stage, microbatch)
     assert Op.parse(str(op)) == op

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ptdmpi.config.layout import CHUNKS
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import KINDS, DeadlockError, build
 from ptdmpi.plan.schedule.program import (
@@ -23,7 +24,7 @@ F, B = (lambda s, i: Op("F", s, i)), (lambda s, i: Op("B", s, i))
 
 
 def build_any(kind, p, v, m):
-    return build(kind, p, 1 if kind == "1f1b" else v, m)
+    return build(kind, p, CHUNKS.get(kind, v), m)
 
 
 SCHEDULES = st.builds(build_any, st.sampled_from(sorted(KINDS)), P, V, M)

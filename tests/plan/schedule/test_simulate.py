@@ -110,8 +110,8 @@ def test_impossible_costs_are_refused(costs):
 
 
 def test_a_large_schedule_is_simulated_whole():
-    timeline = simulate(build("interleaved", 64, 4, 512), Costs())
-    assert timeline.makespan_s == (512 * 4 + 63) * 3
+    timeline = simulate(build("interleaved", 64, 4, 128), Costs())
+    assert timeline.makespan_s == (128 * 4 + 63) * 3
 
 
 def test_planning_imports_no_heavy_library():

@@ -270,10 +270,13 @@ def _masked_head(sizes: Sizes) -> Iterator[Item]:
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes of one layer under a mode: what it keeps of a microbatch, and the most that its
-    backward pass needs beside what all layers in front of it keep."""
+    backward pass needs beside what all layers in front of it keep: in its MLP and in the attention
+    core, or, recomputing, for a mask."""
 
     kept: int
     works: int
+    mlp: int
+    core: int
 
 
 def layer_bytes(sizes: Sizes, mode: str) -> LayerBytes:
@@ -284,10 +287,12 @@ def layer_bytes(sizes: Sizes, mode: str) -> LayerBytes:
     dropped = total_bytes(items) - stays
     mlp = total_bytes([item for item in items if item.name.startswith("mlp")])
     early = dropped if mode == "full" else 0
-    works = max(early + _mlp_backward(sizes), dropped - mlp + _core_backward(sizes))
+    mlp_works = early + _mlp_backward(sizes)
+    works = max(mlp_works, dropped - mlp + _core_backward(sizes, draws=True))
     if mode == "full":
         works = max(works, early + _drawing_a_mask(sizes))
-    return LayerBytes(stays, works)
+    core = dropped - mlp + _core_backward(sizes, draws=mode != "none")
+    return LayerBytes(stays, works, mlp_works, core)
 
 
 def loss_working_bytes(sizes: Sizes, vocab_size: int) -> int:
@@ -345,15 +350,16 @@ def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> i
     return result + weight if column else max(result, weight)
 
 
-def _core_backward(sizes: Sizes) -> int:
-    """Gradients of the softmax's output and input, or, in recomputation, the hashes of its mask
-    beside scores and weights; FlashAttention has the gradients of its operands."""
+def _core_backward(sizes: Sizes, draws: bool) -> int:
+    """Gradients of the softmax's output and input, or, in recomputation, which `draws` its mask
+    again, the hashes of that beside scores and weights; FlashAttention has the gradients of its
+    operands."""
     model, c = sizes.model, sizes.compute_bytes
     rows = sizes.tokens * sizes.share(model.heads)
     held = sizes.local_tokens * model.hidden * c
     if model.attention_dropout > 0.0:
         scores = rows * model.seq_length
-        drawing = _hash_bytes(scores) + 2 * scores * c
+        drawing = (_hash_bytes(scores) + 2 * scores * c) * draws
         return held + max(scores * 2 * sizes.wide_bytes, drawing)
     return held + 4 * rows * model.head_size * sizes.operand_bytes + _capped_block(sizes)
 

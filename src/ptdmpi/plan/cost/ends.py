@@ -64,10 +64,20 @@ class EndTimes(TensorRank):
         sizes = (2 * w, *((e + w,) if e != w else ()))
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
-        output = LocalLinear(self.model.hidden, columns, self.model.head_bias)
-        linear = self._linear_backward(output, self.predicted)
+        linear = self._linear_backward(self._output, self.predicted)
         # the head is column-parallel, so its input's gradient is summed over the tensor axis
         return Seconds(norm + loss + linear, self._sum_s)
+
+    @property
+    def _output(self) -> LocalLinear:
+        columns = self.table_elements // self.model.hidden
+        return LocalLinear(self.model.hidden, columns, self.model.head_bias)
+
+    @cached_property
+    def head_weights(self) -> Seconds:
+        """What a split backward leaves for its W; an embedding's is all left for it."""
+        gathered = self._gather_s if self.layout.sequence_parallel else 0.0
+        return Seconds(self._weight_gradient(self._output, self.predicted), gathered)
 
     @property
     def total_s(self) -> float:

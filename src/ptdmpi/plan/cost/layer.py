@@ -100,16 +100,17 @@ class TensorRank:
 
     def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
         """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
-        t, gemm = tokens, self.machine.gemm_s
-        products = gemm(t, weight.inputs, weight.outputs) + gemm(weight.inputs, weight.outputs, t)
+        product = self.machine.gemm_s(tokens, weight.inputs, weight.outputs)
+        bias = self._stream(tokens * weight.outputs * self.e) if weight.bias else 0.0
+        return product + self._weight_gradient(weight, tokens) + bias
+
+    def _weight_gradient(self, weight: LocalLinear, tokens: int) -> float:
+        product = self.machine.gemm_s(weight.inputs, weight.outputs, tokens)
         # the product is read, the sum so far read and written; a product that adds by itself, in
         # the sum's own type, has it in its own time
-        added = weight.inputs * weight.outputs * (self.e + 2 * self.g)
-        adds_s = self._stream(added)
         if self.software.adds_in_place and self.e == self.g:
-            adds_s = 0.0
-        bias = self._stream(t * weight.outputs * self.e) if weight.bias else 0.0
-        return products + adds_s + bias
+            return product
+        return product + self._stream(weight.inputs * weight.outputs * (self.e + 2 * self.g))
 
 
 class LayerTimes(TensorRank):
@@ -224,6 +225,20 @@ class LayerTimes(TensorRank):
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
         return Seconds(compute, self._backward_messages_s())
+
+    @cached_property
+    def weights(self) -> Seconds:
+        """What a split backward leaves for its W. With sequence parallelism an operand of each
+        linear is gathered for it: the column-parallel ones' input, the others' gradient."""
+        compute = sum(self._weight_gradient(w, self.tokens) for w in self.linears)
+        gathers = len(self.linears) if self.layout.sequence_parallel else 0
+        return Seconds(compute, gathers * self._gather_s)
+
+    @cached_property
+    def split_backward(self) -> Seconds:
+        """Both parts of a split backward: no weight's gradient hides the sums of the first one."""
+        own = Seconds(self.backward.compute - self.weights.compute, 2 * self._sum_s)
+        return own + self.weights
 
     def _backward_messages_s(self) -> float:
         """Two sums, in front of each column-parallel linear, whose weight gradient may hide its

@@ -6,18 +6,17 @@ walked (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (
 section 5), with a float32 gradient where the summed one is narrower.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
-from ptdmpi.plan.cost import activations
-from ptdmpi.plan.cost.activations import WIDE_BYTES, LayerBytes, Sizes, total_bytes
-from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
+from ptdmpi.plan.cost.stage_memory import StageMemory, segments
+from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
-from ptdmpi.plan.schedule.flight import fullest_alike
-from ptdmpi.plan.schedule.ops import ACTIVATIONS
+from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
@@ -44,20 +43,7 @@ class Footprint:
         return self.standing + self.activations + self.working
 
 
-@dataclass(frozen=True)
-class PartBytes:
-    """Bytes of activations of one microbatch, of what a stage may consist of; by mode of
-    recomputation, of a layer."""
-
-    sizes: Sizes
-    layers: dict[str, LayerBytes]
-    embedding: int
-    head: int
-    loss_works: int
-    sent: int  # of what went on to the next stage
-
-
-class MemoryModel:
+class MemoryModel(StageMemory):
     """Memory of one model in one compute type as a program runs it; what layouts have in common is
     counted once. `runtime_bytes`: what a rank's memory holds before its first tensor."""
 
@@ -69,31 +55,19 @@ class MemoryModel:
         software: Software = TRAINER,
         runtime_bytes: float = 0.0,
     ) -> None:
-        self.model, self.vocab_size, self.precision = model, vocab_size, precision
-        self.software, self.runtime_bytes = software, runtime_bytes
-        self.compute_bytes = activations.COMPUTE_BYTES[precision]
-        self._parts = cache(self._counted)
-        self._splits = cache(self._split)
+        super().__init__(model, vocab_size, precision, software)
+        self.runtime_bytes = runtime_bytes
+        self.compute_bytes = COMPUTE_BYTES[precision]
         self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
         self._likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
-        # inventory of the op table -> what one microbatch has of it in a stage
-        self._stored_bytes = {ACTIVATIONS: self.kept_bytes}
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "MemoryModel":
         """That of a training; `wide_products` as of `Software`."""
         software = TRAINER.model_copy(update={"wide_products": wide_products})
         return cls(config.model, vocab_size, config.precision.compute, software)
-
-    def split(self, layout: Layout) -> tuple[range, ...]:
-        """The layers of each stage."""
-        return self._splits(placement_of(layout))
-
-    def _split(self, placed: Placement) -> tuple[range, ...]:
-        balanced = self.software.balanced_stages
-        return tuple(split_model(self.model, self.vocab_size, placed, balanced))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
@@ -111,12 +85,15 @@ class MemoryModel:
         """
         placed = placement_of(layout)
         examples, alike = self._likes(placed, layout.recompute_layers, rank)
-        works = [self.working_bytes(layout, stage) for stage in examples]
-        works.append(0)  # the last one: of NOTHING, which is -1
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
-        keeps = [self._stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
+        keeps = [self.stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
+        works = {NOTHING: 0}
+        for moment in flight.moments:
+            if moment.working not in works:
+                name, like = moment.working
+                works[moment.working] = self.needed_bytes[name](layout, examples[like])
         moments = (
             (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
@@ -153,32 +130,24 @@ class MemoryModel:
         does not share its rank with the other."""
         return self._elements(placement_of(layout), layout.tensor, rank)[0]
 
-    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
-        """(parameters, those of them that stand for two) of a pipeline rank."""
+    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int, int]:
+        """`parameters.rank_elements` of a pipeline rank."""
         stages, layers = placed.stages_of(rank), self._splits(placed)
         own = sum(len(layers[stage]) for stage in stages)
-        count = own * parameters.layer_elements(self.model, tensor)
-        first, last = 0 in stages, placed.stages - 1 in stages
-        if first:
-            count += parameters.embedding_elements(self.model, self.vocab_size, tensor)
-        if last:
-            count += parameters.head_elements(self.model, self.vocab_size, tensor)
-        shared = 0
-        if first and last and self.model.tie_embeddings:
-            shared = parameters.table_elements(self.model, self.vocab_size, tensor)
-        return count - shared, shared
+        ends = (0 in stages, placed.stages - 1 in stages)
+        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
     def _counted_standing(
         self, placed: Placement, tensor: int, data: int, zero: int, rank: int
     ) -> tuple[int, int, int]:
         """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
         left out. Where compute and master type agree there is one set of weights."""
-        elements, shared = self._elements(placed, tensor, rank)
+        every, train, shared = self._elements(placed, tensor, rank)
         shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
-        counts = (elements, elements + second, elements)
+        counts = (every, train + second, train)
         weights, gradients, optimizer = (
             -(-count // ranks) * each
             for count, ranks, each in zip(counts, shards, self._each_bytes, strict=True)
@@ -198,27 +167,6 @@ class MemoryModel:
     def bytes_per_parameter(self) -> int:
         """Bytes of a parameter in all that stands between steps, nothing sharded."""
         return sum(self._each_bytes)
-
-    def kept_bytes(self, layout: Layout, stage: int) -> int:
-        """What one microbatch leaves in a stage, from its forward to its backward. The input of a
-        stage behind the first is the input of its first layer."""
-        parts, own = self.parts(layout), self.split(layout)[stage]
-        kept = sum(count * parts.layers[mode].kept for mode, count in _segments(layout, own))
-        if stage == 0:
-            kept += parts.embedding
-        return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
-
-    def working_bytes(self, layout: Layout, stage: int) -> int:
-        """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
-        last layer of each mode, for those in front of it run when more is free again."""
-        parts, own = self.parts(layout), self.split(layout)[stage]
-        most = freed = 0
-        if stage == layout.stages - 1:
-            most, freed = parts.loss_works, parts.head
-        for mode, count in reversed(list(_segments(layout, own))):
-            most = max(most, parts.layers[mode].works - freed)
-            freed += count * parts.layers[mode].kept
-        return most
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """What any backward of a rank needs beside its own: an activation and a gradient under way
@@ -241,38 +189,6 @@ class MemoryModel:
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         return unit * (gradient + self.compute_bytes * (layout.zero == 3))
 
-    def parts(self, layout: Layout) -> PartBytes:
-        """What the stages of a layout are made of."""
-        return self._parts(
-            layout.tensor, layout.micro_size, layout.sequence_parallel, layout.pipeline > 1
-        )
-
-    def _counted(
-        self, tensor: int, micro_size: int, sequence_parallel: bool, sends: bool
-    ) -> PartBytes:
-        layout = Layout(tensor, 1, 1, micro_size=micro_size, sequence_parallel=sequence_parallel)
-        sizes = Sizes(self.model, layout, self.precision, self.software)
-        return PartBytes(
-            sizes,
-            {mode: activations.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
-            total_bytes(activations.embedding_activations(sizes)),
-            total_bytes(activations.head_activations(sizes, self.vocab_size)),
-            activations.loss_working_bytes(sizes, self.vocab_size),
-            sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
-        )
-
-
-def _segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """(mode, how many) of neighbouring layers that are recomputed alike, from the first on."""
-    most = layout.recompute_layers
-    recomputed = len(layers)
-    if layout.recompute == "full" and most is not None:
-        recomputed = min(max(0, most - layers[0]), len(layers))
-    if recomputed:
-        yield layout.recompute, recomputed
-    if recomputed < len(layers):
-        yield "none", len(layers) - recomputed
-
 
 Sort = tuple[tuple[tuple[str, int], ...], bool, bool]
 
@@ -282,7 +198,7 @@ def _sort(
 ) -> Sort:
     """What a stage's memory follows from: its layers by mode, and the ends of the model."""
     layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-    return tuple(_segments(layout, layers[stage])), stage == 0, stage == placed.stages - 1
+    return tuple(segments(layout, layers[stage])), stage == 0, stage == placed.stages - 1
 
 
 def _distinct_ranks(

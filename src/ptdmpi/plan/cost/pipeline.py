@@ -6,7 +6,7 @@ stands for all (symmetry).
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op
@@ -23,7 +23,8 @@ class StageTimes:
     `forward_in_s[s]` is the way of the activation from stage s - 1 to stage s, `backward_in_s[s]`
     of the gradient from stage s + 1; 0 where both stand on one rank, as `placed` says. With
     `overlap` a message travels while its ranks compute; else its receiver waits through all of it,
-    and the sender, which receives at the same time, with it.
+    and the sender, which receives at the same time, with it. Where backwards are split, `weight_s`
+    is the part of `backward_s` that goes into the gradients of weights; else it is empty.
     """
 
     forward_s: tuple[float, ...]
@@ -32,6 +33,13 @@ class StageTimes:
     backward_in_s: tuple[float, ...]
     overlap: bool
     placed: Placement
+    weight_s: tuple[float, ...] = ()
+
+    @cached_property
+    def input_s(self) -> tuple[float, ...]:
+        """The other part of a split backward."""
+        parts = zip(self.backward_s, self.weight_s, strict=True)
+        return tuple(whole_s - weight_s for whole_s, weight_s in parts)
 
     def duration_s(self, op: Op) -> float:
         """How long the rank is taken by `op`, its input's way included unless they overlap."""
@@ -56,7 +64,8 @@ class StageTimes:
 
     def lower_bound_s(self, microbatches: int) -> float:
         """No order of work is faster: of every rank, what must happen before its first forward, all
-        its own work, and what must happen after its last backward."""
+        its own work, and what must happen after its last backward. Behind a split one nothing need
+        happen but its own work, which others do at the same time."""
         bound = before = after = 0.0
         way = 0.0 if self.overlap else 1.0
         seen: set[int] = set()
@@ -72,7 +81,8 @@ class StageTimes:
             if len(seen) == self.placed.pipeline:
                 break
             before += self.forward_s[stage] + self.forward_in_s[stage]
-            after += self.backward_s[stage] + self.backward_in_s[stage]
+            if not self.weight_s:
+                after += self.backward_s[stage] + self.backward_in_s[stage]
         return bound
 
 

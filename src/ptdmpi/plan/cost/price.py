@@ -18,6 +18,7 @@ from ptdmpi.plan.cost.update import UpdateTimes
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of
+from ptdmpi.plan.schedule.orders import KINDS
 from ptdmpi.plan.shape import flops
 from ptdmpi.plan.shape.parameters import layer_elements
 
@@ -101,7 +102,8 @@ class Pricer:
         """(forward, backward) of each stage."""
         layer, ends = self.kernels(layout)
         # a layer that is recomputed runs (part of) its forward once more, in front of its backward
-        again = layer.backward + layer.recomputed(layout.recompute)
+        layer_backward = layer.split_backward if _splits(layout) else layer.backward
+        again = layer_backward + layer.recomputed(layout.recompute)
         most = layout.recompute_layers
         alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
         stages = []
@@ -112,13 +114,23 @@ class Pricer:
             if key not in alike:
                 backward = again * recomputed
                 if recomputed < len(own):
-                    backward = backward + layer.backward * (len(own) - recomputed)
+                    backward = backward + layer_backward * (len(own) - recomputed)
                 alike[key] = (layer.forward * len(own), backward)
             stages.append(alike[key])
         forward, back = stages[0]
         stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
         forward, back = stages[-1]
         stages[-1] = (forward + ends.head_forward, back + ends.head_backward)
+        return stages
+
+    def weight_seconds(self, layout: Layout) -> list[Seconds]:
+        """Of each stage's backward, where it is split, the part that its W is; else nothing."""
+        if not _splits(layout):
+            return []
+        layer, ends = self.kernels(layout)
+        stages = [layer.weights * len(own) for own in self.memory.split(layout)]
+        stages[0] = stages[0] + ends.embedding_backward
+        stages[-1] = stages[-1] + ends.head_weights
         return stages
 
     def stage_times(self, layout: Layout) -> StageTimes:
@@ -142,6 +154,7 @@ class Pricer:
             tuple(ways[1:]),
             self.cluster.software.overlap_pipeline,
             placement_of(layout),
+            tuple(part.total for part in self.weight_seconds(layout)),
         )
 
     def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
@@ -195,8 +208,10 @@ class Pricer:
         each = layer.forward.total + layer.backward.total
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
-        # the mean rank stands in the middle: half of the others fill before it, half drain after it
-        fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * each
+        # the mean rank stands in the middle: half of the others fill before it, half drain after;
+        # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
+        passed = layer.forward.total if _splits(layout) else each
+        fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * passed
         sizes = (layout.tensor, p, layout.data, layout.micro_size)
         key = (*sizes, layout.sequence_parallel, layout.recompute)
         if key not in self._rough:
@@ -260,3 +275,7 @@ class Pricer:
             / layout.ranks,
             peak_flops=self.machine.peak,
         )
+
+
+def _splits(layout: Layout) -> bool:
+    return KINDS[layout.schedule].splits

@@ -16,15 +16,16 @@ from ptdmpi.plan.schedule.orders import order, placement
 # In steady state within so many rounds of the pipeline; from there on ever the same, or, where all
 # microbatches are kept, one round more holds p more of each.
 ROUNDS = 3
-NOTHING = -1
+NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # of an op
 
 
 class Moment(NamedTuple):
-    """While the stage `working` runs an op that needs working memory (`NOTHING`: none does): how
-    many microbatches of each store the rank holds, those of the op among them."""
+    """While an op needs `working` (name and stage of its working memory; `NOTHING`: none does): how
+    many microbatches of each store the rank holds, those of the op among them unless it trades one
+    store for another."""
 
-    working: int
+    working: tuple[str, int]
     held: tuple[int, ...]
 
 
@@ -64,18 +65,18 @@ def fullest_alike(
     its i-th stage is like, and stands for the stage in the answer."""
     flight = fullest(kind, pipeline, virtual, microbatches, rank)
     own = placement(kind, pipeline, virtual).stages_of(rank)
-    like = {NOTHING: NOTHING, **dict(zip(own, alike, strict=True))}
+    like = {NOTHING[1]: NOTHING[1], **dict(zip(own, alike, strict=True))}
     grouped = [(inventory, like[stage]) for inventory, stage in flight.stores]
     stores = tuple(dict.fromkeys(grouped))
     places = [stores.index(store) for store in grouped]
-    seen: dict[int, set[tuple[int, ...]]] = {}
+    seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     moments = []
-    for working, held in flight.moments:
+    for (works, stage), held in flight.moments:
         now = [0] * len(stores)
         for place, count in zip(places, held, strict=True):
             now[place] += count
-        moments.append(Moment(like[working], tuple(now)))
-        seen.setdefault(like[working], set()).add(moments[-1].held)
+        moments.append(Moment((works, like[stage]), tuple(now)))
+        seen.setdefault(moments[-1].working, set()).add(moments[-1].held)
     largest = {working: set(_largest(states)) for working, states in seen.items()}
     kept = (moment for moment in moments if moment.held in largest[moment.working])
     return Flight(stores, tuple(dict.fromkeys(kept)))
@@ -91,7 +92,7 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     places = {store: place for place, store in enumerate(stores)}
     steps = {
         (letter, stage): (
-            stage if row.works else NOTHING,
+            (row.works, stage) if row.works else NOTHING,
             places.get((row.keeps, stage)),
             places.get((row.frees, stage)),
             bool(row.keeps) and (row.keeps, stage) not in freed,  # as without gradients
@@ -99,15 +100,16 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
         for (letter, stage), row in rows.items()
     }
     now, grown = [0] * len(stores), 0
-    seen: dict[int, set[tuple[int, ...]]] = {}
-    told: dict[int, int] = {}  # working stage -> how much had come when it was seen last
+    seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    told: dict[tuple[str, int], int] = {}  # how much had come when a working was seen last
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        if keeps is not None:
+        trades = keeps is not None and frees is not None  # one comes as the other goes
+        if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
         # a moment counts if something has come since the last one of its kind; one without
         # working memory only if something goes next, or at the end
-        if working != NOTHING and told.get(working) != grown:
+        if working != NOTHING and told.get(working) != grown and not trades:
             told[working] = told[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))
         going = passing or frees is not None
@@ -118,15 +120,18 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
             now[keeps] -= 1
         if frees is not None:
             now[frees] -= 1
+        if keeps is not None and trades:
+            seen.setdefault(working, set()).add(tuple(now))
+            now[keeps] += 1
+            grown += 1
     if told.get(NOTHING) != grown:
         seen.setdefault(NOTHING, set()).add(tuple(now))
     return Flight(stores, tuple(_undominated(seen)))
 
 
-def _undominated(seen: dict[int, set[tuple[int, ...]]]) -> Iterable[Moment]:
+def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
     """Moments that no other one with the same op, or with any if there is none, exceeds."""
-    working = [stage for stage in sorted(seen) if stage != NOTHING]
-    found = [Moment(stage, held) for stage in working for held in _largest(seen[stage])]
+    found = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from found
     for held in _largest(seen.get(NOTHING, set())):
         if not any(_exceeds(moment.held, held) for moment in found):

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
+INPUT, WEIGHT = "I", "W"  # the two parts of a backward that is split
 ACTIVATIONS = "activations"
+OPERANDS = "operands"  # of the weights' gradients that are put off
 _OP_TEXT = re.compile(r"([A-Z])(\d+)\.(\d+)", re.ASCII)
 
 
@@ -37,7 +39,8 @@ class OpKind:
     schedule has such ops.
 
     What it holds: from its start on its stage keeps the inventory `keeps` of its microbatch, and
-    at its end the inventory `frees` is let go. `works`: it needs a stage's working memory beside.
+    at its end the inventory `frees` is let go. `works` names the working memory that it needs
+    beside. Where it both keeps and frees, one comes as the other goes, and both are part of that.
     `gradients`: it adds to the gradients of its stage's weights.
 
     What it takes: the field `cost` of the costs that are simulated, times `share`. `mark` and `ink`
@@ -55,7 +58,7 @@ class OpKind:
     after: tuple[str, ...] = ()
     keeps: str = ""
     frees: str = ""
-    works: bool = False
+    works: str = ""
     gradients: bool = False
 
 
@@ -80,7 +83,32 @@ OP_KINDS: dict[str, OpKind] = {
         neighbour=+1,
         after=(FORWARD,),
         frees=ACTIVATIONS,
-        works=True,
+        works="backward",
+        gradients=True,
+    ),
+    INPUT: OpKind(
+        letter=INPUT,
+        span="inputs",
+        method="input_microbatch",
+        cost="input_s",
+        mark="<",
+        ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
+        neighbour=+1,
+        after=(FORWARD,),
+        keeps=OPERANDS,
+        frees=ACTIVATIONS,
+        works="inputs",
+    ),
+    WEIGHT: OpKind(
+        letter=WEIGHT,
+        span="weights",
+        method="weight_microbatch",
+        cost="weight_s",
+        mark="-",
+        ink=Ink("orange", ("#9a5b13", "#c98324", "#e0ac66", "#f1d4ab"), (130, 172, 179, 223)),
+        after=(INPUT,),
+        frees=OPERANDS,
+        works="weights",
         gradients=True,
     ),
 }

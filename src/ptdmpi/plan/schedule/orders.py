@@ -2,8 +2,8 @@
 
 A schedule holds no times, idle slots or messages: those are derived from it (`simulate`,
 `program`). One generator yields the order of one rank; the table `KINDS` names them, each with
-its placement of the stages on the ranks. Nothing outside this file knows warm-up, steady state or
-cool-down, and nothing else says which rank holds which stage.
+its placement of the stages on the ranks. Nothing outside this file and `zero_bubble` knows warm-up,
+steady state or cool-down, and nothing else says which rank holds which stage.
 
 In every schedule each stage runs its forwards, and its backwards, in ascending order of the
 microbatches, so that gradients are summed in one order whatever the schedule and layout.
@@ -18,6 +18,7 @@ from ptdmpi.config import InputError
 from ptdmpi.config.layout import chunk_rule
 from ptdmpi.plan.schedule.held import most_held
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, BACKWARD, FORWARD, OP_KINDS, Op
+from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
@@ -141,14 +142,21 @@ class Schedule:
             for order in self.orders
         )
 
-    @property
-    def bubble_fraction_closed_form(self) -> float:
-        """Idle over ideal time where nothing but filling and draining idles: (p - 1) / (v m).
+    def bubble_closed_form(self, forward_s: float, input_s: float, weight_s: float) -> float:
+        """Idle over ideal time where nothing but filling and draining idles; the costs are those
+        of a chunk's forward and of both parts of its backward. `closed_form` has it as text.
 
-        Narayanan et al. 2021, sections 2.2.1 and 2.2.2. It is exact for 1f1b, and for interleaved
-        where p divides m.
+        Narayanan et al. 2021, sections 2.2.1 and 2.2.2: (p - 1) / (v m), exact for 1f1b, and for
+        interleaved where p divides m. Of the zero-bubble schedules see `zero_bubble`.
         """
-        return (self.pipeline - 1) / (self.virtual * self.microbatches)
+        idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
+        busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
+        return (self.pipeline - 1) * idle_s / busy_s
+
+    @property
+    def closed_form(self) -> str:
+        """`bubble_closed_form` in words."""
+        return KINDS[self.kind].bubble.text
 
 
 def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
@@ -228,15 +236,31 @@ def in_turn(stage: int, pipeline: int, virtual: int) -> int:
 
 
 @dataclass(frozen=True)
+class Bubble:
+    """What a schedule idles: per rank that a microbatch has to pass before the last one,
+    `idle_s(F, I, W)` of the costs of a chunk; `text` is the closed form that follows."""
+
+    idle_s: Callable[[float, float, float], float]
+    text: str
+
+
+FILL_AND_DRAIN = Bubble(lambda f, i, w: f + i + w, "(p - 1) / (v m)")
+H1_BUBBLE = Bubble(lambda f, i, w: f + i - w, "(p - 1) (F + I - W) / (m (F + I + W))")
+V_BUBBLE = Bubble(lambda f, i, w: f, "(p - 1) F / (v m (F + I + W))")
+
+
+@dataclass(frozen=True)
 class ScheduleKind:
     """A way to order the work: `generate(rank, its stages, p, m)` yields one rank's order,
     `place(stage, p, v)` is the rank that holds a stage. `earlier_holds_more`: at any moment of a
     rank, the one before it has as many microbatches in flight of each of its chunks, at some time
-    and in an op of the same chunk."""
+    and in an op of the same chunk. `splits`: its backwards are split into two ops."""
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
     earlier_holds_more: bool = False
+    splits: bool = False
+    bubble: Bubble = FILL_AND_DRAIN
 
 
 KINDS: dict[str, ScheduleKind] = {
@@ -244,6 +268,8 @@ KINDS: dict[str, ScheduleKind] = {
     "1f1b": ScheduleKind(one_forward_one_backward, earlier_holds_more=True),
     "interleaved": ScheduleKind(interleaved, earlier_holds_more=True),
     "forward": ScheduleKind(forward_only, earlier_holds_more=True),
+    "zb-h1": ScheduleKind(zb_h1, splits=True, bubble=H1_BUBBLE),
+    "zb-v": ScheduleKind(zb_v, on_a_v, splits=True, bubble=V_BUBBLE),
 }
 
 
@@ -279,7 +305,7 @@ def _placed(kind: str, placed: Placement, microbatches: int) -> Schedule:
 def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule:
     """The schedule `kind` for p = `pipeline`, v = `virtual`, m = `microbatches`.
 
-    Raises InputError for an unknown kind, a size below 1, or 1f1b with several chunks per rank.
+    Raises InputError for an unknown kind, a size below 1, or chunks that the kind does not have.
     """
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)

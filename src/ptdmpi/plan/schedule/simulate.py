@@ -134,15 +134,17 @@ LEAST_COST, MOST_COST = 1e-12, 1e12
 
 @dataclass(frozen=True)
 class Costs:
-    """What an op through one chunk costs, and a tensor's way to the next rank.
+    """What an op through one chunk costs, and a tensor's way to the next rank. A split backward
+    spends `weight_share` of its time on the weights' gradients.
 
-    Raises InputError unless the computing times are LEAST_COST to MOST_COST, and the transfer time
-    is 0 to MOST_COST.
+    Raises InputError unless the computing times are LEAST_COST to MOST_COST, the transfer time is 0
+    to MOST_COST, and the share is 0.001 to 0.999.
     """
 
     forward_s: float = 1.0
     backward_s: float = 2.0
     transfer_s: float = 0.0
+    weight_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name, cost in (("forward", self.forward_s), ("backward", self.backward_s)):
@@ -150,6 +152,18 @@ class Costs:
                 raise InputError(f"{name} cost {cost}: legal are {LEAST_COST:g} to {MOST_COST:g}")
         if not 0 <= self.transfer_s <= MOST_COST:
             raise InputError(f"transfer cost {self.transfer_s}: legal are 0 to {MOST_COST:g}")
+        if not 0.001 <= self.weight_share <= 0.999:
+            raise InputError(f"weight share {self.weight_share}: legal are 0.001 to 0.999")
+
+    @property
+    def input_s(self) -> float:
+        """The part of a split backward that leads to the input's gradient."""
+        return self.backward_s - self.weight_s
+
+    @property
+    def weight_s(self) -> float:
+        """The part of a split backward that leads to the weights' gradients."""
+        return self.backward_s * self.weight_share
 
     def duration_s(self, op: Op) -> float:
         """How long `op` computes; always positive."""

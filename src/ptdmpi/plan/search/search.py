@@ -21,7 +21,14 @@ from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import LETTERS, MOST_FORWARDS, RECOMPUTE_MODES, Layout, default_schedule
+from ptdmpi.config.layout import (
+    LETTERS,
+    MOST_FORWARDS,
+    RECOMPUTE_MODES,
+    Layout,
+    chunk_rule,
+    default_schedule,
+)
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
@@ -89,8 +96,8 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
-        if kind == "1f1b" and virtual > 1:  # asked for by name: it has one chunk
-            return
+        if chunk_rule(kind, virtual).broken:
+            continue
         yield replace(group, virtual=virtual, schedule=kind)
 
 

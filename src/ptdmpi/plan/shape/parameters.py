@@ -20,7 +20,8 @@ class Linear:
     `split`: how the tensor axis divides it: "columns" the outputs (each of them on its own, such as
     q, k, v), "rows" the inputs; None: every rank holds all. `most`: into how many shares each of
     the outputs can be divided (a head is never cut); None: into t. `init_std`: of the initial
-    weights.
+    weights. `trains`, here and of the other parts: without it the part has weights alone, no
+    gradients, masters or moments.
     """
 
     inputs: int
@@ -29,6 +30,7 @@ class Linear:
     init_std: float
     split: Literal["columns", "rows"] | None = None
     most: tuple[int, ...] | None = None
+    trains: bool = True
 
     def local(self, tensor: int) -> tuple[int, int]:
         """(inputs, outputs) of one tensor rank, padded where t does not divide them."""
@@ -54,6 +56,7 @@ class Norm:
 
     size: int
     shift: bool
+    trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of each of its weights, on every tensor rank alike."""
@@ -68,6 +71,7 @@ class Table:
     hidden: int
     init_std: float
     split: bool = False
+    trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
         """Elements of it on one tensor rank, padded where t does not divide the rows."""
@@ -177,6 +181,26 @@ def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
     """Parameters behind the last layer on one tensor rank, a table of its own included."""
     return elements(head(model, vocab_size).values(), tensor)
+
+
+def rank_elements(
+    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+) -> tuple[int, int, int]:
+    """(parameters, those of them that train, those of these that stand for two) of a rank with so
+    many layers and, as `ends` says, the first or the last of the model. A tied table is counted
+    once; its second use has a gradient of its own."""
+    first, last = ends
+    table = embedding(model, vocab_size)
+    held = ((layers, layer(model)), (int(first), table), (int(last), head(model, vocab_size)))
+    count = train = 0
+    for times, parts in held:
+        count += times * elements(parts.values(), tensor)
+        train += times * elements((part for part in parts.values() if part.trains), tensor)
+    if not (first and last and model.tie_embeddings):
+        return count, train, 0
+    shared = elements([table[WORD_TABLE]], tensor)
+    twice = shared * table[WORD_TABLE].trains
+    return count - shared, train - twice, twice
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:

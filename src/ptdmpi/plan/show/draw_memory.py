@@ -1,6 +1,7 @@
 """Memory over the time of a step, one line per pipeline rank, beside what a rank has."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from ptdmpi.config.layout import Layout
@@ -31,25 +32,24 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         standing = memory.peak(layout, rank, microbatches).standing
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
-        own = times.placed.stages_of(rank)
         # two moments an op: the peak while it runs, and what is left when it has ended
         moments, amounts = [0.0], [standing]
-        for span, moment in zip(spans, _walk(memory, layout, rank, own, spans), strict=True):
+        for span, moment in zip(spans, _walk(memory, layout, rank, spans), strict=True):
             moments += [span.start_s, span.end_s]
             amounts += [standing + moment.during, standing + moment.after]
         curves.append((moments, amounts))
     return curves
 
 
-def _walk(
-    memory: MemoryModel, layout: Layout, rank: int, stages: Sequence[int], spans: Sequence[Span]
-) -> Iterator[Held]:
-    """What a rank with these stages holds over its spans, beside what stands."""
-    kept = {stage: memory.kept_bytes(layout, stage) for stage in stages}
+def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
+    """What a rank holds over its spans, beside what stands."""
     beside = memory.beside_bytes(layout, rank)
-    works = {stage: memory.working_bytes(layout, stage) + beside for stage in stages}
     ops = [Op.parse(span.op) for span in spans]
-    return held(ops, lambda _, stage: kept[stage], works.__getitem__)
+    return held(
+        ops,
+        cache(lambda name, stage: memory.stored_bytes[name](layout, stage)),
+        cache(lambda name, stage: memory.needed_bytes[name](layout, stage) + beside),
+    )
 
 
 def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:

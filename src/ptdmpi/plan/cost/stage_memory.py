@@ -1,0 +1,172 @@
+"""What a stage needs of memory for one microbatch: what it keeps, and what its ops need beside."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.plan.cost import activations, operands
+from ptdmpi.plan.cost.activations import LayerBytes, Sizes, total_bytes
+from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.machine.cluster import Software
+from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
+from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.shape import parameters
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """Bytes of activations of one microbatch, of what a stage may consist of; by mode of
+    recomputation, of a layer."""
+
+    sizes: Sizes
+    layers: dict[str, LayerBytes]
+    embedding: int
+    head: int
+    loss_works: int
+    sent: int  # of what went on to the next stage
+    split: "SplitBytes"
+
+
+@dataclass(frozen=True)
+class SplitBytes:
+    """Bytes of a split backward's operands from its I to its W, of one microbatch; `mlp` are those
+    of a layer's second half, `down` the one that is there before them. `layer_adds`, `head_adds`:
+    what W needs beside."""
+
+    layer: int
+    mlp: int
+    down: int
+    embedding: int
+    head: int
+    layer_adds: int
+    head_adds: int
+
+
+class StageMemory:
+    """Bytes of the stages of one model in one compute type as a program runs it; what layouts have
+    in common is counted once."""
+
+    def __init__(
+        self, model: ModelConfig, vocab_size: int, precision: str, software: Software
+    ) -> None:
+        self.model, self.vocab_size, self.precision = model, vocab_size, precision
+        self.software = software
+        self._parts = cache(self._counted)
+        self._splits = cache(self._split)
+        # inventory of the op table -> what one microbatch has of it in a stage
+        self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
+        # working memory of the op table -> what an op needs of it in a stage
+        self.needed_bytes = {
+            "backward": self.working_bytes,
+            "inputs": self.input_bytes,
+            "weights": self.weight_bytes,
+        }
+
+    def split(self, layout: Layout) -> tuple[range, ...]:
+        """The layers of each stage."""
+        return self._splits(placement_of(layout))
+
+    def _split(self, placed: Placement) -> tuple[range, ...]:
+        balanced = self.software.balanced_stages
+        return tuple(split_model(self.model, self.vocab_size, placed, balanced))
+
+    def kept_bytes(self, layout: Layout, stage: int) -> int:
+        """What one microbatch leaves in a stage, from its forward to its backward. The input of a
+        stage behind the first is the input of its first layer."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
+        if stage == 0:
+            kept += parts.embedding
+        return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
+
+    def operand_bytes(self, layout: Layout, stage: int) -> int:
+        """What one microbatch leaves in a stage from its I to its W."""
+        split = self.parts(layout).split
+        kept = len(self.split(layout)[stage]) * split.layer
+        if stage == 0:
+            kept += split.embedding
+        return kept + (split.head if stage == layout.stages - 1 else 0)
+
+    def input_bytes(self, layout: Layout, stage: int) -> int:
+        """The most that a stage's I has of its microbatch: activations go, operands come, and
+        beside them is what the layer at hand needs. At the loss, in the last and the first layer of
+        each mode, for in between it goes evenly, and at the end."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        split, held = parts.split, self.kept_bytes(layout, stage)
+        most = held
+        if stage == layout.stages - 1:
+            most = held + parts.loss_works
+            held += split.head - parts.head
+        for mode, count in reversed(list(segments(layout, own))):
+            layer = parts.layers[mode]
+            works = max(layer.works, layer.mlp + split.down, layer.core + split.mlp)
+            grows = split.layer - layer.kept
+            most = max(most, held + works, held + (count - 1) * grows + works)
+            held += count * grows
+        ends = self.operand_bytes(layout, stage) + 2 * parts.sizes.boundary_bytes
+        return max(most, ends)
+
+    def weight_bytes(self, layout: Layout, stage: int) -> int:
+        """What a stage's W needs beside the operands."""
+        split = self.parts(layout).split
+        last = stage == layout.stages - 1
+        return max(split.layer_adds, split.head_adds if last else 0)
+
+    def working_bytes(self, layout: Layout, stage: int) -> int:
+        """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
+        last layer of each mode, for those in front of it run when more is free again."""
+        parts, own = self.parts(layout), self.split(layout)[stage]
+        most = freed = 0
+        if stage == layout.stages - 1:
+            most, freed = parts.loss_works, parts.head
+        for mode, count in reversed(list(segments(layout, own))):
+            most = max(most, parts.layers[mode].works - freed)
+            freed += count * parts.layers[mode].kept
+        return most
+
+    def parts(self, layout: Layout) -> PartBytes:
+        """What the stages of a layout are made of."""
+        return self._parts(
+            layout.tensor, layout.micro_size, layout.sequence_parallel, layout.pipeline > 1
+        )
+
+    def _counted(
+        self, tensor: int, micro_size: int, sequence_parallel: bool, sends: bool
+    ) -> PartBytes:
+        layout = Layout(tensor, 1, 1, micro_size=micro_size, sequence_parallel=sequence_parallel)
+        sizes = Sizes(self.model, layout, self.precision, self.software)
+        return PartBytes(
+            sizes,
+            {mode: activations.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
+            total_bytes(activations.embedding_activations(sizes)),
+            total_bytes(activations.head_activations(sizes, self.vocab_size)),
+            activations.loss_working_bytes(sizes, self.vocab_size),
+            sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
+            self._counted_split(sizes),
+        )
+
+    def _counted_split(self, sizes: Sizes) -> SplitBytes:
+        model, vocab_size = self.model, self.vocab_size
+        layer = operands.layer_operands(sizes)
+        return SplitBytes(
+            total_bytes(layer),
+            operands.part_bytes(layer, "mlp"),
+            operands.part_bytes(layer, "mlp.down.input"),
+            total_bytes(operands.embedding_operands(sizes, vocab_size)),
+            total_bytes(operands.head_operands(sizes, vocab_size)),
+            operands.adding_bytes(sizes, parameters.layer(model).values()),
+            operands.adding_bytes(sizes, parameters.head(model, vocab_size).values()),
+        )
+
+
+def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """(mode, how many) of neighbouring layers that are recomputed alike, from the first on."""
+    most = layout.recompute_layers
+    recomputed = len(layers)
+    if layout.recompute == "full" and most is not None:
+        recomputed = min(max(0, most - layers[0]), len(layers))
+    if recomputed:
+        yield layout.recompute, recomputed
+    if recomputed < len(layers):
+        yield "none", len(layers) - recomputed

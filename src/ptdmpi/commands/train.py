@@ -47,7 +47,7 @@ def command(
     --layout auto it searches, too, on run.cluster: a machine is measured by the run alone.
     """
     if dry_run:
-        note("ptdmpi train: a dry run: checking configuration and data")
+        note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.commands.dry_run import show
 

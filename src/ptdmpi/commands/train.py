@@ -45,11 +45,12 @@ def command(
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
     if dry_run:
+        if layout is not None:
+            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
+        note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.commands.dry_run import show
 
-        if layout is not None:
-            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
         show(load(config, overrides), dry["ranks"], as_json=dry["as_json"])
         return
     if dry["ranks"] or dry["as_json"]:

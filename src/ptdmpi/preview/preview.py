@@ -25,6 +25,7 @@ from ptdmpi.report.status import Watched
 from ptdmpi.train.capacity import rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
+from ptdmpi.train.standing import standing_of
 
 STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
@@ -129,7 +130,15 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
         )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
-        said = f"has nothing to train: {path} has {counted(step, 'step')}"
+        said = (
+            f"has nothing to train: {path} has {counted(step, 'step')}; legal: run.steps above "
+            f"{step}, or another run.name"
+        )
+    elif named == own and (over := standing_of(config, step).over):
+        said = (
+            f"is over, stopped early after step {step}: {over}; legal: a higher "
+            "run.stop_after_worse, or 0, or another run.name"
+        )
     if changed:
         said += f"; changed since: {', '.join(changed)}"
     if config.checkpoint.initial:

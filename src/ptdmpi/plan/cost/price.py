@@ -140,7 +140,8 @@ class Pricer:
         # and none behind the last, so that one list serves both directions
         ways = [0.0] * (count + 1)
         if p > 1:
-            far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
+            devices = self.cluster.node.devices
+            far = [_crosses_nodes(layout, stage, devices) for stage in range(1, count)]
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
             placed = placement_of(layout)
             ways[1:-1] = [
@@ -155,18 +156,6 @@ class Pricer:
             self.cluster.software.overlap_pipeline,
             placement_of(layout),
             tuple(part.total for part in self.weight_seconds(layout)),
-        )
-
-    def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
-        """Whether any data rank's message from stage - 1 to stage leaves its node."""
-        devices, row = self.cluster.node.devices, layout.tensor * layout.data
-        placed = placement_of(layout)
-        here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
-        # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
-        if here != there and row % devices == 0:
-            return True
-        return any(
-            (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
         )
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
@@ -279,3 +268,17 @@ class Pricer:
 
 def _splits(layout: Layout) -> bool:
     return KINDS[layout.schedule].splits
+
+
+def _crosses_nodes(layout: Layout, stage: int, devices: int) -> bool:
+    """Whether any data rank's message from stage - 1 to stage leaves its node, which has
+    so many devices."""
+    row = layout.tensor * layout.data
+    placed = placement_of(layout)
+    here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+    # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
+    if here != there and row % devices == 0:
+        return True
+    return any(
+        (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
+    )

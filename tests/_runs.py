@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from ptdmpi.comm.world import World
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.train.loop import Loop, checked
+from ptdmpi.train.checks import checked
+from ptdmpi.train.loop import Loop
 from ptdmpi.watch.requests import StopRequest
 from tests._configs import tree
 

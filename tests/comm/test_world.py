@@ -118,7 +118,7 @@ def test_singletons_are_noticed(variable):
 def test_a_real_singleton_ends_with_the_reason():
     program = (
         "from ptdmpi.comm import launch; launch.prepare()\n"
-        "from ptdmpi.config import InputError\n"
+        "from ptdmpi.config import InputError, SharedInputError\n"
         "from ptdmpi.comm.world import World\n"
         "try:\n    World()\nexcept InputError as error:\n    print(error); raise SystemExit(2)\n"
     )
@@ -153,7 +153,7 @@ import sys, time
 from ptdmpi.comm import launch
 launch.prepare()
 from ptdmpi.comm.world import World, fail_together
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 world = World()
 with fail_together(world):
 """

@@ -76,7 +76,8 @@ def full_logits(model: InferenceModel, ids: list[int]) -> torch.Tensor | None:
     """[V] behind the last id, without a cache."""
     x = model.hidden(torch.tensor(ids)[:, None])
     if x is not None:
-        x = model.axes["tensor"].all_gather(model.stage.head(x)[-1, 0].contiguous())[:V]
+        head = model.stages[max(model.stages)].head
+        x = model.axes["tensor"].all_gather(head(x)[-1, 0].contiguous())[:V]
     model.finish()
     return x
 

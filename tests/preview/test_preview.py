@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.preview.draft import SMALL, Wish, draft
 from ptdmpi.preview.preview import RankCount, needed_ranks, preview
+from ptdmpi.preview.words import words
 from ptdmpi.train.feed import open_datasets
 from tests._configs import tree
 from tests.parallel import mpirun
@@ -105,12 +107,36 @@ def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
         ("model.heads", 5, "model.heads = 5"),
         ("run.dir", "text.jsonl/run", "no directory that can be written to"),
         ("checkpoint.resume", "nowhere", "nowhere"),
+        ("log.tasks", ["nowhere.jsonl"], "log.tasks: nowhere.jsonl: No such file"),
     ],
 )
 def test_mistakes_are_those_of_the_run(corpus, monkeypatch, key, value, words):
     monkeypatch.chdir(corpus)
     with pytest.raises(InputError, match=words):
         preview(configured(corpus, {key: value}), ONE)
+
+
+def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("ptdmpi.preview.preview.newest", lambda path: path / "step-00000003")
+    monkeypatch.setattr("ptdmpi.preview.preview.files.checkpoints_in", lambda path: [path])
+    progress = SimpleNamespace(progress=SimpleNamespace(step=3), said={})
+    monkeypatch.setattr("ptdmpi.preview.preview.sound_manifest", lambda path: progress)
+    monkeypatch.setattr(Course, "judge", lambda *_: None)
+    worse = [{"step": n, "validation_loss": 1.0 + n} for n in (1, 2, 3)]
+    made(tmp_path / "run", 5, *worse)
+    changes = {
+        "run.dir": str(tmp_path / "run"),
+        "run.stop_after_worse": 2,
+        "log.validate_every_steps": 1,
+    }
+    found = preview(configured(corpus, changes), ONE)
+    assert (
+        "is over, stopped early after step 3: run.stop_after_worse = 2" in found["resume"]["says"]
+    )
+    assert "legal: a higher run.stop_after_worse" in words(found)
+    assert f"ptdmpi-data verify {corpus / 'data/train'}" in words(found)
+    found = preview(configured(corpus, {**changes, "run.steps": 3}), ONE)["resume"]["says"]
+    assert "nothing to train" in found and "legal: run.steps above 3" in found
 
 
 def test_how_many_ranks_a_configuration_speaks_of():

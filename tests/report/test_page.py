@@ -5,10 +5,13 @@ import math
 from html.parser import HTMLParser
 
 from click.testing import CliRunner
+from rich.console import Console
 
 from ptdmpi import report
 from ptdmpi.commands.report import command
 from ptdmpi.report import page, several
+from ptdmpi.report.live import block
+from ptdmpi.report.status import Watched
 from tests.report._made import made, record
 
 
@@ -49,6 +52,30 @@ def test_the_page_is_one_file_without_a_network(tmp_path):
     assert "nan" not in text.partition("<h2>Files")[0].partition("<svg")[2].lower()
 
 
+def test_tasks_have_rows_and_a_picture(tmp_path):
+    first = {"kind": "choice", "items": 4, "accuracy": 0.25, "standard_error": 0.2}
+    second = {"kind": "answers", "items": 9, "exact_match": 0.5, "standard_error": 0.1}
+    asked = [{"step": n, "tasks": {"q/a.jsonl": first, "b.jsonl": second}} for n in (2, 3)]
+    records = [record(1, 4.0), record(2, 3.0), asked[0], record(3, 2.0), asked[1]]
+    run = made(tmp_path / "run", 3, *records)
+    done = CliRunner().invoke(command, [str(run)])
+    assert done.exit_code == 0, done.output
+    assert "accuracy 25.0% +- 20.0% of 4 items, step 3" in done.stdout
+    assert (run / "tasks.png").is_file() and "exact match 50.0%" in (
+        run / "report.html"
+    ).read_text()
+    assert 'alt="tasks"' in (run / "report.html").read_text()
+    found = json.loads(CliRunner().invoke(command, [str(run), "--json"]).stdout)["tasks"]
+    assert found == {"step": 3, "scores": asked[1]["tasks"]}
+    status = Watched(run).status()
+    assert status["tasks_step"] == 3 and status["step"] == 3
+    shown = Console(width=200, record=True)
+    shown.print(block(status))
+    assert (
+        "tasks q/a.jsonl accuracy 25.0%, b.jsonl exact match 50.0% (step 3)" in shown.export_text()
+    )
+
+
 def test_a_curve_keeps_its_ends_and_what_is_finite():
     drawn = page.svg([(1, 2.0), (2, math.inf), (3, 4.0)], [(3, 5.0)])
     assert ">5<" in drawn and ">2<" in drawn and drawn.count("<circle") == 1
@@ -58,7 +85,8 @@ def test_a_curve_keeps_its_ends_and_what_is_finite():
     assert len(page.svg([(i, 1.0) for i in range(10_000)]).split()) < 500
 
 
-def test_several_runs_share_a_table_and_a_picture(tmp_path):
+def test_several_runs_share_a_table_and_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     first = made(tmp_path / "first", 3, record(1, 4.0), record(2, 3.0))
     second = made(tmp_path / "second", 3, record(1, 4.0), record(2, 3.5), record(3, 3.0))
     with (second / "metrics.jsonl").open("a") as file:
@@ -73,6 +101,18 @@ def test_several_runs_share_a_table_and_a_picture(tmp_path):
     assert (tmp_path / "comparison.png").stat().st_size > 1000
     found = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
     assert [one["steps"] for one in found["runs"]] == [2, 3] and found["gap"]["at_step"] == 2
+    assert found["settings"] == {} and "setting" not in done.stdout
+
+
+def test_settings_that_differ_are_told_and_a_picture_may_fail(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [made(tmp_path / name, steps, record(1, 4.0)) for name, steps in (("x", 3), ("y", 5))]
+    (tmp_path / "comparison.png").mkdir()  # as little to be written as in a folder of others
+    done = CliRunner().invoke(command, [*map(str, runs)])
+    assert done.exit_code == 0 and "no picture: comparison.png" in done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["run.steps", "3", "5"]
+    found = json.loads(CliRunner().invoke(command, [*map(str, runs), "--json"]).stdout)
+    assert found["settings"] == {"run.steps": [3, 5]} and found["files"] == []
 
 
 def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):

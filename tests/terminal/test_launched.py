@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ptdmpi.cli import COMMANDS
+from ptdmpi.cli import COMMANDS, group
 from ptdmpi.comm import launch
 from ptdmpi.terminal.launched import launched_rank, launched_size
 
@@ -32,6 +32,15 @@ def test_a_start_is_said_at_once_and_by_one_rank(monkeypatch, capsys):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
         launch.begin("train")
     assert capsys.readouterr().err == "ptdmpi train: 4 ranks, loading MPI and PyTorch\n"
+
+
+@pytest.mark.parametrize("words", [["train", "c.toml", "--dry-run"], ["plan", "c.toml"]])
+def test_a_preview_says_at_once_what_it_does(monkeypatch, capsys, words):
+    """Before the seconds in which it loads what reads data and counts memory."""
+    monkeypatch.setitem(sys.modules, "ptdmpi.commands.dry_run", None)  # cannot be imported
+    with pytest.raises(ImportError):
+        group.main(words, standalone_mode=False)
+    assert capsys.readouterr().err.endswith(": checking configuration, data and memory\n")
 
 
 def test_nothing_heavy_is_loaded_before_the_start_is_said():

@@ -1,5 +1,7 @@
 """What all commands of both programs have: options, exit codes, one line for a mistake."""
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -66,6 +68,14 @@ def test_a_command_without_mpi_is_done_by_rank_0(monkeypatch, capsys):
     assert (
         error == "ptdmpi schedule works without MPI: rank 0 of 2 does it, the others have ended\n"
     )
+    code, out, error = called(monkeypatch, capsys, "ptdmpi", "nonsense", size=2)
+    assert code == 2 and error.startswith("ptdmpi: error: No such command 'nonsense'")
+
+
+@pytest.mark.parametrize("name", ptdmpi.cli.COMMANDS)
+def test_commands_of_all_ranks_are_those_that_load_mpi(name):
+    source = inspect.getsource(importlib.import_module(f"ptdmpi.commands.{name}"))
+    assert ("launch.begin(" in source) == ptdmpi.cli.COMMANDS[name]
 
 
 def test_mistakes_are_said_once_under_mpirun(tmp_path):

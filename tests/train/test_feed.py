@@ -5,8 +5,8 @@ import pytest
 
 from ptdmpi.config import InputError, resolve
 from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import open_datasets
-from ptdmpi.train.loop import checked
 from tests._configs import tree
 
 SAME = {"tokenizer": "t", "tokenizer_sha256": "ab" * 32, "vocab_size": 50, "eod_id": 49}

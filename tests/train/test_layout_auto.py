@@ -50,7 +50,6 @@ def test_a_run_is_laid_out_once(tmp_path):
 
 
 def test_a_measured_cluster_is_never_overwritten(tmp_path):
-    path = tmp_path / "cluster.toml"
     for name in ("cluster.toml", "cluster-2.toml", "cluster-3.toml"):
-        assert _unused(path) == tmp_path / name
+        assert _unused(tmp_path) == tmp_path / name
         (tmp_path / name).touch()

@@ -194,11 +194,11 @@ def test_what_counts_as_a_stall(ages, phase, step_s, stalls):
     assert not off.look(now_s)
 
 
-def _beats(one: Judge, start_s: float, seconds: range, rank: int = 0) -> list[bool]:
-    """What the judge says each second in which one rank reports that it waits."""
+def _beats(one: Judge, start_s: float, seconds: range, phase: str = "training") -> list[bool]:
+    """What the judge says each second in which rank 0 reports that it waits."""
     answers = []
     for second in seconds:
-        one.hear(rank, report(float(second)), start_s + second)
+        one.hear(0, report(float(second), phase), start_s + second)
         answers.append(one.look(start_s + second))
     return answers
 
@@ -209,7 +209,7 @@ def test_a_frozen_rank_is_acted_on_in_time_whatever_it_did_last(phase):
     one, _ = judge(6.0)
     start_s = time.monotonic()
     one.hear(1, report(0.0, phase), start_s)
-    assert _beats(one, start_s, range(10)) == [*[False] * 7, True, False, False]
+    assert _beats(one, start_s, range(10), phase) == [*[False] * 7, True, False, False]
     assert not one.complete(start_s + 7.1)  # rank 0 has not written its stacks
     one.hear(0, report(7.0, shown=True), start_s + 7.2)
     assert one.complete(start_s + 7.2)  # and nobody waits for those of the frozen rank

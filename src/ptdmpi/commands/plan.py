@@ -156,6 +156,7 @@ def _preview(
 ) -> None:
     if other:
         raise InputError("--model and --batch stand in the configuration that is previewed")
+    note("ptdmpi plan: checking configuration, data and memory")
     from ptdmpi.commands.dry_run import show
 
     show(load(config), ranks, cluster, as_json)

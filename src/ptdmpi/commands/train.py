@@ -45,11 +45,12 @@ def command(
     opened, sizes and memory checked, time and total told, and the first batch shown as text.
     """
     if dry_run:
+        if layout is not None:
+            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
+        note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.commands.dry_run import show
 
-        if layout is not None:
-            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
         show(load(config, overrides), dry["ranks"], as_json=dry["as_json"])
         return
     if dry["ranks"] or dry["as_json"]:
@@ -77,7 +78,7 @@ def command(
 def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
     """The configuration with the layout that the run has, or the best one."""
     from ptdmpi.plan.search import choose
-    from ptdmpi.train.loop import checked_data
+    from ptdmpi.train.checks import checked_data
 
     ranks = world.on_root(lambda: choose.working_ranks(tree, world.size))
     config = world.on_root(lambda: choose.bare(tree))
@@ -111,7 +112,7 @@ def _probed(config: "Config", world: "World") -> str:
     from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
 
-    path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir) / "cluster.toml"))))
+    path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir)))))
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
@@ -121,8 +122,14 @@ def _probed(config: "Config", world: "World") -> str:
     return str(path)
 
 
-def _unused(path: Path) -> Path:
-    """The path, or where there is such a file, of another machine or number of ranks, with the next
-    number in it: what was predicted there is read again by `ptdmpi report`."""
+def _unused(folder: Path) -> Path:
+    """A file in `folder`, which is made: cluster.toml, or where there is such a file, of another
+    machine or number of ranks, with the next number in it: what was predicted there is read again
+    by `ptdmpi report`. Raises InputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir = {folder}: {error.strerror}") from None
+    path = folder / "cluster.toml"
     names = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
     return next(one for one in chain([path], names) if not one.exists())

@@ -55,8 +55,21 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
 
     Raises InputError with one line for each mistake, all of them together.
     """
+    sections, mistakes, wrong = parsed(tree)
+    told = rules(sections, ranks)
+    mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    config = Config.model_construct(set(sections), **sections)
+    parallel, working = config.parallel, ranks - config.run.spare_ranks
+    return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+
+
+def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[str]]:
+    """The sections of `tree` each for itself, what is wrong in them, a line each, and the keys of
+    which no rule can be asked. A section that is wrong stands without its wrong keys, if it can."""
     mistakes: list[str] = []
-    wrong: set[str] = set()  # keys of which no rule can be asked
+    wrong: set[str] = set()
     sections: dict[str, Section] = {}
     tree = _with_model(tree, mistakes)
     for name in tree:
@@ -73,13 +86,7 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
             with contextlib.suppress(ValidationError, AttributeError):
                 known = {key: value for key, value in rest.items() if key not in keys}
                 sections[name] = kind.model_validate(known)
-    told = rules(sections, ranks)
-    mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
-    if mistakes:
-        raise InputError("\n".join(mistakes))
-    config = Config.model_construct(set(sections), **sections)
-    parallel, working = config.parallel, ranks - config.run.spare_ranks
-    return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+    return sections, mistakes, wrong
 
 
 def _kinds_of_sections() -> Iterator[tuple[str, type[Section]]]:

@@ -49,6 +49,8 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
         log = sections.get("log")
         if model.masked and isinstance(log, LogConfig) and log.bigram_baseline:
             yield "log.bigram_baseline predicts the next token, not masked ones"
+        if model.masked and isinstance(log, LogConfig) and log.tasks:
+            yield "log.tasks asks for the next token: this model sees both sides of a token"
     yield from _validation_rules(sections)
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
@@ -87,6 +89,11 @@ def _validation_rules(sections: Mapping[str, Section]) -> Iterator[str]:
             yield f"{key} = {value} goes by validations: it needs data.valid"
         if value and isinstance(log, LogConfig) and not log.validate_every_steps:
             yield f"{key} = {value} goes by validations: it needs log.validate_every_steps above 0"
+    if isinstance(log, LogConfig):
+        if log.tasks_every_steps and not log.tasks:
+            yield f"log.tasks_every_steps = {log.tasks_every_steps} needs log.tasks = [FILE, ...]"
+        twice = [path for path in dict.fromkeys(log.tasks) if log.tasks.count(path) > 1]
+        yield from (f"log.tasks names {path} more than once" for path in twice)
 
 
 def _model_rules(model: ModelConfig) -> Iterator[str]:

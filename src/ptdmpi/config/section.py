@@ -11,6 +11,7 @@ MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+FileName = Annotated[str, Field(min_length=1)]
 DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
 
 

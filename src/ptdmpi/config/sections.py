@@ -11,6 +11,7 @@ from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import (
     MOST_BATCH,
     DirectoryName,
+    FileName,
     Fraction,
     NonNegative,
     Positive,
@@ -171,13 +172,16 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """`validate_every_steps = 0` validates at the end only, where validation data is given.
+    """`validate_every_steps = 0` validates at the end only, where validation data is given, and so
+    do `tasks_every_steps = 0` and `tasks`, files of questions as `ptdmpi evaluate --tasks` has.
     `tensorboard` and `wandb` (true: offline) need the extras of these names."""
 
     every_steps: Positive = 1
     validate_every_steps: NonNegative = 0
     validate_samples: Positive | Literal["all"] = "all"
     bigram_baseline: bool = False
+    tasks: Annotated[tuple[FileName, ...], Field(strict=False)] = ()
+    tasks_every_steps: NonNegative = 0
     tensorboard: bool = False
     wandb: bool | Literal["offline", "online"] = False
     wandb_project: str = "ptdmpi"

@@ -1,25 +1,22 @@
 """Everything that `ptdmpi evaluate` is asked for, on a model that is loaded once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ptdmpi.comm.world import World
-from ptdmpi.config import InputError, SharedInputError
+from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
-from ptdmpi.evaluate.answers import Stop, compiled, extract, matches
-from ptdmpi.evaluate.choice import accuracies, requests
+from ptdmpi.evaluate.answers import compiled
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
-from ptdmpi.evaluate.scoring import score
+from ptdmpi.evaluate.questions import Asking, Limits, questions
 from ptdmpi.evaluate.tasks import TaskItem
-from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text, find_text
-from ptdmpi.inference.model import InferenceModel, open_inference
+from ptdmpi.generate.text import find_text
+from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
@@ -51,10 +48,11 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         return found
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
-    questions = _Questions(model, world, text, options)
+    asking, limits = _asking(options), Limits(model.seq_length, model.vocab_size)
     for path, (items, contexts) in work.items():
-        ask = questions.choices if items[0].choices else questions.answers
-        found["tasks"].append({"file": path, "shots": options["shots"], **ask(items, contexts)})
+        asked = world.on_root(partial(questions, text, items, contexts, asking, limits))
+        given = asked.ask(model, text, range(len(items)))
+        found["tasks"].append({"file": path, "shots": options["shots"], **asked.result(given)})
     if options["lm_eval"]:
         harness = Harness(model, text)
         found["lm_eval"] = simple_evaluate(harness, options)
@@ -93,6 +91,12 @@ def _sampling(options: Options) -> Sampling:
     return Sampling(**{key: options[key] for key in keys})
 
 
+def _asking(options: Options) -> Asking:
+    keys = ("separator", "neutral", "samples", "max_new_tokens", "extract")
+    until = tuple(options["until"])
+    return Asking(sampling=_sampling(options), until=until, **{key: options[key] for key in keys})
+
+
 def _check_dataset(path: Path, stored: StoredModel) -> None:
     dataset = Dataset(path)
     known = tokenizer_sha256(stored)
@@ -101,44 +105,3 @@ def _check_dataset(path: Path, stored: StoredModel) -> None:
             f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "
             f"{dataset.tokenizer_sha256[:12]}), the model knows {known[:12]}"
         )
-
-
-@dataclass(frozen=True)
-class _Questions:
-    """Asks the items of a file behind their contexts; every rank calls it and gets the scores."""
-
-    model: InferenceModel
-    world: World
-    text: Text
-    options: Options
-
-    def choices(self, items: list[TaskItem], contexts: list[str]) -> dict[str, Any]:
-        separator, neutral = self.options["separator"], self.options["neutral"]
-        wanted = self.world.on_root(
-            lambda: requests(self.text, items, contexts, separator, neutral)
-        )
-        cut_short = sum(len(one.ids) - 1 > self.model.seq_length for one in wanted)
-        scores = score(self.model, wanted)
-        return {"kind": "choice", "truncated": cut_short, **accuracies(items, scores)}
-
-    def answers(self, items: list[TaskItem], contexts: list[str]) -> dict[str, Any]:
-        options, length = self.options, self.options["max_new_tokens"]
-        samples, until = options["samples"], options["until"]
-        room = self.model.seq_length - length
-        if room < 1:
-            most = self.model.seq_length - 1
-            raise SharedInputError(f"--max-new-tokens {length}; legal: 1 to {most}")
-        ends = options["separator"].rstrip(" ")
-        encoded = self.world.on_root(lambda: [self.text.prompt(one + ends) for one in contexts])
-        stop = Stop(self.text, until)
-        prompts = [
-            Prompt(ids[-room:], length, number * samples + k, stop)
-            for number, ids in enumerate(encoded)
-            for k in range(samples)
-        ]
-        found = generate(self.model, prompts, _sampling(options), self.text.ends)
-        pattern = compiled(options["extract"])
-        given = [extract(self.text.decode(one.ids), until, pattern) for one in found]
-        grouped = [given[start : start + samples] for start in range(0, len(given), samples)]
-        cut_short = sum(len(ids) > room for ids in encoded)
-        return {"kind": "answers", "truncated": cut_short, **matches(items, grouped)}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
-from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress
+
+if TYPE_CHECKING:  # it starts MPI, and questions are also prepared where there is none
+    from ptdmpi.inference.model import InferenceModel
 
 # A batch is as large as both allow: enough tokens for efficient products, and not more logits.
 BATCH_TOKENS = 4096
@@ -37,28 +40,28 @@ class Score:
     greedy: bool
 
 
-def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
+def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
     """The score of each request, on every rank; every rank calls it with the same requests.
 
     What does not fit `seq_length` loses its first tokens. Raises InputError where that would cut
     into the scored ones, an id is none of the vocabulary, or a score is no number: then no answer
     is better than another.
     """
-    fitted = [_fit(request, model) for request in requests]
-    order = sorted(range(len(fitted)), key=lambda i: (-len(fitted[i].ids), i))
-    groups = list(_groups([len(fitted[i].ids) - 1 for i in order], model))
+    inside = [fitted(one, model.seq_length, model.vocab_size) for one in requests]
+    order = sorted(range(len(inside)), key=lambda i: (-len(inside[i].ids), i))
+    groups = list(_groups([len(inside[i].ids) - 1 for i in order], model))
     data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
     found: dict[int, Score] = {}
     with progress("scoring", len(mine), "batch") as advance:
         for group in mine:
-            answer = model.log_probabilities(*_batch([fitted[i] for i in group], model.device))
+            answer = model.log_probabilities(*_batch([inside[i] for i in group], model.device))
             advance(1)
             if answer is None:
                 continue
             values, greedy = (part.cpu().numpy() for part in answer)
             for column, i in enumerate(group):
-                place = slice(fitted[i].first - 1, len(fitted[i].ids) - 1)
+                place = slice(inside[i].first - 1, len(inside[i].ids) - 1)
                 total = float(values[place, column].sum(dtype=np.float64))
                 tokens = place.stop - place.start
                 found[i] = Score(total, tokens, bool(greedy[place, column].all()))
@@ -70,27 +73,28 @@ def score(model: InferenceModel, requests: Sequence[Request]) -> list[Score]:
     return [everything[i] for i in range(len(requests))]
 
 
-def _fit(request: Request, model: InferenceModel) -> Request:
+def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
+    """The request without the first tokens that a sequence has no place for. Raises InputError
+    where that would cut into the scored ones, or an id is none of the vocabulary."""
     ids, first, place = request.ids, request.first, f"{request.place}: " if request.place else ""
     if not 1 <= first < len(ids):
         raise SharedInputError(
             f"{place}nothing to score: {len(ids)} tokens, the first {first} of them given"
         )
-    if min(ids) < 0 or max(ids) >= model.vocab_size:
+    if min(ids) < 0 or max(ids) >= vocab_size:
         raise SharedInputError(
-            f"{place}id {max(ids)} is outside the model's vocabulary of {model.vocab_size}; was it "
+            f"{place}id {max(ids)} is outside the model's vocabulary of {vocab_size}; was it "
             "trained with this tokenizer?"
         )
-    cut = max(0, len(ids) - 1 - model.seq_length)
+    cut = max(0, len(ids) - 1 - seq_length)
     if cut >= first:
         raise SharedInputError(
-            f"{place}{len(ids) - first} tokens to score: the model has seq_length = "
-            f"{model.seq_length}"
+            f"{place}{len(ids) - first} tokens to score: the model has seq_length = {seq_length}"
         )
     return Request(ids[cut:], first - cut)
 
 
-def _groups(lengths: Sequence[int], model: InferenceModel) -> Iterator[list[int]]:
+def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[int]]:
     """Numbers of requests of falling lengths that are scored together."""
     start = 0
     while start < len(lengths):
@@ -99,7 +103,7 @@ def _groups(lengths: Sequence[int], model: InferenceModel) -> Iterator[list[int]
         start += rows
 
 
-def rows_of(length: int, model: InferenceModel) -> int:
+def rows_of(length: int, model: "InferenceModel") -> int:
     """How many sequences of so many tokens make a batch."""
     logits_bytes = 4 * length * math.ceil(model.vocab_size / model.axis.size)
     return max(1, min(BATCH_TOKENS // length, LOGITS_BYTES // logits_bytes))

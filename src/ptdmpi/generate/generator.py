@@ -3,14 +3,17 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
-from ptdmpi.inference.model import InferenceModel
 from ptdmpi.terminal.progress import progress
+
+if TYPE_CHECKING:  # it starts MPI, and questions are also prepared where there is none
+    from ptdmpi.inference.model import InferenceModel
 
 # Prompts that are continued together.
 ROWS = 16
@@ -34,7 +37,7 @@ class Continuation:
     reason: str
 
 
-def check(prompt: Prompt, model: InferenceModel) -> None:
+def check(prompt: Prompt, model: "InferenceModel") -> None:
     """Raises InputError for a prompt that is empty or not of the vocabulary, or that does not fit
     the model with what is to come."""
     if not prompt.ids:
@@ -60,7 +63,7 @@ def check(prompt: Prompt, model: InferenceModel) -> None:
 
 
 def generate(
-    model: InferenceModel,
+    model: "InferenceModel",
     prompts: Sequence[Prompt],
     sampling: Sampling,
     ends: Collection[int],
@@ -94,7 +97,7 @@ def generate(
 
 def _continue(
     prompts: Sequence[Prompt],
-    model: InferenceModel,
+    model: "InferenceModel",
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Continuation]:

@@ -53,13 +53,20 @@ class Text:
         return self.tokenizer.decode(np.array(ids, dtype=np.int64))
 
 
-def find_text(stored: StoredModel, given: str | None = None) -> Text:
+MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
+
+
+def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
     """The tokenizer of the model; `given`: "bytes", or the path of a tokenizer.json.
 
-    Raises InputError where none is known, or where it is not of this model.
+    Raises InputError where none is known (`mended`: what to do about it), or where it is not of
+    this model.
     """
     kept, trained_here = kept_files(stored), bool(stored.datasets)
-    name = given or _name_of(stored, kept)
+    try:
+        name = given or _name_of(stored, kept)
+    except InputError as error:
+        raise InputError(f"{error}; {mended}") from None
     try:
         tokenizer = load_tokenizer(name)
     except ImportError as error:
@@ -85,20 +92,14 @@ def find_text(stored: StoredModel, given: str | None = None) -> Text:
 
 def _name_of(stored: StoredModel, kept: Path | None) -> str:
     """What `load_tokenizer` takes for the model's own tokenizer. Raises InputError."""
-    try:
-        header = shard_header(stored)
-        if header is not None and tokenizer_file(header.tokenizer) is None:
-            return header.tokenizer
-        if header is not None:
-            return str(find_tokenizer(header, stored))
-    except InputError as error:
-        raise InputError(f"{error}; give --tokenizer FILE") from None
+    header = shard_header(stored)
+    if header is not None and tokenizer_file(header.tokenizer) is None:
+        return header.tokenizer
+    if header is not None:
+        return str(find_tokenizer(header, stored))
     if kept is not None and (kept / TOKENIZER).is_file():
         return str(kept / TOKENIZER)
-    raise InputError(
-        f"{stored.path} does not say which tokenizer it has; give --tokenizer bytes or "
-        "--tokenizer FILE, a tokenizer.json"
-    )
+    raise InputError(f"{stored.path} does not say which tokenizer it has")
 
 
 def _ends(kept: Path) -> set[int]:

@@ -2,9 +2,10 @@
 
 Every data rank holds a whole model (over its tensor and pipeline ranks) and may be asked something
 else. No gradients, optimizer or schedule: stages pass activations on, one after the other, while
-the first ones go on with the next batch.
+the first ones go on with the next batch. The weights are a checkpoint's, or those of a run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,29 @@ from ptdmpi.model.transformer import Context
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.orders import Placement
 
 
 class InferenceModel:
     """This rank's part of a model. All ranks of a data rank call its methods together."""
 
     def __init__(
-        self, config: Config, axes: Axes, vocab_size: int, device: torch.device | str = "cpu"
+        self,
+        config: Config,
+        axes: Axes,
+        vocab_size: int,
+        stages: Mapping[int, Stage],
+        placed: Placement,
     ) -> None:
+        """`stages`: those that `placed` puts on this rank, with their weights; of `new_stages`."""
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
-        self.device = torch.device(device)
-        self.dtype = PRECISIONS[config.precision.compute].compute
-        self.axis = TensorAxis(axes["tensor"])
-        model, pipeline = config.model, axes["pipeline"]
-        self.placed = schedules.placement("forward", pipeline.size, 1)
-        layers = split_model(model, vocab_size, self.placed)
-        (self.number,) = self.placed.stages_of(pipeline.rank)
-        self.stage = Stage(config, vocab_size, layers[self.number], self.axis)
-        self.buffer = ParameterBuffer(
-            self.stage.named_logical_parameters(),
-            Precision(self.dtype, self.dtype),  # nothing is updated: no masters beside the weights
-            self.device,
-            self.axis.rank,
-            self.axis.size,
-            trains=False,
-        )
-        self.stage.place_tables(model, self.device)
+        self.stages, self.placed = dict(sorted(stages.items())), placed
+        some = next(iter(self.stages.values()))
+        weight = next(some.parameters())
+        self.device, self.dtype, self.axis = weight.device, weight.dtype, some.axis
+        for stage in self.stages.values():
+            stage.place_tables(config.model, self.device)
+        self._head = next((stage for stage in self.stages.values() if stage.last), None)
         self._leaving: list[tuple[Handle, Tensor]] = []
 
     @property
@@ -62,11 +60,11 @@ class InferenceModel:
     @property
     def decides(self) -> bool:
         """Whether this is the one of a data rank's ranks that sees logits and may speak for it."""
-        return self.stage.last and self.axis.rank == 0
+        return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
         """The deciding rank's `value` on all ranks of this data rank."""
-        if self.stage.last:
+        if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placed.rank_of(self.placed.stages - 1)
         return self.axes["pipeline"].broadcast_object(value, last)
@@ -75,7 +73,7 @@ class InferenceModel:
         model = self.config.model
         kv_heads = max(1, model.kv_heads // self.axis.size)
         shape = (rows, capacity, kv_heads, model.head_size)
-        layers = map(int, self.stage.layers)
+        layers = (int(one) for stage in self.stages.values() for one in stage.layers)
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
@@ -84,32 +82,24 @@ class InferenceModel:
         With a cache the ids stand at its positions and see what it keeps; else each column is a
         sequence from its beginning.
         """
-        stage, pipeline = self.stage, self.axes["pipeline"]
-        rotary = None
-        if stage.rotary is not None and cache is not None:
-            # [s, 1, 1, head size] -> [s, b, 1, head size]
-            cos, sin = stage.rotary
-            rotary = cos[cache.positions, 0], sin[cache.positions, 0]
-        elif stage.rotary is not None:
-            cos, sin = stage.rotary
-            rotary = cos[: ids.shape[0]], sin[: ids.shape[0]]
-        with torch.no_grad():
-            x = None
-            if not stage.first:
+        pipeline, last = self.axes["pipeline"], self.placed.stages - 1
+        x: Tensor | None = None
+        for number, stage in self.stages.items():
+            if not stage.first and self.placed.rank_of(number - 1) != pipeline.rank:
                 shape = (*ids.shape, self.config.model.hidden)
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
-                pipeline.recv(x, self.placed.rank_of(self.number - 1))
-            x = stage.advance(ids, x, Context(rotary=rotary, cache=cache))
-        if stage.last:
-            return x
-        self._send(x.contiguous())
-        return None
+                pipeline.recv(x, self.placed.rank_of(number - 1))
+            with torch.no_grad():
+                context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
+                x = stage.advance(ids, x, context)
+            if number < last and self.placed.rank_of(number + 1) != pipeline.rank:
+                self._send(x.contiguous(), self.placed.rank_of(number + 1))
+        return x if self._head is not None else None
 
-    def _send(self, x: Tensor) -> None:
+    def _send(self, x: Tensor, following: int) -> None:
         """Send activations on without waiting: the next stage may be busy with those before."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
-        following = self.placed.rank_of(self.number + 1)
         self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
@@ -122,21 +112,43 @@ class InferenceModel:
         """float32 [b, V] behind the token at place `last` [b] of the ids [s, b] on the ranks of the
         last stage; None on others. Keeps all ids in the cache."""
         x = self.hidden(ids, cache)
-        if x is None:
+        if x is None or self._head is None:
             return None
         with torch.no_grad():
             chosen = x[last, torch.arange(x.shape[1], device=x.device)][None]  # [1, b, h]
-            columns = self.stage.heads(chosen)[0][0].float().t().contiguous()  # [V/t, b]
+            columns = self._head.heads(chosen)[0][0].float().t().contiguous()  # [V/t, b]
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """ids and labels [s, b]: log probabilities [s, b] of the labels, and where no label is more
         probable, on the last stage; None on others. After the last call comes `finish`."""
         x = self.hidden(ids)
-        if x is None:
+        if x is None or self._head is None:
             return None
         with torch.no_grad():
-            return token_log_probabilities(self.stage.heads(x)[0], labels, self.axis)
+            return token_log_probabilities(self._head.heads(x)[0], labels, self.axis)
+
+
+def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
+    """The angles of the ids' places, where the model has such."""
+    if stage.rotary is None:
+        return None
+    cos, sin = stage.rotary
+    if cache is not None:
+        # [s, 1, 1, head size] -> [s, b, 1, head size]
+        return cos[cache.positions, 0], sin[cache.positions, 0]
+    return cos[: ids.shape[0]], sin[: ids.shape[0]]
+
+
+def new_stages(config: Config, axes: Axes, vocab_size: int, placed: Placement) -> dict[int, Stage]:
+    """This rank's stages without weights. Sequences are whole on every rank, also where the run
+    divides them: a text to be continued has one new token at a time."""
+    layers = split_model(config.model, vocab_size, placed)
+    axis = TensorAxis(axes["tensor"])
+    return {
+        number: Stage(config, vocab_size, layers[number], axis)
+        for number in placed.stages_of(axes["pipeline"].rank)
+    }
 
 
 def device_of(world: World) -> torch.device:
@@ -172,11 +184,21 @@ def open_inference(
     threads = stored.tree.get("run", {}).get("threads", 1)
     torch.set_num_threads(threads)
     axes = world.split(grid_of(config))
-    model = InferenceModel(config, axes, stored.vocab_size, device_of(world))
-    loaded = load_tensors(State(model.buffer), axes.world, stored.checkpoint)
+    placed = schedules.placement("forward", config.parallel.pipeline, 1)
+    stages = new_stages(config, axes, stored.vocab_size, placed)
+    compute = PRECISIONS[config.precision.compute].compute
+    buffer = ParameterBuffer(
+        [one for stage in stages.values() for one in stage.named_logical_parameters()],
+        Precision(compute, compute),  # nothing is updated: no masters beside the weights
+        device_of(world),
+        axes["tensor"].rank,
+        axes["tensor"].size,
+        trains=False,
+    )
+    loaded = load_tensors(State(buffer), axes.world, stored.checkpoint)
     if isinstance(loaded, str):
         raise SharedInputError(loaded)
-    return model, stored
+    return InferenceModel(config, axes, stored.vocab_size, stages, placed), stored
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:

@@ -13,7 +13,7 @@ from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config, InputError
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
@@ -22,9 +22,10 @@ from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
-from ptdmpi.sinks.sinks import require
 from ptdmpi.train.capacity import rank_memory_bytes
+from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
+from ptdmpi.train.standing import standing_of
 
 STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
@@ -46,12 +47,10 @@ def preview(
     `cluster` by name or file: instead of `run.cluster`. Raises InputError as the run would, for
     whatever does not depend on the machine.
     """
-    config = resolve(tree, ranks.count)
-    require(config.log)
+    config = checked(tree, ranks.count)
     train, valid = open_datasets(config)
     masked = masked_samples(config, train[0]) if config.model.masked else None
     vocab_size = vocabulary(config, train[0], masked)
-    _require_writable(Path(config.run.dir))
     course = Course(config, begun(config, train))
     resumed = _resumed(config, course)
     course.check()
@@ -100,12 +99,6 @@ def _layout(config: Config) -> str:
     return f"{config.layout}, {config.parallel.schedule}, recompute {config.recompute.mode}"
 
 
-def _require_writable(path: Path) -> None:
-    there = _existing(path)
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise InputError(f"run.dir = {path}: {there} is no directory that can be written to")
-
-
 def _existing(path: Path) -> Path:
     """The directory itself, or what there is above it."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())
@@ -137,7 +130,15 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
         )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
-        said = f"has nothing to train: {path} has {counted(step, 'step')}"
+        said = (
+            f"has nothing to train: {path} has {counted(step, 'step')}; legal: run.steps above "
+            f"{step}, or another run.name"
+        )
+    elif named == own and (over := standing_of(config, step).over):
+        said = (
+            f"is over, stopped early after step {step}: {over}; legal: a higher "
+            "run.stop_after_worse, or 0, or another run.name"
+        )
     if changed:
         said += f"; changed since: {', '.join(changed)}"
     if config.checkpoint.initial:

@@ -1,19 +1,14 @@
 """The first samples of a run as text, by the tokenizer that made its shards."""
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.shards import Dataset
-from ptdmpi.generate.text import Text, find_text
-from ptdmpi.inference.stored import StoredModel
+from ptdmpi.generate.text import Text
 from ptdmpi.lineage.course import Course
-from ptdmpi.model.stage import TIED_NAME
-from ptdmpi.model.state import WEIGHTS, Counters, key
+from ptdmpi.train.task_files import text_of
 
 SHOWN = 2  # samples of the batch
 CHARACTERS = 400  # of each
@@ -44,15 +39,8 @@ def samples(
 
 
 def _text(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
-    """The tokenizer of the shards, or why there is none: as of the model that the run would
-    save."""
-    progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
-    model = config.model.model_dump()
-    said = {"progress": asdict(progress), "model": model, **course.in_manifest()}
-    table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
-    manifest = Manifest(progress, said, {}, {key(WEIGHTS, TIED_NAME): table})
-    stored = StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
+    """The tokenizer of the shards, or why there is none."""
     try:
-        return find_text(stored), None
+        return text_of(config, course, vocab_size), None
     except InputError as error:
         return None, str(error)

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op
@@ -15,6 +15,11 @@ from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
 from ptdmpi.report import trained
+from ptdmpi.sinks.record import task_score
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # What a rank's step time is made of besides computing, in the words of the table.
 PARTS = {
@@ -36,6 +41,7 @@ class Run:
     config: dict[str, Any]
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
     measured: Timeline | None
     measured_config: dict[str, Any]
     attempts: list[trained.Owed]
@@ -84,6 +90,7 @@ def read(path: Path) -> Run:
         trained.config_at(owed, None, config),
         steps,
         [record for record in records if "validation_loss" in record],
+        [record for record in records if "tasks" in record],
         _timeline(timelines[-1]) if timelines else None,
         trained.config_at(owed, at, config),
         owed,
@@ -140,6 +147,8 @@ def summary(run: Run) -> dict[str, Any]:
     for record in run.validations:
         if "bigram_validation_loss" in record:
             numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
+    if run.tasks:
+        numbers["tasks"] = {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
     where = ("layout", "rank_count")  # another layout's steps take other times
     alike = [one for one in run.steps if all(one[key] == last[key] for key in where)]
     for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
@@ -201,6 +210,9 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         if key == "profiles":
             rows += [("profile", path) for path in value]
             continue
+        if key == "tasks":
+            rows += [_task_row(path, of, value["step"]) for path, of in value["scores"].items()]
+            continue
         if key == "validation_losses":
             rows += [(f"validation loss of {path}", f"{loss:.4f}") for path, loss in value.items()]
             continue
@@ -224,6 +236,12 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     return rows + (trained.rows(numbers["attempts"]) if "attempts" in numbers else [])
 
 
+def _task_row(path: str, scores: dict[str, Any], step: int) -> tuple[str, str]:
+    name, score = task_score(scores)
+    error, items = scores["standard_error"], scores["items"]
+    return path, f"{name} {score:.1%} +- {error:.1%} of {items:,} items, step {step:,}"
+
+
 def table(numbers: dict[str, Any]) -> str:
     """The summary as lines of text."""
     rows = rows_of(numbers)
@@ -236,12 +254,16 @@ def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
     one, is drawn above what was measured. Raises InputError where the folder cannot be written."""
     paths = [folder / "loss.png"]
     loss_curve(run, paths[0])
+    if run.tasks:
+        paths.append(folder / "tasks.png")
+        task_curves(run, paths[-1])
     if run.measured:
-        paths += [folder / "timeline.png", folder / "trace.json"]
+        shown, trace = folder / "timeline.png", folder / "trace.json"
+        paths += [shown, trace]
         above = [] if foreseen is None else [compute_window(foreseen)]
         timelines = [*above, planned(run, run.measured), compute_window(run.measured)]
-        draw.figure(timelines, paths[1])
-        draw.chrome_trace(run.measured, paths[2])
+        draw.figure(timelines, shown)
+        draw.chrome_trace(run.measured, trace)
     return paths
 
 
@@ -254,11 +276,7 @@ def compute_window(timeline: Timeline) -> Timeline:
 
 def loss_curve(run: Run, path: Path) -> None:
     """Training loss of each step, its running mean, validation points and the bigram's line."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(run, "loss (nats per token)")
     tokens = [record["tokens"] for record in run.steps]
     losses = [record["loss"] for record in run.steps]
     axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
@@ -275,14 +293,53 @@ def loss_curve(run: Run, path: Path) -> None:
             level = record["bigram_validation_loss"]
             name = f"bigram model {level:.3f}"
             axes.axhline(level, color="#555555", linestyle="--", linewidth=1, label=name)
+    axes.legend(frameon=False)
+    draw.save(figure, path)
+
+
+def task_curves(run: Run, path: Path) -> None:
+    """The score of each task file over the tokens of the run, with its standard error."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _axes(run, "share of items that are right")
+    at = {record["step"]: record["tokens"] for record in run.steps}
+    records = [record for record in run.tasks if record["step"] in at]
+    for number, file in enumerate(dict.fromkeys(file for one in records for file in one["tasks"])):
+        asked = [(at[one["step"]], one["tasks"][file]) for one in records if file in one["tasks"]]
+        scores = [(tokens, *task_score(of), of["standard_error"]) for tokens, of in asked]
+        tokens, names, values, errors = zip(*scores, strict=True)
+        axes.errorbar(
+            tokens,
+            values,
+            errors,
+            fmt="o-",
+            color=f"C{number % 10}",
+            markersize=4,
+            linewidth=1.2,
+            elinewidth=0.8,
+            capsize=2,
+            label=f"{Path(file).name}: {names[-1]}",
+        )
+    axes.set_ylim(0.0, 1.0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.legend(frameon=False)
+    draw.save(figure, path)
+
+
+def _axes(run: Run, what: str) -> tuple["Figure", "Axes"]:
+    """An empty picture of a run over its tokens."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
     axes.set_xlabel("tokens")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(what)
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12k, 3.5M, 2G
-    axes.legend(frameon=False)
-    draw.save(figure, path)
+    return figure, axes
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ptdmpi.base.words import counted
 from ptdmpi.report.status import binned
+from ptdmpi.sinks.record import task_score
 
 STATES = {
     "running": "green",
@@ -75,6 +76,8 @@ def block(status: dict[str, Any]) -> RenderableType:
         )
         rate, norm = status["learning_rate"], status["grad_norm"]
         lines.append(Text(f"learning rate {rate:.2e}  grad norm {norm:.3f}"))
+    if "tasks" in status:
+        lines.append(Text(f"tasks {_tasks(status)}"))
     lines.append(Text(f"checkpoint {_checkpoint(status)}"))
     lines += [Text(line, style="yellow") for line in _remarks(status)]
     title = Text.assemble((status["name"], "bold"), "  ", _state(status))
@@ -136,6 +139,12 @@ def _validation(status: dict[str, Any]) -> str:
         best, step = status["best_validation_loss"], status["best_validation_step"]
         text += f"; best {best:.4f}, step {step}"
     return text + ")"
+
+
+def _tasks(status: dict[str, Any]) -> str:
+    scores = ((path, *task_score(values)) for path, values in status["tasks"].items())
+    shown = ", ".join(f"{path} {name} {score:.1%}" for path, name, score in scores)
+    return f"{shown} (step {status['tasks_step']})"
 
 
 def _checkpoint(status: dict[str, Any], short: bool = False) -> str:

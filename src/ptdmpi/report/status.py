@@ -79,6 +79,7 @@ class Watched:
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._validations: list[dict[str, Any]] = []
+        self._tasks: dict[str, Any] = {}
         self._slow: list[dict[str, Any]] = []
         self._slow_step = 0
 
@@ -107,6 +108,8 @@ class Watched:
             found |= self._progress()
         if self._validations:
             found |= self._validation()
+        if self._tasks:
+            found |= {"tasks": self._tasks["tasks"], "tasks_step": self._tasks["step"]}
         checkpoint = _newest_checkpoint(self.path / "checkpoints")
         if checkpoint:
             found["checkpoint"] = checkpoint
@@ -123,6 +126,8 @@ class Watched:
             return
         if "validation_loss" in record:
             self._validations.append(record)
+        elif "tasks" in record:
+            self._tasks = record
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])

@@ -99,7 +99,7 @@ class CommandGroup(click.Group):
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()
-            if launched_size() > 1:
+            if launched_size() > 1 and args[0] in self.list_commands(ctx):
                 note(
                     f"{ctx.command_path} {args[0]} works without MPI: rank 0 of "
                     f"{launched_size()} does it, the others have ended"

@@ -2,37 +2,32 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
-from ptdmpi.data.shards import find_shards
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.inference.model import device_of
-from ptdmpi.lineage.course import Course
-from ptdmpi.lineage.judge import FROM_HERE
-from ptdmpi.lineage.trained_on import begun
 from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.sinks.sinks import require
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
-from ptdmpi.train.feed import Feed, open_datasets, vocabulary
+from ptdmpi.train.feed import Feed
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
-from ptdmpi.train.validation import Validation, standing_of
+from ptdmpi.train.standing import standing_of
+from ptdmpi.train.tasks import Tasks
+from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
@@ -90,9 +85,8 @@ class Loop:
             checkpoints.check_space()
         self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
-        self.validation = Validation(
-            config, self.feed, self.engine, self.journal, self._vote, standing
-        )
+        tasks = Tasks(self.engine, self.feed.course, world, self.journal)
+        self.validation = Validation(config, self.feed, self.engine, tasks, self._vote, standing)
         for line in self.attempt.lines(vocab_size) if handover is None else ():
             say(line)
         for problem in self.attempt.skipped:
@@ -227,45 +221,3 @@ class Loop:
         self.journal.say(f"{reason}stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
-
-
-def checked(tree: dict[str, Any], ranks: int) -> Config:
-    """All that can be wrong before memory is allocated, found by one rank for everyone."""
-    try:
-        config = resolve(tree, ranks)
-    except InputError as error:
-        raise InputError("\n".join([str(error), *_absent(tree)])) from None
-    require(config.log)
-    checked_data(config)
-    return config
-
-
-def _absent(tree: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the datasets of a configuration that is wrong elsewhere too, so that all
-    is said in one round."""
-    data = tree.get("data")
-    train = data.get("train") if isinstance(data, dict) else None
-    valid = data.get("valid") if isinstance(data, dict) else None
-    parts = train if isinstance(train, list) else []
-    paths = [part.get("path") for part in parts if isinstance(part, dict)]
-    for path in (*paths, *(valid if isinstance(valid, list) else [valid])):
-        if isinstance(path, str):
-            try:
-                find_shards(path)
-            except InputError as error:
-                yield str(error)
-
-
-def checked_data(config: Config) -> int:
-    """The size of the vocabulary, of data, cluster file and run directory that can be used."""
-    train, _ = open_datasets(config)
-    if config.data.change != FROM_HERE:  # else it counts from where the run stands
-        Course(config, begun(config, train)).check()
-    if config.run.cluster:
-        load_cluster(config.run.cluster)
-    path = Path(config.run.dir)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"run.dir = {path}: {error.strerror}") from None
-    return vocabulary(config, train[0])

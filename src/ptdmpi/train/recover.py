@@ -23,8 +23,9 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
 from ptdmpi.train import live
+from ptdmpi.train.checks import checked
 from ptdmpi.train.live import Account, Handover, Holding
-from ptdmpi.train.loop import Loop, checked
+from ptdmpi.train.loop import Loop
 from ptdmpi.train.meter import append_lines
 from ptdmpi.watch.requests import StopRequest
 

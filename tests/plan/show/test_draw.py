@@ -11,6 +11,7 @@ import pytest
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Costs, Span, Timeline, simulate
+from ptdmpi.plan.show import draw
 from ptdmpi.plan.show.draw import _legend, chrome_trace, figure, terminal
 from ptdmpi.plan.show.draw_memory import drawn_ranks, envelope
 
@@ -91,6 +92,20 @@ def test_numbers_that_do_not_fit_are_cut_short_and_the_stated_width_shows_them()
     full = terminal(timeline, stated, color=False)
     assert "15>15<<<" in full.replace("> ", "")
     assert "(" not in full
+
+
+def test_numbers_stand_upright_in_narrow_boxes():
+    """Microbatches of two digits are numbered too, where a box is as narrow as a letter is high."""
+    written = []
+
+    class Axes:
+        def text(self, x, y, number, **look):
+            written.append((number, look["rotation"]))
+
+    timeline = simulated("1f1b", 4, 1, 44)
+    draw._draw_numbers(Axes(), timeline, draw._Chunks(timeline), float, timeline.makespan_s)
+    assert {number for number, _ in written} == {str(number) for number in range(44)}
+    assert {rotation for _, rotation in written} == {"horizontal", "vertical"}
 
 
 def test_other_work_has_a_letter_and_a_place_in_the_legend():

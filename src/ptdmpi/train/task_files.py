@@ -1,0 +1,49 @@
+"""The task files of a run as questions, by the tokenizer of its data: prepared without MPI, so that
+a dry run finds what is wrong with them."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
+from ptdmpi.config import Config, InputError
+from ptdmpi.evaluate.questions import Asking, Limits, Questions, read
+from ptdmpi.generate.text import Text, find_text
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.lineage.course import Course
+from ptdmpi.model.stage import TIED_NAME
+from ptdmpi.model.state import WEIGHTS, Counters, key
+
+
+def text_of(config: Config, course: Course, vocab_size: int) -> Text:
+    """The tokenizer of the shards: as of the model that the run would save. Raises InputError where
+    it is not to be found."""
+    progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
+    model = config.model.model_dump()
+    said = {"progress": asdict(progress), "model": model, **course.in_manifest()}
+    table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
+    manifest = Manifest(progress, said, {}, {key(WEIGHTS, TIED_NAME): table})
+    stored = StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
+    return find_text(stored, mended="put it beside them")
+
+
+def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:
+    """The questions of each file of `log.tasks`. Raises InputError for all files that cannot be
+    asked, a line each."""
+    if not config.log.tasks:
+        return {}
+    try:
+        text = text_of(config, course, vocab_size)
+    except InputError as error:
+        raise InputError(f"log.tasks need the tokenizer of the data: {error}") from None
+    sizes = Limits(config.model.seq_length, vocab_size)
+    # as `ptdmpi evaluate` asks by default, where a sequence has room for so long an answer
+    asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
+    found, mistakes = {}, []
+    for path in config.log.tasks:
+        try:
+            found[path] = read(Path(path), text, asking, sizes)
+        except InputError as error:
+            mistakes.append(f"log.tasks: {error}")
+    if mistakes:
+        raise InputError("\n".join(mistakes))
+    return found

@@ -41,15 +41,15 @@ def save(
     tensors: Mapping[str, np.ndarray] | None = None,
     cut: tuple[int, int] = (1, 1),
 ) -> Path:
-    """A checkpoint of two ranks: the boxes of the table in turn, the bias on rank 0."""
+    """A checkpoint of two ranks: the boxes of the table in turn, other tensors on rank 0."""
     tensors = values() if tensors is None else tensors
     directory.parent.mkdir(parents=True, exist_ok=True)  # a run makes its own
     temporary = files.prepare(directory, step, 1000)
     parts: list[list[Outgoing]] = [[], []]
     for number, box in enumerate(boxes(*cut)):
         parts[number % 2].append(outgoing("weights/table", tensors["weights/table"], box))
-    if "weights/bias" in tensors:
-        parts[0].append(outgoing("weights/bias", tensors["weights/bias"], Box.whole((7,))))
+    for name in sorted(tensors.keys() - {"weights/table"}):
+        parts[0].append(outgoing(name, tensors[name], Box.whole(tensors[name].shape)))
     written = [
         write(temporary / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
     ]

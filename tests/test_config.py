@@ -184,6 +184,12 @@ def test_each_wrong_value_is_named(key, value, line):
     assert len(found) == 1 and re.match(line, found[0]), found
 
 
+def test_of_a_long_value_enough_is_told():
+    for long in ("a" * 5000, ["a"] * 1000):
+        (line,) = mistakes({"run.steps": long})
+        assert re.match(r"run.steps = (\[)?'a", line) and len(line) < 450
+
+
 def test_a_slip_of_the_pen_in_a_size_is_told_at_once():
     (found,) = mistakes({"model.hidden": 10**11 + 3})  # a prime
     assert re.match(r"model\.heads = 4 does not divide model\.hidden = 10+3; legal", found)

@@ -173,6 +173,16 @@ def test_diff_names_what_differs(tmp_path):
     assert "weights/table" in _run("diff", a, b)[1]
 
 
+def test_diff_says_once_that_a_kind_of_tensors_is_in_one_alone(tmp_path):
+    moments = {name.replace("weights", "exp_avg"): value for name, value in values().items()}
+    a = save(tmp_path / "a", tensors={**values(), **moments})
+    for pair in ((a, save(tmp_path / "b")), (save(tmp_path / "c"), a)):
+        found = _json("diff", *pair)[1]["differences"]
+        assert [(one["name"], one["what"]) for one in found] == [
+            (f"exp_avg/* ({len(moments)})", f"only in {a}")
+        ]
+
+
 def test_diff_sees_bits_types_and_not_a_number(tmp_path):
     tensors = values()
     tensors["weights/table"][0, 0], tensors["weights/bias"][0] = 0.0, np.nan

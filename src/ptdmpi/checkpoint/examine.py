@@ -1,6 +1,7 @@
 """Examining checkpoints without a model, MPI or a GPU: are they sound, and are they equal."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,7 +156,12 @@ def differences(first: Path, second: Path) -> list[Difference]:
         if progress[0].get(key) != progress[1].get(key)
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
-        for name in sorted({*a.tensors, *b.tensors}):
+        kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
+        alone = kinds[0].keys() ^ kinds[1].keys()  # as the optimizer's, which a mere model has not
+        for kind in sorted(alone):
+            path, number = (first, kinds[0][kind]) if kinds[0][kind] else (second, kinds[1][kind])
+            found.append(Difference(f"{kind}/* ({number:,})", f"only in {path}"))
+        for name in sorted(one for one in {*a.tensors, *b.tensors} if _kind(one) not in alone):
             if name not in a.tensors or name not in b.tensors:
                 found.append(Difference(name, f"only in {first if name in a.tensors else second}"))
                 continue
@@ -164,6 +170,11 @@ def differences(first: Path, second: Path) -> list[Difference]:
             except Damaged as error:
                 raise InputError(str(error)) from None
     return found
+
+
+def _kind(name: str) -> str:
+    """What a tensor is of its parameter: "weights", a moment of the optimizer."""
+    return name.partition("/")[0]
 
 
 def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:

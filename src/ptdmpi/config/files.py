@@ -162,7 +162,12 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
     for key, (value, messages) in values.items():
         first, *others = dict.fromkeys(messages)
         text = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
-        yield f"{key} = {value!r}: {text}"
+        yield f"{key} = {_cut(repr(value))}: {_cut(text)}"
+
+
+def _cut(text: str, length: int = 200) -> str:
+    """A value may be a whole text, or a table of them: enough of it to be known by."""
+    return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

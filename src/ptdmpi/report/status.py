@@ -18,7 +18,6 @@ REMARKS = 3  # lines of the log that are shown
 SILENT_S, SILENT_STEPS = 60.0, 10.0  # without a word for longer than both: something is wrong
 TELLING = (
     "warning",
-    "slow in computing",
     "lost in step",
     "skipped",
     "no rank has begun",

@@ -85,7 +85,8 @@ def test_a_curve_keeps_its_ends_and_what_is_finite():
     assert len(page.svg([(i, 1.0) for i in range(10_000)]).split()) < 500
 
 
-def test_several_runs_share_a_table_and_a_picture(tmp_path):
+def test_several_runs_share_a_table_and_a_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     first = made(tmp_path / "first", 3, record(1, 4.0), record(2, 3.0))
     second = made(tmp_path / "second", 3, record(1, 4.0), record(2, 3.5), record(3, 3.0))
     with (second / "metrics.jsonl").open("a") as file:
@@ -100,6 +101,18 @@ def test_several_runs_share_a_table_and_a_picture(tmp_path):
     assert (tmp_path / "comparison.png").stat().st_size > 1000
     found = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
     assert [one["steps"] for one in found["runs"]] == [2, 3] and found["gap"]["at_step"] == 2
+    assert found["settings"] == {} and "setting" not in done.stdout
+
+
+def test_settings_that_differ_are_told_and_a_picture_may_fail(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [made(tmp_path / name, steps, record(1, 4.0)) for name, steps in (("x", 3), ("y", 5))]
+    (tmp_path / "comparison.png").mkdir()  # as little to be written as in a folder of others
+    done = CliRunner().invoke(command, [*map(str, runs)])
+    assert done.exit_code == 0 and "no picture: comparison.png" in done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["run.steps", "3", "5"]
+    found = json.loads(CliRunner().invoke(command, [*map(str, runs), "--json"]).stdout)
+    assert found["settings"] == {"run.steps": [3, 5]} and found["files"] == []
 
 
 def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):

@@ -14,7 +14,7 @@ from ptdmpi.engine.engine import Sums
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import attempts
 from ptdmpi.train.loop import Loop
-from ptdmpi.train.validation import Standing
+from ptdmpi.train.standing import Standing
 from tests import _runs
 from tests._configs import small
 from tests.parallel import parallel

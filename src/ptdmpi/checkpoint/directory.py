@@ -50,7 +50,20 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def named(path: Path) -> Path:
     """The checkpoint that a user names: itself, or through the file `latest` or `best`. Raises
-    InputError."""
+    InputError. Of a run directory, RUN/best is RUN/checkpoints/best."""
+    if path.name in (LATEST, BEST) and not path.exists():
+        inside = path.parent / "checkpoints" / path.name
+        if (
+            path.name == BEST
+            and not inside.exists()
+            and any(checkpoints_in(folder) for folder in (inside.parent, path.parent))
+        ):
+            raise InputError(
+                f"{path}: no checkpoint of this run was validated at its step, so none is the "
+                "best; legal: checkpoint.keep_best while it trains, or the run directory for the "
+                "newest one"
+            )
+        path = inside if inside.is_file() else path
     if path.is_file() and path.name in (LATEST, BEST):
         name = path.read_text(encoding="utf-8", errors="replace").strip()
         if not is_name(name):

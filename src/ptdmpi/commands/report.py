@@ -24,7 +24,7 @@ from ptdmpi.terminal.say import note
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for pictures and trace [default: RUN].",
+    help="Directory for pictures and trace [default: RUN; of several: the current one].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def command(
@@ -35,8 +35,8 @@ def command(
     Where a cluster is known (ptdmpi probe writes one of a machine), the step that is predicted on
     it stands beside the measured one. Writes loss.png, timeline.png, trace.json (for Perfetto or
     chrome://tracing) and report.html (all in one file) into it, or into --output DIR; a run that
-    may only be read keeps its table. Several runs share one table, and comparison.png beside the
-    first of them.
+    may only be read keeps its table. Several runs share one table, a list of the settings that
+    differ, and comparison.png in the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)
@@ -100,16 +100,14 @@ def note_all(lines: list[str]) -> None:
 def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     loaded = [report.read(path) for path in runs]
     numbers = [report.summary(one) for one in loaded]
-    drawn = (output or runs[0].absolute().parent) / "comparison.png"
-    try:
-        drawn.parent.mkdir(parents=True, exist_ok=True)
-        several.picture(loaded, drawn)
-    except OSError as error:
-        raise InputError(f"{drawn}: {error.strerror}; --output DIR draws it elsewhere") from None
+    drawn, unwritten = _compared(loaded, output)
+    settings = several.differing(loaded)
     gap = several.largest_gap(loaded)
     if as_json:
         named = [{"path": str(path), **one} for path, one in zip(runs, numbers, strict=True)]
-        print(json.dumps({"runs": named, "gap": gap, "files": [str(drawn)]}))
+        files = [str(path) for path in drawn]
+        print(json.dumps({"runs": named, "settings": settings, "gap": gap, "files": files}))
+        note_all(unwritten)
         return
     print(several.table(loaded, numbers))
     if gap:
@@ -117,4 +115,21 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
             f"\nloss over {gap['steps']:,} steps in common: {gap['mean']:.3g} apart in the mean, "
             f"{gap['largest']:.3g} at step {gap['at_step']:,}"
         )
-    print(f"\nwrote {drawn}")
+    if settings:
+        print(f"\n{several.settings_table(loaded, settings)}")
+    for path in drawn:
+        print(f"\nwrote {path}")
+    note_all(unwritten)
+
+
+def _compared(loaded: list[report.Run], output: Path | None) -> tuple[list[Path], list[str]]:
+    """The picture that was written, or a line on why it was not: the table matters more."""
+    drawn = (output or Path()) / "comparison.png"
+    try:
+        drawn.parent.mkdir(parents=True, exist_ok=True)
+        several.picture(loaded, drawn)
+    except OSError as error:
+        if output is not None:
+            raise InputError(f"--output {output}: {error.strerror}") from None
+        return [], [f"no picture: {drawn}: {error.strerror}; --output DIR draws it elsewhere"]
+    return [drawn], []

@@ -25,6 +25,7 @@ from ptdmpi.report.status import Watched
 from ptdmpi.train.capacity import rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
+from ptdmpi.train.standing import standing_of
 
 STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
@@ -129,7 +130,15 @@ def _resumed(config: Config, course: Course) -> dict[str, Any]:
         )
     said = f"resumes after step {step} from {path}"
     if step >= config.run.steps:
-        said = f"has nothing to train: {path} has {counted(step, 'step')}"
+        said = (
+            f"has nothing to train: {path} has {counted(step, 'step')}; legal: run.steps above "
+            f"{step}, or another run.name"
+        )
+    elif named == own and (over := standing_of(config, step).over):
+        said = (
+            f"is over, stopped early after step {step}: {over}; legal: a higher "
+            "run.stop_after_worse, or 0, or another run.name"
+        )
     if changed:
         said += f"; changed since: {', '.join(changed)}"
     if config.checkpoint.initial:
@@ -215,8 +224,9 @@ def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def needed_ranks(tree: Mapping[str, Any]) -> int:
-    """How many ranks a configuration speaks of; d counts as 1 where it is what remains."""
+def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
+    """(how many ranks a configuration speaks of, whether it takes no others); d counts as 1 where
+    it is what remains."""
 
     def whole(section: str, key: str, default: int) -> int:
         keys = tree.get(section)
@@ -224,4 +234,5 @@ def needed_ranks(tree: Mapping[str, Any]) -> int:
         return value if type(value) is int and value > 0 else default
 
     sizes = [whole("parallel", key, 1) for key in ("tensor", "pipeline", "data")]
-    return sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)
+    ranks = sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)
+    return ranks, whole("parallel", "data", 0) > 0

@@ -1,7 +1,7 @@
 """Several runs in one table and one picture."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from ptdmpi.report.status import binned
 
 # what makes up a run rather than what comes out of it, and so is no column of a comparison
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
+NAMES = ("run.name", "run.dir")
 POINTS = 200  # of each curve
 
 
@@ -22,6 +23,31 @@ def table(runs: Sequence[Run], numbers: Sequence[dict[str, Any]]) -> str:
     return "\n".join(
         lines([head, *([name, *(c.get(name, "-") for c in columns), ""] for name in names)])
     )
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings that are not the same in all runs, one value for each of them; None where a run
+    has no such key. Where a run is and what it is called is not told."""
+    flat = [dict(_flat("", run.config)) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    values = {key: [one.get(key) for one in flat] for key in keys if key not in NAMES}
+    return {key: row for key, row in values.items() if any(one != row[0] for one in row)}
+
+
+def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def settings_table(runs: Sequence[Run], settings: Mapping[str, Sequence[Any]]) -> str:
+    """A row for each setting that differs, a column for each run."""
+    rows = [
+        [key, *("-" if v is None else str(v) for v in row), ""] for key, row in settings.items()
+    ]
+    return "\n".join(lines([["setting", *labels(runs), ""], *rows]))
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

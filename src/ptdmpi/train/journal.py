@@ -6,6 +6,7 @@ from typing import Any
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
+from ptdmpi.terminal.say import quiet
 from ptdmpi.train.live import Completed
 from ptdmpi.train.meter import Rates, RecentSteps, RunDirectory, duration
 
@@ -63,12 +64,15 @@ class Journal:
         steps = config.run.steps
         if done.step % config.log.every_steps == 0 or done.step == steps:
             left = duration((steps - done.step) * usual_s)
-            self.say(
+            # the last one is a result, also under --quiet
+            shown = done.step == steps or not quiet()
+            self.directory.say(
                 f"step {done.step:>{len(str(steps))}}/{steps}  "
                 f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
                 f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
                 f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank  mfu {rates['mfu']:.1%}  "
-                f"left {left}{'  skipped: overflow' if result.overflow else ''}"
+                f"left {left}{'  skipped: overflow' if result.overflow else ''}",
+                shown,
             )
 
     def keep_timeline(self, step: int) -> None:

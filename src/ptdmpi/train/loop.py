@@ -25,8 +25,9 @@ from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
+from ptdmpi.train.standing import standing_of
 from ptdmpi.train.tasks import Tasks
-from ptdmpi.train.validation import Validation, standing_of
+from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest

@@ -186,8 +186,10 @@ class RunDirectory:
         if self._sinks is not None:
             self._sinks.close()
 
-    def say(self, line: str) -> None:
-        self.show(line)
+    def say(self, line: str, shown: bool = True) -> None:
+        """Keep a line in the log, and show it."""
+        if shown:
+            self.show(line)
         self._append(self.log, line)
 
     def _append(self, path: Path, line: str) -> None:

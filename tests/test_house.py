@@ -35,7 +35,6 @@ EXCEPTIONS: dict[str, str] = {
     "data_prep/state.py::RunState": "one restart protocol; its steps read best in one place",
     "src/ptdmpi/checkpoint/save.py::Checkpoints": "saving, publishing and resuming share a flight",
     "src/ptdmpi/model/stage.py::Stage": "losses and batches are parked here between two ops",
-    "src/ptdmpi/engine/engine.py::Engine": "everything of a rank that a step touches",
     "src/ptdmpi/watch/heartbeat.py::Heartbeat": "a thread's whole state, closed in one place",
 }
 # Folders that may have more files, and why.

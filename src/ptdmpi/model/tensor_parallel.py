@@ -270,6 +270,7 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
+        # ids of other ranks' rows look up row 0 and count as zero: the sum has each token once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)

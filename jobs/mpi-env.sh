@@ -24,6 +24,9 @@ elif _mpirun=$(command -v mpirun); then
 fi
 unset _venv _mpirun _lib
 
+# Open MPI ends without a home; cron, systemd and some containers set none.
+[ -n "${HOME+set}" ] || export HOME=~
+
 # Containers and bare test machines have only root. Open MPI asks twice.
 export OMPI_ALLOW_RUN_AS_ROOT="${OMPI_ALLOW_RUN_AS_ROOT:-1}"
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="${OMPI_ALLOW_RUN_AS_ROOT_CONFIRM:-1}"

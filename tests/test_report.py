@@ -157,6 +157,25 @@ def test_a_damaged_configuration_is_one_line(run):
         report.read(run)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "x", "loss": null}',
+        '{"step": 4, "loss": 2.0}',
+        '{"step": 3, "loss": "x", "layout": 1, "rank_count": 1, "tokens": 1}',
+        '{"step": 3, "validation_loss": "x", "validation_perplexity": 1}',
+        '{"step": 3, "validation_loss": 1.0}',
+        "[1]",
+        b"\xff\xfe\x00",
+    ],
+)
+def test_a_spoilt_record_is_left_out(run, line):
+    before = report.summary(report.read(run))
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    assert report.summary(report.read(run)) == before
+
+
 def test_no_run_directory(tmp_path):
     with pytest.raises(InputError, match="is no run directory"):
         report.read(tmp_path)

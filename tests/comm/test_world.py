@@ -105,6 +105,23 @@ def test_root_works_for_everyone(comm):
         world.on_root(fail)
 
 
+def test_a_rank_without_a_home_gets_one():
+    environ = {}
+    launch.prepare(environ)
+    assert os.path.isdir(environ["HOME"])
+    environ = {"HOME": "/given"}
+    launch.prepare(environ)
+    assert environ["HOME"] == "/given"
+
+
+def test_a_current_directory_that_was_removed_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(InputError, match="the current directory is gone"):
+        launch.prepare({})
+
+
 @pytest.mark.parametrize("variable", launch.SIZE_VARIABLES)
 def test_singletons_are_noticed(variable):
     with pytest.raises(InputError, match=rf"world of 1 rank, but {variable} says 4.*--mpi"):

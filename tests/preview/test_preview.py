@@ -1,6 +1,7 @@
 """A run before it starts: what --dry-run, `ptdmpi plan CONFIG` and `ptdmpi init` say and leave."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -140,9 +141,9 @@ def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
 
 
 def test_how_many_ranks_a_configuration_speaks_of():
-    assert needed_ranks(tree({"parallel.tensor": 2, "parallel.pipeline": 2})) == 4
-    assert needed_ranks(tree({"parallel.data": 3, "run.spare_ranks": 1})) == 4
-    assert needed_ranks({"parallel": "no section", "run": {"spare_ranks": "many"}}) == 1
+    assert needed_ranks(tree({"parallel.tensor": 2, "parallel.pipeline": 2})) == (4, False)
+    assert needed_ranks(tree({"parallel.data": 3, "run.spare_ranks": 1})) == (4, True)
+    assert needed_ranks({"parallel": "no section", "run": {"spare_ranks": "many"}}) == (1, False)
 
 
 def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypatch):
@@ -221,3 +222,41 @@ def test_previewing_needs_no_mpi(corpus):
     words = [sys.executable, "-c", code, "plan", str(corpus / "c.toml")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "  | " in done.stdout, done.stderr
+
+
+def test_how_many_ranks_and_why(corpus, tmp_path):
+    """What the layout fixes, else the fewest that it takes, with a hint; --ranks rules."""
+    path = tmp_path / "c.toml"
+
+    def ranks(parallel: dict[str, int], *options: str) -> tuple[int, str]:
+        changes = {f"parallel.{key}": size for key, size in parallel.items()}
+        path.write_text(tomlkit.dumps(configured(corpus, changes)))
+        told = CliRunner().invoke(plan, [str(path), "--json", *options], catch_exceptions=False)
+        found = json.loads(told.stdout)
+        return found["ranks"], found["ranks_from"]
+
+    assert ranks({"data": 2}) == (2, "as parallel.tensor, pipeline and data say")
+    fewest, why = ranks({"tensor": 2})
+    assert fewest == 2 and why.startswith("the fewest: ") and "--ranks says others" in why
+    assert ranks({}, "--ranks", "1") == (1, "as --ranks says")
+    assert ranks({}, "--ranks", "4") == (4, "as --ranks says")
+
+
+def test_a_dry_run_searches_the_layout_and_writes_nothing(corpus, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(tomlkit.dumps(configured(corpus, {"precision.compute": "fp32"})))
+    before = snapshot(corpus)
+
+    def told(*options: str) -> str:
+        words = [str(path), "--dry-run", "--layout", "auto", *options]
+        return CliRunner().invoke(
+            train, words, catch_exceptions=False, standalone_mode=False
+        ).stdout  # fmt: skip
+
+    said = told("--ranks", "2", "--set", "run.cluster=cpu-avx2")
+    chosen = re.search(r"layout auto on \S+: (t=\d,p=\d,d=\d,v=\d,b=\d+), ", said)
+    assert chosen and f"layout      {chosen[1]}, " in said and snapshot(corpus) == before
+    with pytest.raises(InputError, match=r"needs run\.cluster: .*ptdmpi probe"):
+        told("--ranks", "2")
+    with pytest.raises(InputError, match="--layout auto chooses parallel"):
+        told("--set", "parallel.tensor=2")

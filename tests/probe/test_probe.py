@@ -1,6 +1,7 @@
 """`ptdmpi probe`: a cluster file that the planner reads, and results that are checked."""
 
 import tomllib
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -27,14 +28,29 @@ TINY = Effort(
 )
 
 
-def run(comm, **changes):
-    with patch.object(bench, "TRIALS", 2), patch.object(bench, "TRIAL_S", 1e-4):
+class Told:
+    """Stands in for `progress`: what was to be done, and what was."""
+
+    def __init__(self):
+        self.phases = {}
+
+    @contextmanager
+    def progress(self, what, total, unit, first_s):
+        self.phases[what] = [total, 0]
+        yield lambda more: self.phases[what].__setitem__(1, self.phases[what][1] + more)
+
+
+def run(comm, told=None, **changes):
+    shown = patch.object(bench, "progress", (told or Told()).progress)
+    with shown, patch.object(bench, "TRIALS", 2), patch.object(bench, "TRIAL_S", 1e-4):
         return probe(World(comm), "fp32", torch.device("cpu"), replace(TINY, **changes))
 
 
 @parallel(ranks=[2])
 def test_what_is_probed_prices_layouts(comm):
-    tree, found = run(comm)
+    told = Told()
+    tree, found = run(comm, told)
+    assert len(told.phases) == 5 and all(done == total for total, done in told.phases.values())
     assert len(set(map(str, comm.allgather((tree, found))))) == 1
     cluster = Cluster.model_validate(tomllib.loads(tomlkit.dumps(tree)))
     assert cluster.node.devices == comm.size

@@ -125,7 +125,7 @@ def test_history_of_attempts_that_were_killed_or_rolled_back(tmp_path):
     _begin(History(tmp_path), 6)  # killed at once
     _begin(History(tmp_path), 6)  # killed later
     with open(tmp_path / "history.jsonl", "a") as file:
-        file.write('{"attempt": 3, "event": "e')
+        file.write('{"attempt": "3"}\n[]\n{"attempt": 3, "event": "e')  # spoilt, and torn
     last = History(tmp_path)
     _begin(last, 4)  # from an earlier checkpoint
     last.end(9, "done")

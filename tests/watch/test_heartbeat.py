@@ -78,7 +78,8 @@ def test_rank_0_is_missed_too(tmp_path):
     act = "os.kill(os.getpid(), signal.SIGSTOP)"
     done = run_patched(tmp_path, act, "F0.2", 0, **{"run.stall_s": 2.0})
     assert done.returncode not in (0, 2, 75)
-    assert f"stall: rank 0 ({HOST}) has not been heard for " in done.stderr
+    line = f"stall: rank 0 ({HOST}) has not been heard for "
+    assert line in done.stderr and line in log(tmp_path / "run")
     stacks = {path.name for path in (tmp_path / "run/stacks").glob("rank-*.txt")}
     assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
 

@@ -25,7 +25,19 @@ def begin(what: str) -> None:
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the defaults that every rank needs. Call before importing mpi4py, torch or h5py."""
+    """Set the defaults that every rank needs. Call before importing mpi4py, torch or h5py.
+
+    Raises InputError where the current directory has been removed.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:  # Open MPI and MKL would end the process, with words of their own
+        raise InputError(
+            f"the current directory is gone ({error.strerror}); cd to one that exists"
+        ) from None
+    if "HOME" not in environ:  # as cron, systemd and some containers do; Open MPI ends without it
+        home = os.path.expanduser("~")  # from the table of users
+        environ["HOME"] = home if os.path.isabs(home) else "/"
     # Lustre and GPFS often refuse the locks HDF5 asks for; shards are read-only.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
     # GPU-aware MPI beside NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.

@@ -185,7 +185,7 @@ def fail_together(world: World) -> Iterator[None]:
     """End every rank when one fails, within seconds, non-zero, with the failing rank's name.
 
     Bad input that all ranks know of ends them by exit code 2; anything else goes through MPI's
-    abort (code 2 for bad input that only this rank has seen, otherwise 1).
+    abort (code 2 for bad input that only this rank has seen, 130 for Ctrl-C, otherwise 1).
     """
     try:
         yield
@@ -201,6 +201,11 @@ def fail_together(world: World) -> Iterator[None]:
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)  # the launcher forwards the line before it hears of the abort
         world.control.Abort(2)
+    except KeyboardInterrupt:
+        if world.size == 1:
+            raise  # for whoever ends the program: MPI is finalized as ever
+        print(f"ptdmpi: interrupted (rank {world.rank})", file=sys.stderr, flush=True)
+        world.control.Abort(130)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]

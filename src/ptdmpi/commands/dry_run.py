@@ -5,23 +5,36 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ptdmpi.config import InputError
+from ptdmpi.config import Config, InputError
+from ptdmpi.plan.search.choose import settled
 from ptdmpi.preview.preview import RankCount, needed_ranks, preview
 from ptdmpi.preview.words import words
 from ptdmpi.terminal.launched import launched_rank, launched_size
+from ptdmpi.train.feed import open_datasets, vocabulary
 
 LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
 
 def show(
-    tree: Mapping[str, Any], ranks: int | None, cluster: str | None = None, as_json: bool = False
+    tree: Mapping[str, Any],
+    ranks: int | None,
+    cluster: str | None = None,
+    as_json: bool = False,
+    auto: bool = False,
 ) -> None:
     """Print the preview of a configuration, on the first of the ranks that a launcher started;
-    each of them calls it. Raises InputError where the run would not start."""
+    each of them calls it. `auto`: with the layout that is searched for it. Raises InputError where
+    the run would not start."""
     if launched_rank():
         return
-    found = preview(tree, _ranks(tree, ranks), cluster)
-    print(json.dumps(found) if as_json else words(found), flush=True)
+    counted_ranks, said = _ranks(tree, ranks), ""
+    if auto:
+        tree, said = _laid_out(tree, counted_ranks.count)
+    found = preview(tree, counted_ranks, cluster)
+    if as_json:
+        print(json.dumps(found), flush=True)
+    else:
+        print(f"{said}\n\n{words(found)}" if said else words(found), flush=True)
     if "mistake" in found:
         raise InputError(found["mistake"])
 
@@ -31,12 +44,32 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
     started, local = launched_size(), _local_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)
+    if given == 1:
+        return RankCount(1, "as --ranks says", 1)
     if started > 1:
         return RankCount(started, "as were started", local)
-    needed = needed_ranks(tree)
-    if needed > 1:
-        return RankCount(needed, "as the configuration needs at least; --ranks for others", 0)
-    return RankCount(1, "this one", 1)
+    needed, fixed = needed_ranks(tree)
+    why = "as parallel.tensor, pipeline and data say"
+    if not fixed:
+        why = 'the fewest: parallel.data = "auto" takes all that mpirun starts; --ranks says others'
+    return RankCount(needed, why, 1 if needed == 1 else 0)
+
+
+def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
+    """The tree with the layout that --layout auto gives it, and the words about that."""
+    found = settled(tree, ranks, _vocabulary)
+    if found is None:
+        raise InputError(
+            "--layout auto --dry-run needs run.cluster: what a dry run measures would be measured "
+            "anew by the run, and might differ. `ptdmpi probe --output here.toml`, started on as "
+            "many ranks, measures this machine for --set run.cluster=here.toml"
+        )
+    return found
+
+
+def _vocabulary(config: Config) -> int:
+    train, _ = open_datasets(config)
+    return vocabulary(config, train[0])
 
 
 def _local_size() -> int:

@@ -51,7 +51,10 @@ def command(file: Path, data: Path, ranks: int, force: bool, **options: str | No
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
-    click.echo(f"wrote {file}; next: mpirun -n {ranks} ptdmpi train {file} --dry-run")
+    click.echo(
+        f"wrote {file}; next: mpirun -n {ranks} ptdmpi train {file} --dry-run, or without MPI "
+        f"ptdmpi plan {file} --ranks {ranks}"
+    )
 
 
 def _machine(ranks: int) -> tuple[int, bool]:

@@ -9,6 +9,7 @@ import click
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
+from ptdmpi.plan.search.choose import require_free
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
@@ -42,16 +43,17 @@ def command(
     first.
 
     With --dry-run, under mpirun or without it, nothing is trained and nothing written: data are
-    opened, sizes and memory checked, time and total told, and the first batch shown as text.
+    opened, sizes and memory checked, time and total told, and the first batch shown as text. With
+    --layout auto it searches, too, on run.cluster: a machine is measured by the run alone.
     """
     if dry_run:
-        if layout is not None:
-            raise InputError("--dry-run shows a layout that is given; --layout auto searches one")
         note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
         from ptdmpi.commands.dry_run import show
 
-        show(load(config, overrides), dry["ranks"], as_json=dry["as_json"])
+        if auto := layout == "auto":
+            require_free(overrides)
+        show(load(config, overrides), dry["ranks"], as_json=dry["as_json"], auto=auto)
         return
     if dry["ranks"] or dry["as_json"]:
         raise InputError("--ranks and --json belong to --dry-run")
@@ -68,8 +70,6 @@ def command(
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
-                from ptdmpi.plan.search.choose import require_free
-
                 world.on_root(lambda: require_free(overrides))
                 tree = _laid_out(tree, world)
             recover.train(tree, world, signals)
@@ -80,28 +80,16 @@ def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
     from ptdmpi.plan.search import choose
     from ptdmpi.train.checks import checked_data
 
-    ranks = world.on_root(lambda: choose.working_ranks(tree, world.size))
-    config = world.on_root(lambda: choose.bare(tree))
-    chosen = world.on_root(lambda: choose.begun(config, world.size))
-    if chosen is not None:
-        if world.rank == 0:
-            print(f"layout auto: as {config.run.dir} has it", flush=True)
-        return choose.applied(tree, chosen)
-    vocab_size = world.on_root(lambda: checked_data(config))
-    if not config.run.cluster:
-        tree = choose.applied(tree, {"run": {"cluster": _probed(config, world)}})
-
-    def best() -> tuple[dict[str, Any], str]:
-        from ptdmpi.plan.machine.cluster import load_cluster
-
-        cluster = load_cluster(tree["run"]["cluster"])
-        prices, pricer = choose.choose(config, vocab_size, cluster, ranks)
-        return prices[0].layout.sections(), choose.words(prices, pricer)
-
-    chosen, words = world.on_root(best)
+    found = world.on_root(lambda: choose.settled(tree, world.size, checked_data))
+    if found is None:
+        cluster = _probed(world.on_root(lambda: choose.bare(tree)), world)
+        measured = choose.applied(tree, {"run": {"cluster": cluster}})
+        found = world.on_root(lambda: choose.settled(measured, world.size, checked_data))
+    assert found is not None  # a cluster is named now
+    laid_out, words = found
     if world.rank == 0:
         print(words, flush=True)
-    return choose.applied(tree, chosen)
+    return laid_out
 
 
 def _probed(config: "Config", world: "World") -> str:

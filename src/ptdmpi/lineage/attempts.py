@@ -46,7 +46,7 @@ class History:
     def begin(self, **values: Any) -> None:
         """`values` are an Attempt's: `how`, `first`, `ranks`, `layout`, `changed`, `trained_on` (as
         JSON), `config`."""
-        self.number = 1 + max((one.get("attempt", 0) for one in _lines(self.path)), default=0)
+        self.number = 1 + max((one["attempt"] for one in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
@@ -68,9 +68,7 @@ def attempts(directory: Path) -> list[PastAttempt]:
     lines count for nothing. Raises OSError where the file cannot be read."""
     found: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
-        event, number = line.get("event"), line.get("attempt")
-        if not isinstance(number, int):
-            continue
+        event, number = line.get("event"), line["attempt"]
         if event == "begin":
             found[number] = line
         elif event == "end" and number in found:
@@ -116,6 +114,7 @@ def that_trained(
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a history that are of an attempt; others count for nothing."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -124,7 +123,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in content.splitlines():
         with contextlib.suppress(ValueError):
             value = json.loads(line)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and isinstance(value.get("attempt"), int):
                 found.append(value)
     return found
 

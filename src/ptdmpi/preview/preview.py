@@ -224,8 +224,9 @@ def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def needed_ranks(tree: Mapping[str, Any]) -> int:
-    """How many ranks a configuration speaks of; d counts as 1 where it is what remains."""
+def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
+    """(how many ranks a configuration speaks of, whether it takes no others); d counts as 1 where
+    it is what remains."""
 
     def whole(section: str, key: str, default: int) -> int:
         keys = tree.get(section)
@@ -233,4 +234,5 @@ def needed_ranks(tree: Mapping[str, Any]) -> int:
         return value if type(value) is int and value > 0 else default
 
     sizes = [whole("parallel", key, 1) for key in ("tensor", "pipeline", "data")]
-    return sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)
+    ranks = sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)
+    return ranks, whole("parallel", "data", 0) > 0

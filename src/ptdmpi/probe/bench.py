@@ -3,12 +3,15 @@
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.terminal.progress import SOON_S, progress
+from ptdmpi.terminal.say import note
 
 TRIALS = 5
 TRIAL_S = 2e-3  # quick work is repeated until a trial takes this long
@@ -33,6 +36,14 @@ class Bench:
         single = device.type == "cpu" and torch.get_num_threads() == 1
         self.clock = time.thread_time if own_core and single else time.perf_counter
         self.found: list[tuple[str, str]] = []
+        self.advance: Callable[[float], object] = lambda more: None
+
+    @contextmanager
+    def phase(self, what: str, measurements: int) -> Iterator[None]:
+        """Say what is measured, and while it lasts, how many of its measurements are done."""
+        note(f"probe: {what}")
+        with progress(f"probe: {what}", measurements, "measurement", SOON_S) as self.advance:
+            yield
 
     def note(self, name: str, value: str) -> None:
         self.found.append((name, value))
@@ -53,7 +64,9 @@ class Bench:
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
         work()
         repeats = self._repeats(self._once(work, 1, clock))
-        return self.median(min(self._once(work, repeats, clock) for _ in range(TRIALS)))
+        least_s = self.median(min(self._once(work, repeats, clock) for _ in range(TRIALS)))
+        self.advance(1)
+        return least_s
 
     def _repeats(self, seconds: float) -> int:
         """The same on all ranks, for `work` may be a collective."""

@@ -18,6 +18,8 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
+# Measurements of a product, and of attention and of what is done to each element, there and back.
+PER_PRODUCT, OTHERS = 3, 2 * len(HEAD_SIZES) + 2 * 5
 
 
 @dataclass(frozen=True)

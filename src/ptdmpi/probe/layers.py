@@ -92,7 +92,8 @@ class Layers:
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The cluster `tree` with its fractions, launches, updates and steps as measured."""
-        taken = [self._take(case, 1) for case in self.cases]
+        with self.bench.phase("whole layers", len(self.cases)):
+            taken = [self._take(case, 1) for case in self.cases]
         small, large = (pick(taken, key=lambda one: one.elements) for pick in (min, max))
         per_element_s = (large.optimizer_s - small.optimizer_s) / (large.elements - small.elements)
         per_element_s = max(per_element_s, 1e-12)
@@ -113,7 +114,8 @@ class Layers:
         tree = self._fitted(tree, keys, taken, 1)
         tensor = self._tensor()
         if tensor > 1:
-            shared = [self._take(case.scaled(tensor), tensor) for case in self.cases]
+            with self.bench.phase(f"layers over {tensor} ranks", len(self.cases)):
+                shared = [self._take(case.scaled(tensor), tensor) for case in self.cases]
             tree = self._fitted(tree, (("efficiency", "link_fraction"),), shared, tensor)
         return tree
 
@@ -202,6 +204,7 @@ class Layers:
         steps = [self._rest_s(engine, step, batch) for step in range(STEPS)]
         rest_s = self.bench.median(min(steps))
         elements = engine.buffer.gradients.numel()
+        self.bench.advance(1)
         return Taken(forward_s, backward_s, optimizer_s, rest_s, elements)
 
     def _each_s(

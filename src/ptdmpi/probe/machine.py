@@ -18,9 +18,16 @@ from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
-from ptdmpi.terminal.say import note
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes
 
+# What is measured is reached; `Layers.fit` finds what whole layers reach of it.
+WHOLE = {
+    "gemm_fraction": 1.0,
+    "memory_fraction": 1.0,
+    "link_fraction": 1.0,
+    "link_step_s": 0.0,
+    "collective_s": 0.0,
+}
 UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
 
 
@@ -56,11 +63,13 @@ def probe(
     # what the program takes is not there for tensors, but is part of what a run is seen to use
     program = process_bytes()[1] if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
-    note("probe: products of matrices")
-    launch = kernels.launch_s(bench)
-    gemm = kernels.products(bench, compute, extent.sides, launch)
-    note("probe: memory, messages, attention")
-    stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
+    with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
+        launch = kernels.launch_s(bench)
+        gemm = kernels.products(bench, compute, extent.sides, launch)
+    with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
+        stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
+        attention = kernels.attention(bench, compute, extent, launch)
+        elementwise = kernels.elementwise(bench, alone, compute, extent, launch)
     tree = {
         "name": f"probed-{world.processes[0].host}",
         "device": _device(bench, precision, gemm, stream, memory + program)
@@ -72,25 +81,18 @@ def probe(
             "overlap_pipeline": messages.overlaps(bench, world),
             "wide_products": widens(device.type, compute),
         },
-        "efficiency": {
-            "gemm_fraction": 1.0,
-            "memory_fraction": 1.0,
-            "link_fraction": 1.0,
-            "link_step_s": 0.0,
-            "collective_s": 0.0,
-        },
+        "efficiency": dict(WHOLE),
         "measured": {
             "asynchronous": device.type == "cuda",
             "step_s": 0.0,
             "update_s_per_element": 0.0,
             "gemm": gemm,
             "stream": stream,
-            "attention": kernels.attention(bench, compute, extent, launch),
-            "seconds_per_element": kernels.elementwise(bench, alone, compute, extent, launch),
+            "attention": attention,
+            "seconds_per_element": elementwise,
             "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
         },
     }
-    note("probe: whole layers")
     tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.found
 

@@ -34,31 +34,41 @@ def tables(
     bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
     """A table for each collective on each kind of group."""
-    found = []
-    for comm, nodes, where in groups(world):
-        for name, (prepare, expected) in COLLECTIVES.items():
-            times = []
-            for size in sizes:
-                elements = max(1, size // dtype.itemsize // comm.size) * comm.size
-                work = prepare(comm, _values(elements, comm.rank, dtype, bench.device))
-                right = torch.equal(work(), expected(comm, elements, dtype, bench.device))
-                bench.check(right, f"{name} of {size} bytes over {where}")
-                times.append(bench.message_s(work))
-            times = rising(times)
-            found.append(
-                {
-                    "collective": name,
-                    "ranks": comm.size if name != "send" else 2,
-                    "nodes": nodes,
-                    "sizes_bytes": list(sizes),
-                    "seconds": times,
-                }
-            )
-            bench.note(
-                f"{name} over {where}",
-                f"from {times[0] * 1e6:,.0f} us, {sizes[-1] / times[-1] / 1e9:.2f} GB/s",
-            )
+    found: list[dict[str, Any]] = []
+    kinds = list(groups(world))
+    if not kinds:
+        return found
+    with bench.phase("messages", len(kinds) * len(COLLECTIVES) * len(sizes)):
+        for comm, nodes, where in kinds:
+            found += _tables(bench, (comm, nodes, where), dtype, sizes)
     return found
+
+
+def _tables(
+    bench: Bench, kind: tuple[Communicator, int, str], dtype: torch.dtype, sizes: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """The tables of one of the `groups`."""
+    comm, nodes, where = kind
+    for name, (prepare, expected) in COLLECTIVES.items():
+        times = []
+        for size in sizes:
+            elements = max(1, size // dtype.itemsize // comm.size) * comm.size
+            work = prepare(comm, _values(elements, comm.rank, dtype, bench.device))
+            right = torch.equal(work(), expected(comm, elements, dtype, bench.device))
+            bench.check(right, f"{name} of {size} bytes over {where}")
+            times.append(bench.message_s(work))
+        times = rising(times)
+        yield {
+            "collective": name,
+            "ranks": comm.size if name != "send" else 2,
+            "nodes": nodes,
+            "sizes_bytes": list(sizes),
+            "seconds": times,
+        }
+        bench.note(
+            f"{name} over {where}",
+            f"from {times[0] * 1e6:,.0f} us, {sizes[-1] / times[-1] / 1e9:.2f} GB/s",
+        )
 
 
 def overlaps(bench: Bench, world: World) -> bool:

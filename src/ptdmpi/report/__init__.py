@@ -31,6 +31,10 @@ PARTS = {
     "data": "data",
 }
 
+# What a record holds that is of a training step, and of a validation.
+STEP = {"loss", "layout", "rank_count", "tokens"}
+VALIDATION = {"validation_loss", "validation_perplexity"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,15 +77,15 @@ def read(path: Path) -> Run:
     """The run of directory `path`. Raises InputError if it holds none."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(
             f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
         ) from None
     except ValueError as error:
-        raise InputError(f"{path}: config.toml or metrics.jsonl is damaged: {error}") from None
-    records = list(_records(lines))
-    steps = [record for record in records if "loss" in record]
+        raise InputError(f"{path}: config.toml is damaged: {error}") from None
+    records = list(_records(text.splitlines()))
+    steps = [record for record in records if record.keys() >= STEP]
     owed = trained.owed(path, steps)
     timelines = sorted((path / "timeline").glob("step-*.json"))
     at = int(timelines[-1].stem.removeprefix("step-")) if timelines else None
@@ -89,7 +93,7 @@ def read(path: Path) -> Run:
         path,
         trained.config_at(owed, None, config),
         steps,
-        [record for record in records if "validation_loss" in record],
+        [record for record in records if record.keys() >= VALIDATION],
         [record for record in records if "tasks" in record],
         _timeline(timelines[-1]) if timelines else None,
         trained.config_at(owed, at, config),
@@ -105,10 +109,18 @@ def _timeline(path: Path) -> Timeline:
 
 
 def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Without those that a crash has torn; a resumed run drops them, too."""
+    """Without those that a crash has torn or a hand has spoilt; a resumed run drops torn ones."""
     for line in lines:
         with contextlib.suppress(ValueError):
-            yield json.loads(line)
+            record = json.loads(line)
+            if isinstance(record, dict) and _is_sound(record):
+                yield record
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Whether the record is of a step, and its losses are numbers."""
+    losses = (record.get(key, 0.0) for key in ("loss", *VALIDATION))
+    return isinstance(record.get("step"), int) and all(isinstance(x, int | float) for x in losses)
 
 
 def planned(run: Run, measured: Timeline) -> Timeline:

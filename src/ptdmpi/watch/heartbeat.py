@@ -175,12 +175,10 @@ class Heartbeat:
         no thread run. Only rank 1 has ever heard it."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
-        print(
+        self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
             "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
-            f"the others: {self.directory / 'stacks'}",
-            file=sys.stderr,
-            flush=True,
+            f"the others: {self.directory / 'stacks'}"
         )
         self._write_stacks()
         time.sleep(1.5 * BEAT_S)  # until the others have written theirs

@@ -68,6 +68,7 @@ def test_files_are_written_and_named(tmp_path):
         (("-p", "2000", "-m", "2000"), "4000000 forwards; .* -m is at most 125"),
         (("-m", "0"), "microbatches is 0, must be at least 1"),
         (("--backward-cost", "0"), "backward cost 0.0: legal are"),
+        (("--forward-cost", "1e300", "--backward-cost", "1e308"), r"forward cost 1e\+300: legal"),
         (("--png", "a.pdf"), "a.pdf: pictures are .png or .svg"),
         (("--trace", "missing/a.json"), "cannot be written"),
     ],

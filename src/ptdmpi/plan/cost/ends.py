@@ -43,11 +43,12 @@ class EndTimes(TensorRank):
     def head_forward(self) -> Seconds:
         """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
         their sum, their quotient. Three numbers per token are summed over the tensor axis."""
-        columns, e = self.table_elements // self.model.hidden, self.e
+        columns, e = self.table_elements // self.model.hidden, self.e  # this rank's part of V
         logits = self.predicted * columns
         norm = self._norm(2 * e)
         product = self.machine.gemm_s(self.predicted, columns, self.model.hidden)
         w = max(e, WIDE_BYTES)
+        # one kernel each, in the order of the docstring: those that reduce read only
         sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
         loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
         small = 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
@@ -64,6 +65,7 @@ class EndTimes(TensorRank):
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
         linear = self._linear_backward(self._output, self.predicted)
+        # the head is column-parallel, so its input's gradient is summed over the tensor axis
         return Seconds(norm + loss + linear, self._sum_s)
 
     @property

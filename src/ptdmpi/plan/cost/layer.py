@@ -106,6 +106,8 @@ class TensorRank:
 
     def _weight_gradient(self, weight: LocalLinear, tokens: int) -> float:
         product = self.machine.gemm_s(weight.inputs, weight.outputs, tokens)
+        # the product is read, the sum so far read and written; a product that adds by itself, in
+        # the sum's own type, has it in its own time
         if self.software.adds_in_place and self.e == self.g:
             return product
         return product + self._stream(weight.inputs * weight.outputs * (self.e + 2 * self.g))
@@ -147,6 +149,7 @@ class LayerTimes(TensorRank):
         batch, d, e = b * self.heads, self.model.head_size, self.e
         capped = self.model.attention_softcap > 0.0
         if self.software.attention == "flash" and not capped:
+            # FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4);
             # backward: the scores again, and two products for each of the two forward ones
             whole_s = self.machine.flash_s(batch * s, s, d, 5 if backward else 2)
             return whole_s * self._seen_share
@@ -154,9 +157,10 @@ class LayerTimes(TensorRank):
         gemm = self.machine.gemm_s
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
-        streams = [scores * softmax * e / 2]
+        streams = [scores * softmax * e / 2]  # the table counts bytes of 2-byte numbers
         if self.software.dropout:
             streams.append(scores * (2 * e + self.mask))
+        # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
         if backward:
             products = gemm(s, s, d, batch) + 3 * gemm(s, d, s, batch)
         else:
@@ -196,9 +200,11 @@ class LayerTimes(TensorRank):
         products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
         if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
             products += self._stream(t * self.qkv.outputs * 2 * e)
+        # of each kernel what it reads and writes per element: a norm its input and its output
         norms = self._norms(2 * e)
         merged = self._stream(t * self.out.inputs * 2 * e)  # heads side by side again
         activation = self._activation((self.model.gates + 1) * e)
+        # branch and residual are read, their sum is written, and where dropout acts its mask
         residuals = 2 * self._stream(local * (3 * e + self.mask))
         compute = products + norms + merged + activation + residuals + self.core_forward_s
         return Seconds(compute, 2 * self._sum_s)
@@ -208,9 +214,12 @@ class LayerTimes(TensorRank):
         """Backward pass of one layer, without anything that is recomputed."""
         e, t = self.e, self.tokens
         local = self.local_tokens * self.model.hidden
+        # a norm's input gradient (dy, x; dx), those of its weights (dy, x), and the sum of the
+        # former with the gradient that came past the block
         norms = self._norms(3 * e, 2 * e, 3 * e, backward=True)
         merged = self._stream(t * self.out.inputs * 2 * e, t * self.qkv.outputs * 2 * e)
         activation = self._activation((2 * self.model.gates + 1) * e, backward=True)
+        # without dropout the gradient of a sum is the sum's own: nothing is moved
         residuals = 2 * self._stream(local * (2 * e + self.mask)) if self.mask else 0.0
         linears = sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
@@ -235,6 +244,7 @@ class LayerTimes(TensorRank):
         """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
         own. With sequence parallelism the inputs of these linears are gathered again, behind their
         input gradients (Korthikanti et al. 2022, section 4.2.2)."""
+        # only what outlasts the product that runs beside it is waited for
         messages, t, hides = 0.0, self.tokens, self.software.overlap_tensor
         for weight in (self.qkv, self.up):
             sum_s = self._sum_s

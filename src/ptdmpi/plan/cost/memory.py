@@ -144,6 +144,8 @@ class MemoryModel(StageMemory):
         left out. Where compute and master type agree there is one set of weights."""
         every, train, shared = self._elements(placed, tensor, rank)
         shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
+        # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
+        # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
         counts = (every, train + second, train)
         weights, gradients, optimizer = (
@@ -156,6 +158,7 @@ class MemoryModel(StageMemory):
     def _each_bytes(self) -> tuple[int, int, int]:
         """Bytes of one parameter: weight, gradient, and AdamW's moments with a master."""
         summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
+        # a sum in a half type is copied to float32 for the optimizer, and both are there then
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
         masters = 3 if self.compute_bytes < WIDE_BYTES else 2
         return self.compute_bytes, max(summed, self.compute_bytes) + widened, masters * wide
@@ -169,6 +172,7 @@ class MemoryModel(StageMemory):
         """What any backward of a rank needs beside its own: an activation and a gradient under way
         on each side that has a stage, and what is gathered of sharded state."""
         stages = placement_of(layout).stages_of(rank)
+        # with several chunks a rank may hold an end of the model and yet have both neighbours
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         return 2 * sides * self.parts(layout).sizes.boundary_bytes + self._whole_bytes(layout)
 

@@ -113,6 +113,7 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
     for order in schedule.orders:
         numbers = []
         for letter, stage, microbatch in order:
+            # ops of one kind and stage have neighbouring numbers, by microbatch
             slot = slots[letter, stage]
             source = first_of[slot]
             number = -1 if source < 0 else source * microbatches + microbatch
@@ -129,6 +130,7 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
+    # the same remainder of a round in both: interleaving pads it, so it has a time of its own
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most

@@ -24,7 +24,7 @@ from ptdmpi.plan.shape.parameters import layer_elements
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds of the busiest rank's step, by what they are spent on; together the step time."""
 
     compute: float
@@ -41,7 +41,7 @@ class Price:
 
     layout: Layout
     step_time_s: float
-    parts: Parts
+    parts: StepParts
     bubble_fraction: float
     memory: Footprint
     capacity_bytes: float
@@ -101,6 +101,7 @@ class Pricer:
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
         layer, ends = self.kernels(layout)
+        # a layer that is recomputed runs (part of) its forward once more, in front of its backward
         layer_backward = layer.split_backward if _splits(layout) else layer.backward
         again = layer_backward + layer.recomputed(layout.recompute)
         most = layout.recompute_layers
@@ -135,9 +136,12 @@ class Pricer:
     def stage_times(self, layout: Layout) -> StageTimes:
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
+        # ways[s]: from stage s - 1 to s, and of the gradient back; none in front of the first stage
+        # and none behind the last, so that one list serves both directions
         ways = [0.0] * (count + 1)
         if p > 1:
-            far = [self._crosses_nodes(layout, stage) for stage in range(1, count)]
+            devices = self.cluster.node.devices
+            far = [_crosses_nodes(layout, stage, devices) for stage in range(1, count)]
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
             placed = placement_of(layout)
             ways[1:-1] = [
@@ -152,17 +156,6 @@ class Pricer:
             self.cluster.software.overlap_pipeline,
             placement_of(layout),
             tuple(part.total for part in self.weight_seconds(layout)),
-        )
-
-    def _crosses_nodes(self, layout: Layout, stage: int) -> bool:
-        """Whether any data rank's message from stage - 1 to stage leaves its node."""
-        devices, row = self.cluster.node.devices, layout.tensor * layout.data
-        placed = placement_of(layout)
-        here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
-        if here != there and row % devices == 0:
-            return True
-        return any(
-            (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
         )
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
@@ -204,6 +197,7 @@ class Pricer:
         each = layer.forward.total + layer.backward.total
         each += layer.recomputed(layout.recompute).total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
+        # the mean rank stands in the middle: half of the others fill before it, half drain after;
         # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
         passed = layer.forward.total if _splits(layout) else each
         fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * passed
@@ -245,7 +239,7 @@ class Pricer:
             ways_s = sum(times.forward_in_s[stage] for stage in own)
             ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
-        parts = Parts(
+        parts = StepParts(
             compute=busy_s - tensor_s,
             tensor=tensor_s,
             pipeline=ways_s,
@@ -274,3 +268,17 @@ class Pricer:
 
 def _splits(layout: Layout) -> bool:
     return KINDS[layout.schedule].splits
+
+
+def _crosses_nodes(layout: Layout, stage: int, devices: int) -> bool:
+    """Whether any data rank's message from stage - 1 to stage leaves its node, which has
+    so many devices."""
+    row = layout.tensor * layout.data
+    placed = placement_of(layout)
+    here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+    # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
+    if here != there and row % devices == 0:
+        return True
+    return any(
+        (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
+    )

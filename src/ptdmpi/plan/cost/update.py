@@ -41,6 +41,7 @@ class UpdateTimes:
         elif layout.zero == 0:
             summed_s = machine.all_reduce_s(elements * gradient, group)
         elif layout.zero < 3:
+            # under ZeRO 2 no rank keeps a whole gradient from one microbatch to the next
             times = microbatches if layout.zero == 2 else 1
             summed_s = times * machine.reduce_scatter_s(elements * gradient, group)
             summed_s += machine.all_gather_s(elements * weight, group)
@@ -66,7 +67,9 @@ class UpdateTimes:
         and gradients summed, layer by layer or, as in DeepSpeed of 2021, tensor by tensor."""
         machine, group = self.machine, self.data_group(layout)
         weight, gradient = machine.element_bytes, self.cluster.software.gradient_bytes
+        # Rajbhandari et al. 2020, section 7.2.2: the weights are let go after each use
         gathers = 3 if layout.recompute == "full" else 2
+        # of the mean stage: messages are many and alike, so a layer more or less is little
         layers = max(1, self.model.layers // layout.pipeline)
         if self.cluster.software.zero_unit == "layer":
             one_s = gathers * machine.all_gather_s(elements * weight / layers, group)
@@ -125,6 +128,7 @@ class UpdateTimes:
             kernels.append(2 * w)
         if weight < w:
             kernels.append(w + weight)
+        # ZeRO of any stage shards masters and moments, so each rank updates its d-th part
         shard = elements / (layout.data if layout.zero else 1)
         update_s = self.machine.update_s(shard, kernels)
         summed_only = layout.data == 1 or self.cluster.software.adds_in_place

@@ -52,6 +52,7 @@ def _split(layers: int, placed: Placement, head: float) -> tuple[range, ...]:
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
         rank = _largest_rank(base, odd, sizes, last + head)
+        # rounded: of splits that differ by rounding alone the next reason decides
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
     # a last stage above the even split does better with one layer less, and another one with it

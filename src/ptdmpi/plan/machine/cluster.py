@@ -21,10 +21,13 @@ from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.section import Positive, Section
 
+# not strict: TOML tells 2 from 2.0, and people who write a data sheet do not
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
+# The two slips that a data sheet invites, GB for bytes and microseconds for seconds, would pass any
+# other check and be a thousand times off.
 def _amount(value: float) -> float:
     if value < 1e6:
         raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")
@@ -163,7 +166,7 @@ def _ascending(sizes: tuple[float, ...]) -> tuple[float, ...]:
 
 
 Numbers = Annotated[tuple[PositiveNumber, ...], Field(min_length=1, strict=False)]
-Sizes = Annotated[Numbers, AfterValidator(_ascending)]
+Ascending = Annotated[Numbers, AfterValidator(_ascending)]
 Pair = Annotated[tuple[PositiveNumber, PositiveNumber], Field(strict=False)]
 Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
 
@@ -172,9 +175,9 @@ class Gemm(Section):
     """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
     k[l]."""
 
-    m: Sizes
-    n: Sizes
-    k: Sizes
+    m: Ascending
+    n: Ascending
+    k: Ascending
     flops_per_s: Annotated[tuple[Rates, ...], Field(min_length=1, strict=False)]
 
     @model_validator(mode="after")
@@ -189,7 +192,7 @@ class Gemm(Section):
 class Stream(Section):
     """Rate of a kernel that moves so many bytes, those read and those written."""
 
-    moved_bytes: Sizes
+    moved_bytes: Ascending
     bytes_per_s: Numbers
 
     @model_validator(mode="after")
@@ -214,7 +217,7 @@ class Messages(Section):
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
     ranks: Annotated[int, Field(ge=2)]
     nodes: Positive
-    sizes_bytes: Sizes
+    sizes_bytes: Ascending
     seconds: Numbers
 
     @model_validator(mode="after")

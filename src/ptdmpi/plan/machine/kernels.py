@@ -69,12 +69,14 @@ class Machine:
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
+                # the last wave is as long as the others, however few tiles it has
                 waves = -(-tiles * split // processors)
                 depth = -(-k // split)
                 compute_s = waves * depth * self._step_s[rows, columns]
                 # float32 parts are written, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
+                # enough for all: to cut the summed dimension would only add sums
                 if tiles >= processors:
                     break
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
@@ -142,6 +144,7 @@ class Machine:
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
+        # groups that each have a part of a node's ranks may choose the same adapter (`Software`)
         if group.per_node < self.cluster.node.devices:
             network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)

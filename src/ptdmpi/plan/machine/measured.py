@@ -71,6 +71,8 @@ class MeasuredMachine(Machine):
             between(size, places) for size, places in ((m, table.m), (n, table.n), (k, table.k))
         ]
         log_rate = 0.0
+        # between the eight corners of a cell of the table: bit i of `corner` says near or far on
+        # axis i
         for corner in range(8):
             weight, at = 1.0, []
             for axis, (i, w) in enumerate(sides):
@@ -88,6 +90,8 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
+        # a line through both measured sizes; below the smaller one it could fall under 0, so no
+        # less than half of what is proportional
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 
@@ -121,6 +125,8 @@ class MeasuredMachine(Machine):
         whole_s = interpolate(size, table.sizes_bytes, table.seconds)
         if size > table.sizes_bytes[-1]:
             whole_s *= size / table.sizes_bytes[-1]
+        # a ring's n - 1 steps cost their latency each, its bytes (n - 1) / n of the tensor: the
+        # least time of the table is taken for latency alone
         steps = (ranks - 1) / (table.ranks - 1)
         share = (1 - 1 / ranks) / (1 - 1 / table.ranks)
         taken_s = steps * least_s + share * max(0.0, whole_s - least_s)

@@ -88,6 +88,7 @@ def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
 
 def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -> float:
     summing = kind is Collective.ALL_REDUCE
+    # an all-reduce is a reduce-scatter and an all-gather: twice around the ring
     steps = (1 + summing) * (fabric.ranks - 1)
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)
@@ -111,4 +112,4 @@ def _tree_s(size: float, fabric: Fabric, kind: int) -> float:
     part = min(1.0, power - below)
     rate = min(fabric.rate * TREE_SHARE, fabric.tree_rate) * protocol.share
     rate *= (tenths[below] * (1 - part) + above * part) / 10
-    return 2 * depth_s + 2 * size / rate
+    return 2 * depth_s + 2 * size / rate  # up to the root, and down again

@@ -40,6 +40,7 @@ class Flight(NamedTuple):
 @lru_cache(maxsize=16384)
 def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
     """The moments of a step of the schedule `kind` at which pipeline rank `rank` may hold most."""
+    # the same remainder as m: interleaving pads the last round, so its moments depend on it
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(kind, pipeline, virtual, microbatches, rank)
@@ -47,6 +48,7 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     if all(max(moment.held) < shorter for moment in first.moments):
         return first  # no stage keeps all microbatches
     second = _walked(kind, pipeline, virtual, shorter + pipeline, rank)
+    # GPipe and the like keep all m: what one round more adds, every further round adds
     rounds = (microbatches - shorter) // pipeline
     later = []
     for one, more in zip(first.moments, second.moments, strict=True):

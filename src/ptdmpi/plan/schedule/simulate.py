@@ -202,6 +202,7 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
     clock_s = [0.0] * schedule.pipeline
     waiting: dict[Op, int] = {}  # missing op -> the rank that stopped for it
     runnable = list(range(schedule.pipeline))
+    # any order of the ranks gives the same times: an op's start depends on its needs alone
     while runnable:
         rank = runnable.pop()
         order = schedule.orders[rank]

@@ -4,14 +4,14 @@ The file's own sizes of the axes, schedule, microbatch and recomputation are lef
 the configuration stays. A run that has a checkpoint keeps the layout that it has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import Config, InputError, load, resolve
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.machine.cluster import Cluster, Model
+from ptdmpi.plan.machine.cluster import Cluster, Model, load_cluster
 from ptdmpi.plan.search.search import Space, search
 from ptdmpi.plan.show import table
 
@@ -82,6 +82,26 @@ def choose(
     model = Model(config.run.name, config.model, vocab_size)
     pricer = Pricer(cluster, model, config.batch.global_size, config.precision.compute)
     return search(pricer, Space(ranks)), pricer
+
+
+def settled(
+    tree: Mapping[str, Any], ranks: int, vocabulary: Callable[[Config], int]
+) -> tuple[dict[str, Any], str] | None:
+    """(the tree with the layout that its run has, or else the best one; words that say which).
+
+    None where `run.cluster` names no machine, so that this one must be measured first.
+    `vocabulary` opens the data of a configuration and says how many ids they have. Raises
+    InputError if no layout fits.
+    """
+    working, config = working_ranks(tree, ranks), bare(tree)
+    before = begun(config, ranks)
+    if before is not None:
+        return applied(tree, before), f"layout auto: as {config.run.dir} has it"
+    vocab_size = vocabulary(config)
+    if not config.run.cluster:
+        return None
+    prices, pricer = choose(config, vocab_size, load_cluster(config.run.cluster), working)
+    return applied(tree, prices[0].layout.sections()), words(prices, pricer)
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

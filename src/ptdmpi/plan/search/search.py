@@ -74,6 +74,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
             parallel = (space.sequence_parallel and tensor > 1,)
         for pipeline in divisors(space.ranks // tensor):
             data = space.ranks // tensor // pipeline
+            # asked before layouts are made: most of the space of a large batch ends here
             if pipeline > config.layers or batch % data:
                 continue
             for micro_size in divisors(batch // data):
@@ -154,6 +155,7 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
             advance(1)
             if not pricer.fits(layouts[number]):
                 continue
+            # the first way fits, as was just asked; no other one needs less
             for way, layout in enumerate(variants(space, layouts[number])):
                 if way == 0 or pricer.fits(layout):
                     heapq.heappush(waiting, (pricer.bound_s(layout), number, way, layout))

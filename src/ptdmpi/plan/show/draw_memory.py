@@ -32,6 +32,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         standing = memory.peak(layout, rank, microbatches).standing
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
+        # two moments an op: the peak while it runs, and what is left when it has ended
         moments, amounts = [0.0], [standing]
         for span, moment in zip(spans, _walk(memory, layout, rank, spans), strict=True):
             moments += [span.start_s, span.end_s]

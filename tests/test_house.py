@@ -32,10 +32,9 @@ MAX_FOLDER_FILES = 15
 
 # What may exceed a budget, and why: "path", "path::function" or "path::Class" -> reason.
 EXCEPTIONS: dict[str, str] = {
-    "data_prep/state.py::RunState": "one restart protocol; its steps read best in one place",
-    "src/ptdmpi/checkpoint/save.py::Checkpoints": "saving, publishing and resuming share a flight",
-    "src/ptdmpi/model/stage.py::Stage": "losses and batches are parked here between two ops",
-    "src/ptdmpi/engine/engine.py::Engine": "everything of a rank that a step touches",
+    "data_prep/state.py::RunState": "one restart protocol on disk, from begin to finish",
+    "src/ptdmpi/checkpoint/save.py::Checkpoints": "saves need what a resume stepped over",
+    "src/ptdmpi/model/stage.py::Stage": "a chunk and its microbatches in flight: two to be",
     "src/ptdmpi/watch/heartbeat.py::Heartbeat": "a thread's whole state, closed in one place",
 }
 # Folders that may have more files, and why.

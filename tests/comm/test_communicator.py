@@ -13,6 +13,7 @@ from ptdmpi.comm import mpi
 from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import DONE, combine
 from ptdmpi.comm.mpi import BUCKET_BYTES, DIRECT_BYTES, PAIR_BYTES, MpiCommunicator
+from ptdmpi.config import wires
 from tests.comm._wires import WIRES
 from tests.parallel import parallel
 
@@ -20,6 +21,22 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 SIZES = [1, 3, 7, 1000, 4099]
 each_wire = pytest.mark.parametrize("wire", sorted(WIRES))
+
+
+def unbound() -> set[str]:
+    """Wires that can be named and are not held to the contract here."""
+    bound = {f"{kind.__module__}:{kind.__qualname__}" for kind in WIRES.values()}
+    return set(wires.WIRES.values()) - bound
+
+
+def test_every_wire_that_can_be_named_is_held_to_the_contract():
+    """An entry in `config/wires.py` asks for one in `tests/comm/_wires.py`."""
+    assert unbound() == set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(wires.WIRES, "dummy", "tests.comm.dummy:DummyCommunicator")
+        assert unbound() == {"tests.comm.dummy:DummyCommunicator"}
+        patch.setitem(wires.WIRES, "dummy", "tests.comm._wires:FastCommunicator")
+        assert unbound() == set()
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from ptdmpi.base.box import Box
 from ptdmpi.comm.world import World
 from ptdmpi.convert.decoders import DECODERS
 from ptdmpi.convert.families import FAMILIES
-from ptdmpi.convert.family import places
+from ptdmpi.convert.family import counterparts
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
@@ -180,7 +180,7 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
     by_name = {one.base(name): weight.grad for name, weight in model.named_parameters()}
     if not model.config.tie_word_embeddings:  # then only the second of two biases is used
         by_name |= {other: by_name[name] for name, other in one.again.items()}
-    for place in places(one, declarations(stored.config(), stored.vocab_size)):
+    for place in counterparts(one, declarations(stored.config(), stored.vocab_size)):
         gradient = by_name[place.theirs]
         whole = found.setdefault(place.ours, torch.zeros(place.whole))
         whole[place.box.index] = gradient.t() if place.transposed else gradient

@@ -65,6 +65,6 @@ def test_quiet_and_other_ranks_are_silent(monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", "0")
     work()
     assert capsys.readouterr().err.splitlines() == [
-        "reading: 1 file of 10 files (10%), 0 s, about 0 s left",
+        "reading: 1 of 10 files (10%), 0 s, about 0 s left",
         "by the way",
     ]

@@ -29,7 +29,14 @@ SLAB_BYTES = 1 << 25
 
 def checkpoints(path: Path) -> list[Path]:
     """The checkpoints that `path` names, in ascending order of steps: one itself, `latest`, or all
-    of a run or of its `checkpoints/`. Raises InputError if there is none."""
+    of a run or of its `checkpoints/`. Raises InputError if there is none, or it may not be read."""
+    try:
+        return _checkpoints(path)
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: {error.strerror}") from None
+
+
+def _checkpoints(path: Path) -> list[Path]:
     path = files.named(path)
     if (path / MANIFEST).exists() or files.is_name(path.name):
         if not path.is_dir():

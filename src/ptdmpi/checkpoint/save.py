@@ -197,6 +197,7 @@ class Checkpoints:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
+        # no rank may raise alone: the others would wait for it in the next collective
         part, error = _result(flight.writing)
         text = f"rank {self.world.rank}: {error}" if error else None
         everyone = self.world.all_gather_object((part, text))
@@ -232,6 +233,7 @@ class Checkpoints:
         error: str | None = None
         if flight.publishing is not None and (wait or flight.publishing.done()):
             done, error = _result(flight.publishing)
+        # in every poll: only rank 0 knows, and all must stop asking after the same step
         done, error = self.world.broadcast_object((done, error))
         self._give_up_on(flight, error)
         return done

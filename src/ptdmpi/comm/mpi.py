@@ -21,6 +21,7 @@ BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
+    # the tensor's own memory: numpy has no bfloat16, and refuses what autograd follows
     return flat.detach().view(torch.uint8).numpy()
 
 
@@ -37,6 +38,7 @@ class _Request:
         self._deliver()
 
     def done(self) -> bool:
+        # of a request that is over Test is true for ever: MPI has made it a null one
         finished = self._request.Test()
         if finished:
             self._deliver()

@@ -56,6 +56,7 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         changed = number % 2
         if widths[changed] == 0:
             continue
+        # another function in each round: equal ones would leave patterns of the halves
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, SharedInputError
-from ptdmpi.engine.data_parallel import Replica, data_parallel
+from ptdmpi.engine.data_parallel import DataParallel, Replica, data_parallel
 from ptdmpi.engine.gradients import GradientReduction
 from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.engine.runner import Runner
@@ -107,19 +107,24 @@ class Engine:
                 f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
             )
         replica = Replica(axes, self.buffer, self.stages, self.schedule)
-        self.policy = data_parallel(config, replica)
-        self.runner.hooks.append(self.policy)
+        policy = data_parallel(config, replica)
+        self.runner.hooks.append(policy)
         # a tied table on two ranks is one parameter: the first stage's counts
         tied = any(stage.tied for stage in self.stages.values())
         first = any(stage.first for stage in self.stages.values())
         borrowed = [TIED_NAME] if tied and not first else []
         scales = config.precision.scales_loss
-        self.state = State(self.buffer, MOMENTS, borrowed, self.policy.differs, scales)
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, self.policy, borrowed)
+        self.state = State(self.buffer, MOMENTS, borrowed, policy.differs, scales)
+        self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
         self.optimizer = Optimizer(config.optimizer, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
+
+    @property
+    def policy(self) -> DataParallel:
+        """The data-parallel method: the first step of the reduction."""
+        return self.reduction.policy
 
     def _program(self, schedule: schedules.Schedule) -> Program:
         axis = self.axes["pipeline"]

@@ -112,8 +112,7 @@ class GradientReduction:
         borrowed: Collection[str] = (),
     ) -> None:
         """`borrowed`: names that another rank of the pipeline counts, as a state has them."""
-        self.axes = axes
-        self.buffer = buffer
+        self.axes, self.buffer, self.policy = axes, buffer, policy
         tied = any(stage.tied for stage in stages.values())
         self.copied = _copied(axes["tensor"], buffer)
         self.steps: list[GradientStep] = [policy, *_partial_sums(axes, buffer, stages)]
@@ -162,6 +161,7 @@ class GradientReduction:
             ["tensor" in self.buffer.entries[name].declaration.replicated for name in self.counted],
             device=norms.device,
         )
+        # all of them travel, also those that are not used: one message of one length on all ranks
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(whole, norms, squares.sqrt())
 

@@ -102,6 +102,7 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = rate
         counters = self.state.counters
+        # Adam corrects its moments by its count: ours, which skips and checkpoints know
         for steps in self._steps:
             steps.fill_(counters.updates)
         self.adam.step()

@@ -147,6 +147,7 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
     options.setdefault("split", None)
     options.setdefault("decay", len(shape) > 1)
     declaration = Declaration(tuple(shape), init=init, **options)
+    # "meta" has a shape and no memory: all of a rank stand in one buffer, which is made later
     local = torch.empty(declaration.local_shape(tensor_size), device="meta")
     parameter = Parameter(local)
     parameter.declaration = declaration

@@ -24,6 +24,7 @@ def initial(seed: int, name: str, shape: tuple[int, ...], init: float | str) -> 
     if init == "ones":
         return torch.ones(shape)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    # on the CPU whatever the device, so that all start alike; a seed has 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape).normal_(0.0, float(init), generator=generator)
 

@@ -104,6 +104,7 @@ class _ColumnLinear(Function):
         # under way while the weights' gradients, which do not need it, are computed
         dx, summed = axis.reduce_begin(kernels.input_gradient(dy, weight))
         if weight.requires_grad:
+            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2)
             weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, axis.gather(x)))
         accumulate_bias_gradient(bias, dy)
         summed.wait()
@@ -128,6 +129,7 @@ class _RowLinear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, bias, axis = ctx.layer
         x = ctx.saved_tensors[0].detach()
+        # before the gather: of this rank's positions, a part that is summed after the step
         accumulate_bias_gradient(bias, dy)
         whole = axis.gather(dy)
         if weight.puts_off and axis.divides_sequence:
@@ -270,6 +272,7 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
+        # ids of other ranks' rows look up row 0 and count as zero: the sum has each token once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)

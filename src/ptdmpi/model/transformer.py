@@ -159,6 +159,7 @@ class Attention(nn.Module):
             return attention(q, k, v, self.scores, context.documents)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
+            # whole copies: products of batches know no groups
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         scores = kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
         if self.scores.softcap:
@@ -166,6 +167,7 @@ class Attention(nn.Module):
         hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
+        # a sum of s exponentials in a half type loses the small ones
         wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)

@@ -52,7 +52,10 @@ class _Lines:
             self.say(now - self.begin, sys.stderr)
 
     def say(self, elapsed_s: float, stream: TextIO) -> None:
-        text = f"{self.what}: {self._amount(self.done)}"
+        done = self._amount(self.done)
+        if self.total and self.unit != "B":  # "3 of 8 files"
+            done = f"{self.done:,.0f}"
+        text = f"{self.what}: {done}"
         if self.total:
             text += f" of {self._amount(self.total)} ({self.done / self.total:.0%})"
         text += f", {elapsed_s:,.0f} s"

@@ -69,6 +69,7 @@ class Feed:
         return [self._batch(microbatch) for microbatch in microbatches]
 
     def _batch(self, microbatch: Microbatch) -> Batch:
+        # [b, s] -> [s, b]: what sequence parallelism divides is then one piece of memory
         def sequence_first(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).t().contiguous().to(self.device)
 

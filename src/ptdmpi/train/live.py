@@ -107,7 +107,11 @@ def routes(
 
 
 def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list[Handle]:
-    """Begin to send what others need of this rank; returns handles."""
+    """Begin to send what others need of this rank; returns handles.
+
+    Through MPI, whatever wire trains: the new world is not split yet, and the groups of the last
+    one were revoked.
+    """
     wire = MpiCommunicator(world.control)
     return [
         wire.isend(message, target)

@@ -115,6 +115,15 @@ def test_settings_that_differ_are_told_and_a_picture_may_fail(tmp_path, monkeypa
     assert found["settings"] == {"run.steps": [3, 5]} and found["files"] == []
 
 
+def test_a_page_that_cannot_be_written_leaves_the_table(tmp_path):
+    run = made(tmp_path / "run", 3, record(1, 4.0))
+    (run / "report.html").mkdir()
+    done = CliRunner().invoke(command, [str(run)])
+    assert done.exit_code == 0 and "last loss" in done.stdout, done.output
+    assert "loss.png" in done.stdout and "report.html" not in done.stdout
+    assert done.stderr.count("\n") == 1 and "no page: " in done.stderr
+
+
 def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path):
     runs = [report.read(made(tmp_path / name, 3, record(1, 4.0))) for name in ("x", "y")]
     assert several.labels(runs) == ["x", "y"]

@@ -55,8 +55,12 @@ def command(
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
     if paths:
         shown = [path for path in paths if path.suffix == ".png"]
-        paths.append(paths[0].with_name("report.html"))
-        page.write(loaded, report.rows_of(numbers), shown, paths[-1])
+        html = paths[0].with_name("report.html")
+        try:
+            page.write(loaded, report.rows_of(numbers), shown, html)
+            paths.append(html)
+        except OSError as error:
+            unwritten.append(f"no page: {html}: {error.strerror}; --output DIR writes it elsewhere")
     if as_json:
         print(json.dumps({**numbers, "files": [str(path) for path in paths]}))
         note_all(unwritten)

@@ -7,6 +7,7 @@ small file per group. At the end the folder goes and `tokenize.json` tells what 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.lock import FileLock
@@ -150,6 +152,15 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
         raise InputError(
             f"{output}: {gone[0]}, made by an earlier run, is gone; use --force to begin anew"
         )
+
+
+def _nothing_held_out(documents: int) -> str:
+    # at five over their number, less than one corpus in a hundred has none again: exp(-5)
+    enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
+    return (
+        f"no document was held out of {counted(documents, 'document')}, for the hash of each "
+        f"decides; give more documents, or --valid-fraction {enough:g}"
+    )
 
 
 class RunState:
@@ -332,7 +343,7 @@ class RunState:
         if sums.train_tokens == 0:
             reason = "the corpus yields no token to train on: its documents are empty or held out"
         elif len(self.outputs) > 1 and sums.valid_tokens == 0:
-            reason = "no document was held out: raise --valid-fraction, or give more documents"
+            reason = _nothing_held_out(sums.documents)
         if reason is not None:
             self._remove_all()
             raise InputError(reason)

@@ -115,7 +115,9 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
+    # atomic (POSIX rename): before it there is no such checkpoint, behind it a whole one
     temporary.rename(final)
+    # a rename is an entry of the directory: only syncing that makes it outlive a power cut
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):

@@ -175,5 +175,6 @@ class MaskedSamples:
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
     """`count` numbers in [0, 1) of one sample, the same everywhere: Philox counts, it keeps no
     state (Salmon et al. 2011)."""
+    # the seed and the sample are the key: no two samples share a stream
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

@@ -153,6 +153,7 @@ class GradientReduction:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
         if not self.counted:  # nothing trains on this rank, or on any of its tensor group
             return self.buffer.gradients.new_zeros(0)
+        # by parameter, not over the flat buffer: a sum over it would depend on what a rank holds
         norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms

@@ -142,6 +142,7 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """What one tensor rank holds of a parameter in `local`, a tensor of its local shape."""
     declaration, local = entry.declaration, local.detach()
+    # what is not split is whole on every tensor rank: only its stage decides who holds it
     cut_by = ("pipeline",) if declaration.split is None else CUTTING
     for held in declaration.held(tensor_rank, tensor_size):
         values = local[held.local.index]

@@ -58,6 +58,7 @@ class Memory:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
+            # a note, not another exception: which tensor it was stands in the traceback
             if _lacks_memory(error):
                 # something else has the rest of what this rank could have used
                 needed = self.step.largest()[1].total

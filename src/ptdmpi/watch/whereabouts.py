@@ -91,6 +91,7 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
+        # told apart by name alone: a rank that is in its next all_reduce counts as there
         absent = [
             peer
             for peer in group

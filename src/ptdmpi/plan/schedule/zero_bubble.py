@@ -90,6 +90,7 @@ class _Rank:
         return None
 
     def _can_start(self, op: Op, ended: set[Op]) -> bool:
+        # `Schedule.needs`, for the schedule that does not exist before its orders do
         needs = [Op(kind, op.stage, op.microbatch) for kind in op.row.after]
         source = op.stage + op.row.neighbour
         if op.row.neighbour and 0 <= source <= self.last:
@@ -101,4 +102,5 @@ class _Rank:
         self.order.append(op)
         self.left -= 1
         self.next[op.kind, op.stage] += 1
+        # held of a stage: from F to I the activations, from I to W the operands
         self.held += (op.kind == FORWARD) - (op.kind == WEIGHT)

@@ -163,6 +163,37 @@ def _nothing_held_out(documents: int) -> str:
     )
 
 
+class _OutputLocks:
+    """The locks of the output directories that this process writes to."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, FileLock] = {}
+
+    def take(self, output: Path) -> None:
+        """Keep others out of an output. Raises InputError if somebody is at work in it."""
+        if output in self._held:
+            if self._held[output].still_there():
+                return
+            # the folder went with its lock (--force): whoever made it anew may hold that one
+            self._held.pop(output).close()
+        try:
+            lock = FileLock(output / UNFINISHED / LOCK)
+        except OSError as error:
+            raise InputError(f"{output}: cannot be written: {error}") from error
+        if not lock.take():
+            holder = lock.holder()
+            lock.close()
+            raise InputError(
+                f"{output}: {holder} is writing to it; wait for its end, or give another directory"
+            )
+        self._held[output] = lock
+
+    def release(self) -> None:
+        """Let others work in the outputs; more than once, if need be."""
+        while self._held:
+            self._held.popitem()[1].close()
+
+
 class RunState:
     """The state of one tokenization, in its output directories (the main one first)."""
 
@@ -177,7 +208,7 @@ class RunState:
         ]
         self.folder = main / UNFINISHED
         self._failed = self.folder / "failed"
-        self._locks: dict[Path, FileLock] = {}  # of the outputs that are being written
+        self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
         """Make or check the output directories; the sums if everything is done already.
@@ -200,7 +231,7 @@ class RunState:
             if output.exists() and not output.is_dir():
                 raise InputError(f"{output}: is no directory; shards go into one")
             if (output / UNFINISHED).is_dir():
-                self._hold(output)
+                self._locks.take(output)
         if force:
             self._remove_all()
         known = [self._known(output) for output in self.outputs]
@@ -221,7 +252,7 @@ class RunState:
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
-                self._hold(output)
+                self._locks.take(output)
                 for leftover in output.glob(f"{SHARDS}.tmp"):
                     leftover.unlink()
             self._failed.unlink(missing_ok=True)
@@ -238,28 +269,9 @@ class RunState:
             raise
         return None
 
-    def _hold(self, output: Path) -> None:
-        """Keep others out of an output. Raises InputError if somebody is at work in it."""
-        if output in self._locks:
-            if self._locks[output].still_there():
-                return
-            self._locks.pop(output).close()
-        try:
-            lock = FileLock(output / UNFINISHED / LOCK)
-        except OSError as error:
-            raise InputError(f"{output}: cannot be written: {error}") from error
-        if not lock.take():
-            holder = lock.holder()
-            lock.close()
-            raise InputError(
-                f"{output}: {holder} is writing to it; wait for its end, or give another directory"
-            )
-        self._locks[output] = lock
-
     def release(self) -> None:
         """Let others work in the outputs."""
-        while self._locks:
-            self._locks.popitem()[1].close()
+        self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
         """What a finished run left in an output; None: there is none, or it is not finished."""

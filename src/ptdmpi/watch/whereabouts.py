@@ -18,6 +18,8 @@ SILENT_BEATS = 10
 # Once nobody gets on, a rank that has missed so many is stopped: it waits for nobody, whatever it
 # said last, and nobody waits for its stacks.
 MISSED_BEATS = 3
+# Shorter silences say nothing: a busy machine may keep a thread waiting.
+LEAST_SILENCE_S = 5.0
 # The terminal gets so many rows; the file gets all.
 TERMINAL_ROWS = 40
 

@@ -46,9 +46,9 @@ EXCEPTIONS: dict[str, str] = {
 # Folders that may have more files, and why.
 FULL_FOLDERS = {
     "tests": (
-        "a dozen helpers (`_*.py`, the harness of parallel tests) that several rooms import, beside "
-        "the tests of what is in no room: docs, house, jobs, presets; a folder of helpers would "
-        "make every import longer and no file easier to find"
+        "a dozen helpers (`_*.py`, the harness of parallel tests) that several rooms import, "
+        "beside the tests of what is in no room: docs, house, jobs, presets; a folder of helpers "
+        "would make every import longer and no file easier to find"
     ),
 }
 

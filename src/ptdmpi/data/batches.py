@@ -188,6 +188,7 @@ class Prefetcher:
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
+        # one: steps come in turn, and `TrainBatches` keeps what it read last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[Microbatch]]] = deque()
         for _ in range(depth):

@@ -91,6 +91,7 @@ class MaskedSamples:
         Its text is what the window has of one document: of that of a token drawn at random, so that
         in the long run every token is read.
         """
+        # as many for each sample of a length, used or not: no choice shifts the numbers of another
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)

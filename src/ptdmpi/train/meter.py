@@ -55,6 +55,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
         start = time.perf_counter()
         # one element to the host: a device is asynchronous, and has to be waited for
         (a @ a)[0, 0].item()
+        # the best: whatever disturbs a product only makes it longer
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
 

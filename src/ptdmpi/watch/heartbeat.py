@@ -75,6 +75,7 @@ class Heartbeat:
         self._shown = False
         self._ended = threading.Event()
         self._due_s = 0.0
+        # a daemon: where it hangs in MPI itself, it must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:

@@ -55,6 +55,7 @@ class StopRequest:
         self.unread = False  # nobody reads what this process prints
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
+        # a full pipe must not hold up a signal handler (signal.set_wakeup_fd asks for it)
         os.set_blocking(self._in, False)
 
     def __enter__(self) -> Self:

@@ -69,6 +69,7 @@ class _Rank:
         self.last, self.most, self.microbatches = 2 * pipeline - 1, 2 * pipeline, microbatches
         self.order: list[Op] = []
         self.held = 0
+        # F, I and W in each of two stages
         self.left = 6 * microbatches
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 

@@ -191,6 +191,18 @@ def test_a_name_means_one_thing():
     assert SAME_NAMES.keys() <= shared.keys(), "a reason that has gone"
 
 
+def continues_a_name(source: str) -> list[str]:
+    """Docstrings that begin with "Of", and so can be read behind a name only."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    return [text for text in map(ast.get_docstring, nodes) if text and text.startswith("Of ")]
+
+
+def test_docstrings_stand_alone():
+    assert [text for file in FILES for text in continues_a_name(file.read_text())] == []
+    assert continues_a_name('def size():\n    """Of a file, in bytes."""\n') != []
+
+
 def test_exceptions_name_what_exists():
     for name in EXCEPTIONS:
         path, _, inside = name.partition("::")

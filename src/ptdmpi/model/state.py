@@ -1,10 +1,11 @@
 """The training state of a rank: everything that an update changes, by kind and logical name.
 
 A kind is one number for each element of a parameter: the master `weights`, and each moment that the
-optimizer names. Beside them stand a few counters. Whoever moves state (checkpoints, the survivors
-of a lost rank, parity, conversions) walks over `State.pieces`: boxes of logical tensors with their
-values. So how a rank holds its part is known here alone, and may differ from entry to entry and
-from kind to kind: a kind has entries of its own, and a piece says which ranks hold the same.
+optimizer names. Beside them stand a few counters. Whoever stores or compares state (checkpoints,
+parity) walks over `State.pieces`: boxes of logical tensors with their values. So how a rank holds
+its part is known here alone, and may differ from entry to entry and from kind to kind: a kind has
+entries of its own, and a piece says which ranks hold the same. Only survivors of a lost rank hand
+over `State.flats` as they are, for whoever takes them holds the same part.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

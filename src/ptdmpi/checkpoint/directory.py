@@ -91,6 +91,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what crashes and failed saves have left. Not while a save is under way."""
+    # first of all: they may be what fills the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 

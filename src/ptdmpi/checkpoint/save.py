@@ -89,6 +89,7 @@ class Checkpoints:
         self.state_bytes = sum(self.world.all_gather_object(mine))
         self._host: Tensor | None = None
         self._flight: _Flight | None = None
+        # one: on rank 0 publishing stands behind the writing of its own file
         self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     # -- saving ----------------------------------------------------------------------------------

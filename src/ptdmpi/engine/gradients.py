@@ -122,6 +122,7 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, None))
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
+        # sorted: what a rank sends of its norms is told apart by its place alone
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 

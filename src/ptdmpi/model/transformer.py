@@ -214,6 +214,7 @@ class Block(nn.Module):
         self.axis, self.layer = axis, layer
         self.rate = model.dropout
         self.post = model.block_norm == "post"
+        # the first of the model, not of each stage: what is recomputed does not depend on p or v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.attention_norm = Norm(model)

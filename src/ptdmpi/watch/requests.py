@@ -61,6 +61,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         for number in SIGNALS:
+            # SIGUSR1 and SIGTERM in any case: nohup and shells ignore only the two between
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
         return self

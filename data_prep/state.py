@@ -7,6 +7,7 @@ small file per group. At the end the folder goes and `tokenize.json` tells what 
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.lock import FileLock
@@ -152,6 +154,46 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
         )
 
 
+def _nothing_held_out(documents: int) -> str:
+    # at five over their number, less than one corpus in a hundred has none again: exp(-5)
+    enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
+    return (
+        f"no document was held out of {counted(documents, 'document')}, for the hash of each "
+        f"decides; give more documents, or --valid-fraction {enough:g}"
+    )
+
+
+class _OutputLocks:
+    """The locks of the output directories that this process writes to."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, FileLock] = {}
+
+    def take(self, output: Path) -> None:
+        """Keep others out of an output. Raises InputError if somebody is at work in it."""
+        if output in self._held:
+            if self._held[output].still_there():
+                return
+            # the folder went with its lock (--force): whoever made it anew may hold that one
+            self._held.pop(output).close()
+        try:
+            lock = FileLock(output / UNFINISHED / LOCK)
+        except OSError as error:
+            raise InputError(f"{output}: cannot be written: {error}") from error
+        if not lock.take():
+            holder = lock.holder()
+            lock.close()
+            raise InputError(
+                f"{output}: {holder} is writing to it; wait for its end, or give another directory"
+            )
+        self._held[output] = lock
+
+    def release(self) -> None:
+        """Let others work in the outputs; more than once, if need be."""
+        while self._held:
+            self._held.popitem()[1].close()
+
+
 class RunState:
     """The state of one tokenization, in its output directories (the main one first)."""
 
@@ -166,7 +208,7 @@ class RunState:
         ]
         self.folder = main / UNFINISHED
         self._failed = self.folder / "failed"
-        self._locks: dict[Path, FileLock] = {}  # of the outputs that are being written
+        self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
         """Make or check the output directories; the sums if everything is done already.
@@ -189,7 +231,7 @@ class RunState:
             if output.exists() and not output.is_dir():
                 raise InputError(f"{output}: is no directory; shards go into one")
             if (output / UNFINISHED).is_dir():
-                self._hold(output)
+                self._locks.take(output)
         if force:
             self._remove_all()
         known = [self._known(output) for output in self.outputs]
@@ -210,7 +252,7 @@ class RunState:
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
-                self._hold(output)
+                self._locks.take(output)
                 for leftover in output.glob(f"{SHARDS}.tmp"):
                     leftover.unlink()
             self._failed.unlink(missing_ok=True)
@@ -227,28 +269,9 @@ class RunState:
             raise
         return None
 
-    def _hold(self, output: Path) -> None:
-        """Keep others out of an output. Raises InputError if somebody is at work in it."""
-        if output in self._locks:
-            if self._locks[output].still_there():
-                return
-            self._locks.pop(output).close()
-        try:
-            lock = FileLock(output / UNFINISHED / LOCK)
-        except OSError as error:
-            raise InputError(f"{output}: cannot be written: {error}") from error
-        if not lock.take():
-            holder = lock.holder()
-            lock.close()
-            raise InputError(
-                f"{output}: {holder} is writing to it; wait for its end, or give another directory"
-            )
-        self._locks[output] = lock
-
     def release(self) -> None:
         """Let others work in the outputs."""
-        while self._locks:
-            self._locks.popitem()[1].close()
+        self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
         """What a finished run left in an output; None: there is none, or it is not finished."""
@@ -332,7 +355,7 @@ class RunState:
         if sums.train_tokens == 0:
             reason = "the corpus yields no token to train on: its documents are empty or held out"
         elif len(self.outputs) > 1 and sums.valid_tokens == 0:
-            reason = "no document was held out: raise --valid-fraction, or give more documents"
+            reason = _nothing_held_out(sums.documents)
         if reason is not None:
             self._remove_all()
             raise InputError(reason)

@@ -79,7 +79,7 @@ def whole_gradients(engine: Engine) -> dict[str, Tensor]:
 
 
 def course(config: Config) -> Course:
-    """Of a run on the tokens of this file."""
+    """The course of a run on the tokens of this file."""
     return Course(config, synthetic(config))
 
 

@@ -72,7 +72,7 @@ def test_numbers_pictures_and_trace(run):
 
 
 def test_pictures_elsewhere(run, tmp_path_factory, monkeypatch):
-    """Of a run that may only be read the table comes all the same, and pictures on request."""
+    """A run that may only be read has its table all the same, and pictures on request."""
     other = tmp_path_factory.mktemp("x") / "there/it/is"
     done = CliRunner().invoke(command, [str(run), "--output", str(other), "--json"])
     assert done.exit_code == 0 and len(json.loads(done.stdout)["files"]) == 4

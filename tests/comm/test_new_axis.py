@@ -6,13 +6,14 @@ The axis "context" stands at each place of the order, with size 1 and with size 
 import itertools
 import math
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.layout.grid import ORDER, Grid
+from ptdmpi.plan.layout.grid import ORDER, Grid, training_grid
 from ptdmpi.plan.layout.seats import seats
 from ptdmpi.train.live import Account, live_step, routes
 from ptdmpi.watch import whereabouts
@@ -54,6 +55,17 @@ def test_grid(place, new):
         assert len(grid.members(rank, "replicas")) == 3 * new
         assert set(grid.group(rank, NEW)) <= set(grid.members(rank, "replicas"))
     assert len(grid.parts) == 4
+
+
+@new_axis
+def test_its_name_in_the_order_makes_its_size_legal(place, new):
+    """The first of the two places to touch: `grid_of` hands the size to `training_grid`."""
+    with pytest.raises(ValueError, match=f'"{NEW}" is no axis'):
+        training_grid(**{NEW: new})
+    longer = (*ORDER[:place], NEW, *ORDER[place:])
+    with patch("ptdmpi.plan.layout.grid.ORDER", longer):
+        grid = training_grid(**{"tensor": 2, NEW: new})
+    assert grid == with_new_axis(place, new, {"tensor": 2})
 
 
 @new_axis

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from mpi4py import MPI
 
 from ptdmpi.comm import launch
 from ptdmpi.comm.world import World
+from ptdmpi.commands import convert
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 from tests.parallel import ROOT, mpirun, parallel
@@ -120,6 +122,9 @@ def test_a_current_directory_that_was_removed_is_one_line(tmp_path, monkeypatch)
     (tmp_path / "gone").rmdir()
     with pytest.raises(InputError, match="the current directory is gone"):
         launch.prepare({})
+    for verb in ("from-hf", "to-hf"):  # it loads PyTorch, too
+        error = CliRunner().invoke(convert.command, [verb, "/x", "/y"]).exception
+        assert isinstance(error, InputError) and "is gone" in str(error)
 
 
 @pytest.mark.parametrize("variable", launch.SIZE_VARIABLES)
@@ -167,6 +172,7 @@ def test_prepare_keeps_what_the_user_set():
 
 START = """
 import sys, time
+from ptdmpi.commands import convert
 from ptdmpi.comm import launch
 launch.prepare()
 from ptdmpi.comm.world import World, fail_together

@@ -173,6 +173,7 @@ def test_nothing_held_out_leaves_nothing(good, monkeypatch, capsys):
         valid,
     )
     assert "no document was held out" in error
+    assert error.endswith("or --valid-fraction 0.5\n")
     assert not output.exists() and not valid.exists()
 
 

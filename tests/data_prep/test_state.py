@@ -52,6 +52,8 @@ def test_a_second_command_is_told_who_is_at_work(tmp_path):
     first.clean()
     assert not any(output.exists() for output in outputs)
     other = RunState(outputs, IDENTITY)
+    other.begin(False)
+    other.release()
     other.begin(True)  # which removes and makes anew what the lock stands in
     with pytest.raises(InputError, match="is writing"):
         RunState(outputs, IDENTITY).begin(False)

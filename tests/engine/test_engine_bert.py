@@ -168,7 +168,7 @@ def expectation(shape: dict[str, int], given: tuple[Tensor, ...]) -> Expected:
 
 
 def check_logits(engine: Engine, batch: Batch, expected: Expected) -> None:
-    """Of both heads, for the first microbatch."""
+    """Logits of both heads, for the first microbatch, are the expected ones."""
     if engine.axes["pipeline"].size == 1:
         (stage,) = engine.stages.values()
         with torch.no_grad():

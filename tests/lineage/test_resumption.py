@@ -150,7 +150,7 @@ REFUSED = {"refuse": NEVER | ORDER, "from here": NEVER}
 
 
 def test_no_sample_is_repeated_or_left_out_where_a_mixture_changes(corpora):
-    """Of each dataset, the first epoch has each sample once, over the change."""
+    """In its first epoch a dataset has each of its samples once, over the change."""
     before = _start(corpora)
     first = _course(*before)
     after = _start(corpora, "from here", mixture="ba", weights=(1, 4, 1), global_size=2)

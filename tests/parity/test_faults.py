@@ -80,7 +80,7 @@ def forgotten_tensor_all_reduce() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgotten_tensor_sum_of_gradients() -> Iterator[None]:
-    """Of the parameters of which each rank sees its positions only."""
+    """Fault: parameters of which each rank sees its positions only are not summed."""
     with patch.object(PartialSum, "reduce", lambda step: None):
         yield
 

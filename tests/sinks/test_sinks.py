@@ -115,7 +115,7 @@ def test_tensorboard_has_on_disk_what_a_checkpoint_has_behind_it(tmp_path):
 
 
 def offline_runs(folder: Path) -> list[tuple[str, dict[int, float]]]:
-    """Of each offline directory of wandb, in order: the run's id, and its loss by step."""
+    """The run's id and its loss by step, of each offline directory of wandb in order."""
     module = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     found = []
     for path in sorted(

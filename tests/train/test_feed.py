@@ -58,7 +58,7 @@ def test_the_tokenizer_that_the_configuration_asks_for(tmp_path):
 
 
 def test_all_mistakes_come_in_one_round(tmp_path):
-    """Of keys, of the layout and of paths; and none that comes of another alone."""
+    """Mistakes of keys, layout and paths together; and none that only follows from another."""
     wrong = {
         "run.steps": 10,
         "model.heads": 4,

@@ -7,7 +7,7 @@ from ptdmpi.train.live import Account, live_step, routes
 
 
 def _accounts(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Account]:
-    """Of the ranks of `grid` that are keys of `steps`, which they have done; then spare ones."""
+    """Accounts of the ranks of `grid` that are keys of `steps` (done so far); then spare ones."""
     living = [Account(place=grid.coordinates(rank), step=step) for rank, step in steps.items()]
     return [*living, *[Account()] * spare]
 

@@ -84,6 +84,7 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
         file.flush()
+        # before the manifest names it: a rename may reach the disk ahead of the data
         os.fsync(file.fileno())
     return Written(path.name, offset, tensors)
 

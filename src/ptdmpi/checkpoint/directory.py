@@ -91,6 +91,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what crashes and failed saves have left. Not while a save is under way."""
+    # first of all: they may be what fills the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -115,7 +116,9 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
+    # atomic (POSIX rename): before it there is no such checkpoint, behind it a whole one
     temporary.rename(final)
+    # a rename is an entry of the directory: only syncing that makes it outlive a power cut
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):

@@ -71,6 +71,7 @@ def load_tensors(
             raise SharedInputError(unfit)
         damage = _first(world, Damaged, lambda: _read(reader, pieces))
         if not damage:
+            # what one rank has read whole, nobody needs to read again
             checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
             left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
             damage = _first(world, Damaged, lambda: _check(reader, left))

@@ -123,6 +123,7 @@ def write_manifest(
         "files": {part.file: {"bytes": part.bytes} for part in written},
         "tensors": dict(sorted(tensors.items())),
     }
+    # taken over sorted keys, so that whoever writes the same in another order agrees
     text = json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
     write_whole(directory / MANIFEST, text)
 

@@ -83,11 +83,13 @@ class Checkpoints:
         # what the first save has to do with checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
         self.followed: Path | None = None  # by an earlier start, which this one goes on from
+        # once: boxes and owners do not change, and each save reads the same views
         self.parts = list(share(state, axes))
         mine = sum(part.values.nbytes for part in self.parts)
         self.state_bytes = sum(self.world.all_gather_object(mine))
         self._host: Tensor | None = None
         self._flight: _Flight | None = None
+        # one: on rank 0 publishing stands behind the writing of its own file
         self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     # -- saving ----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
+        # -(-a // b) rounds up: the first unit that begins at the cut or behind it
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

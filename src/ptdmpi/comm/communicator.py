@@ -245,6 +245,7 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> None:
+    # wires send memory, not elements: with gaps in it NCCL sends the wrong ones, and says nothing
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
 
@@ -261,6 +262,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16):
+        # rounded once: with eight bits, after each addition, small gradients are lost beside large
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

@@ -31,6 +31,7 @@ class Mailbox:
         if rank == self.rank:
             self._own.append((rank, value))
             return
+        # MPI owns the bytes of a message until its request is done (MPI 4.1, section 3.7.2)
         self._leaving = [request for request in self._leaving if not request.Test()]
         self._leaving.append(self.control.isend(value, rank))
 
@@ -40,6 +41,7 @@ class Mailbox:
         self._own.clear()
         status = MPI.Status()
         while self.size > 1:
+            # matched: what was probed is what is received (MPI 4.1, section 3.8.2)
             message = self.control.improbe(status=status)
             if message is None:
                 break

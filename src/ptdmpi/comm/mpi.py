@@ -66,6 +66,7 @@ class MpiCommunicator(Communicator):
         elif self.size == 2 and host.nbytes <= PAIR_BYTES:
             other = torch.empty_like(host)
             peer = 1 - self.rank
+            # both at once: two blocking sends may wait for each other (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
             combine((host, other), op, host)  # neither sum nor max of two depends on their order
         else:
@@ -113,6 +114,7 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _isend(self, flat: Tensor, peer: int) -> Handle:
+        # no tag: between two ranks messages keep their order (MPI 4.1, section 3.5)
         host = flat.cpu()
         return _Request(self.control.Isend(_bytes(host), peer), host)
 

@@ -69,6 +69,7 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     Every living rank must call it; it works on a revoked communicator too. With `poll_s` it waits
     asleep and looks this often.
     """
+    # a C int, as MPIX_Comm_agree has it; it is combined by bitwise AND
     bits = np.array([flags], dtype=np.intc)
     request = world.control.Iagree(bits)
     # the error says that ranks are lost; the bits are valid all the same (ULFM, MPI_Comm_agree)

@@ -141,6 +141,7 @@ class World:
         for group in own:
             members = grid.members(self.rank, group)
             # who is in no such group takes part in the call all the same: MPI wants everyone
+            # the lowest rank names a group, so that all its members, and nobody else, say the same
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())

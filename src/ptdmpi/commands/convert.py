@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ptdmpi.base.words import counted, file_size, short
+from ptdmpi.comm import launch
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 
     which `ptdmpi train`, `evaluate` and `generate` take.
     """
+    launch.prepare()
     from ptdmpi.convert.from_hf import from_hf
 
     _print(lambda: from_hf(source, target), as_json)
@@ -57,6 +59,7 @@ def to_hugging_face(
 
     Of a model that came from Hugging Face, the names, files and types are those of before.
     """
+    launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
 
     _print(lambda: to_hf(source, target, like, dtype), as_json)

@@ -122,6 +122,7 @@ class TrainBatches:
         """
         block = self._block
         if k not in block.steps:
+            # ahead only where steps come in turn: after a jump nobody knows which comes next
             together = max(1, _BLOCK_SAMPLES // self._rank_size) if k == block.steps.stop else 1
             try:
                 block = self._read(k, together)
@@ -161,6 +162,7 @@ class ValidationBatches:
         mask."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
+            # the same number of microbatches on all ranks, or their collectives would not match
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
             mask = None
             if ids[-1] >= self.samples:
@@ -186,6 +188,7 @@ class Prefetcher:
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
+        # one: steps come in turn, and `TrainBatches` keeps what it read last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[Microbatch]]] = deque()
         for _ in range(depth):

@@ -37,9 +37,11 @@ class Bigram:
                 _count(map_tokens(header), size, pairs, single)
         self.pairs = pairs.reshape(size, size)
         once, twice = (int((pairs == count).sum()) for count in (1, 2))
+        # 0.5 where no pair was seen once: of 0 nothing would be left for pairs never seen
         self.discount = once / (once + 2 * twice) if once else 0.5
         self.total = self.pairs.sum(axis=1)
         self.followers = (self.pairs > 0).sum(axis=1)
+        # no probability is 0, whatever the validation holds
         self.unigram = (single + 1) / (single.sum() + size)
 
     def loss(self, inputs: np.ndarray, labels: np.ndarray) -> float:

@@ -25,6 +25,7 @@ class FileLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            # any other error: this file system knows no locks, and keeps nobody out
             if error.errno in _HELD:
                 return False
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")

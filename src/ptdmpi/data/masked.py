@@ -91,6 +91,7 @@ class MaskedSamples:
         Its text is what the window has of one document: of that of a token drawn at random, so that
         in the long run every token is read.
         """
+        # as many for each sample of a length, used or not: no choice shifts the numbers of another
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
@@ -175,5 +176,6 @@ class MaskedSamples:
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
     """`count` numbers in [0, 1) of one sample, the same everywhere: Philox counts, it keeps no
     state (Salmon et al. 2011)."""
+    # the seed and the sample are the key: no two samples share a stream
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

@@ -17,6 +17,7 @@ import numpy as np
 from ptdmpi.config import InputError
 
 MAX_PERIOD = 10**6  # the longest period of a mixture that is tabulated, in samples
+# Four rounds of random functions are enough (Luby and Rackoff 1988); a hash is less than that.
 _ROUNDS = 8
 _SMALL_ROUNDS = 32  # below _SMALL_BITS a round function has too few output bits to mix in 8 rounds
 _SMALL_BITS = 14

@@ -42,6 +42,7 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
     """Make the dataset `tokens` without touching its bytes; its byte offset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
+    # early: else HDF5 chooses the place when it first writes, and it never writes
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     plan.set_obj_track_times(False)  # the same tokens give the same bytes

@@ -264,6 +264,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
+        # before they are widened: a quarter or half of the bytes to look at
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows

@@ -119,6 +119,7 @@ class TreeSum(DataParallel):
         if stage not in self.views:  # nothing of it trains
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
+        # a copy of its own: a node of the tree lives on while the buffer takes the next leaf
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()  # the next microbatch is a leaf of its own

@@ -189,6 +189,7 @@ class Engine:
         """
         # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
         # microbatches with unequal numbers of tokens need no weights of their own in any sum
+        # (a batch without any: its loss is 0, not 0 / 0)
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
         self.buffer.gradients.zero_()
@@ -215,6 +216,7 @@ class Engine:
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
         """Valid tokens (weights, where labels have some) of the global batch; equal on all
         ranks."""
+        # in float64: float32 counts to 2^24 only, and large batches have more tokens
         mine = sum(
             float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
             for batch in batches
@@ -245,6 +247,7 @@ class Engine:
 
 def _values(losses: dict[int, Tensor]) -> list[float]:
     """The losses of one rank's microbatches, in their order, in nats."""
+    # stacked, so that the host fetches them from the device at once
     return torch.stack([losses[i] for i in sorted(losses)]).double().tolist() if losses else []
 
 

@@ -122,6 +122,7 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, None))
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
+        # sorted: what a rank sends of its norms is told apart by its place alone
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
@@ -153,6 +154,7 @@ class GradientReduction:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
         if not self.counted:  # nothing trains on this rank, or on any of its tensor group
             return self.buffer.gradients.new_zeros(0)
+        # by parameter, not over the flat buffer: a sum over it would depend on what a rank holds
         norms = torch.stack([self._norm_of(name) for name in self.counted])
         if self.axes["tensor"].size == 1:
             return norms

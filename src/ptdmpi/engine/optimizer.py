@@ -84,6 +84,7 @@ class Optimizer:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
+            # one kernel; it rounds the end of a tensor otherwise (`ALIGNMENT`, model/parameters.py)
             fused=True,
         )
         self._steps: list[Tensor] = []  # Adam's own count, one for each of its tensors

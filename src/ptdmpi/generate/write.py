@@ -26,7 +26,7 @@ def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     `options` are those of `ptdmpi generate`. Raises InputError on every rank.
     """
     writer = Writer(run, world, options)
-    given = [Given(text) for text in options["prompt"] or ("",)]
+    given = [Given(text) for text in options["prompts"] or ("",)]
     return writer.continuations(given, world.on_root(lambda: writer.prepare(given)))
 
 

@@ -224,6 +224,7 @@ class _CappedAttention(Function):
         scores, documents = ctx.blocks
         dq = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
+        # every block of queries adds to them: in a half type each addition would round
         dk, dv = (torch.zeros_like(part, dtype=wide) for part in (k, v))
         blocks = _blocks(q, scores, documents)
         for (queries, keys, mask), one in zip(blocks, sums, strict=True):
@@ -234,7 +235,7 @@ class _CappedAttention(Function):
             narrow = weights.to(q.dtype).flatten(2, 3)
             dv[keys] += _wide_product(narrow.transpose(-1, -2), dresult)
             dweights = _wide_product(dresult, value.transpose(-1, -2)).view(weights.shape)
-            # of a row's weights, which add up to 1
+            # D of Dao et al. 2022: a row's weights add up to 1, so its gradient loses its mean
             row = (dout[queries] * out[queries]).sum(-1, dtype=wide)
             dcapped = weights.mul_(dweights.sub_(row.view(*weights.shape[:-1], 1)))
             dproducts = dcapped.mul_(1.0 - tangent.square_()).mul_(scores.scale)

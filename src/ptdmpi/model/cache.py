@@ -33,6 +33,7 @@ class KeyValueCache:
     def at(self, positions: Tensor) -> None:
         """The tokens that come next stand at `positions` [s, b] of their sequences."""
         self.positions = positions
+        # no further than the furthest token: what lies behind in the capacity is never read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:

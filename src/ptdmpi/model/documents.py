@@ -32,6 +32,7 @@ class Documents:
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
+        # the greatest beginning so far is that of the document in which a token stands
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(

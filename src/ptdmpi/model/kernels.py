@@ -55,6 +55,7 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """total += dy^T x over the positions: dy [..., o], x [..., i]; total [o, i] in float32 up."""
     dy = widened(dy.reshape(-1, dy.shape[-1]))
     x = widened(x.reshape(-1, x.shape[-1]))
+    # product and sum in one kernel, where the types allow it
     if total.dtype == dy.dtype:
         total.addmm_(dy.t(), x)
     else:
@@ -80,6 +81,7 @@ class _RmsNorm(Function):
         normed = x * scale
         dnormed = dy * weight.to(scale.dtype)
         dweight = (dy * normed).flatten(0, -2).sum(0)
+        # dx = (g - n mean(g n)) / rms with n = x / rms, g = dy w: the derivative of equation 4
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
         return dx.to(x.dtype), dweight.to(weight.dtype), None
@@ -108,6 +110,7 @@ class _Gated(Function):
         (x,) = ctx.saved_tensors
         gate, value = x.chunk(2, dim=-1)
         dx = torch.empty_like(x)
+        # both halves are written where they belong: joining them would be one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
         if ctx.activation == "swiglu":

@@ -210,6 +210,7 @@ class ParameterBuffer:
         trained = {name: p for name, p in first.items() if p.declaration.trains}
         self.entries: dict[str, Entry] = {}
         size = 0
+        # so the optimizer has two tensors, one slice each, whatever the model is made of
         for decay in (True, False):
             matching = {n: p for n, p in trained.items() if p.declaration.decay == decay}
             size = _place(matching, self.entries, size)

@@ -97,6 +97,7 @@ class RandomStream:
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """[..., columns] bool of the hashes rows [..., 1]."""
+    # the upper half of the hash, as an integer: exact on every device, a float would not be
     threshold, columns = round(rate * 2**32), columns * _GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)

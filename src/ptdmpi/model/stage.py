@@ -68,11 +68,13 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
+        # shares are of one length: a tensor that t does not divide travels whole
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
         """What this rank sends of `x`: flat and contiguous."""
+        # a value travels, no graph: the next stage begins its own, and B brings the gradient back
         flat = x.detach().contiguous().view(-1)
         if self.scattered:
             flat = flat.narrow(0, self.axis.rank * self.wire_elements, self.wire_elements)
@@ -265,6 +267,7 @@ class Stage(nn.Module):
         batch = self._batches[microbatch]
         training = torch.is_grad_enabled()
         if x is not None and training:
+            # a leaf of this stage's own graph, so that B leaves the input's gradient in x.grad
             x.requires_grad_()
         y = self.hidden(batch, x, self._step)
         if self.last:
@@ -289,6 +292,7 @@ class Stage(nn.Module):
             return None
         x, output = self._in_flight.pop(microbatch)
         if self.last:
+            # nobody hands the loss a gradient: it is its weight in the mean over the global batch
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)
         torch.autograd.backward(output, dy)
         return None if x is None else x.grad
@@ -312,6 +316,7 @@ class Stage(nn.Module):
     def weight_microbatch(self, microbatch: int, nothing: Tensor | None) -> None:
         """W: adds what I has put off to each parameter's main_grad, in the order of B."""
         later = self._put_off.pop(microbatch)
+        # pop() takes from the end: so the oldest first, in the order in which B would have added
         later.reverse()
         with torch.no_grad():
             while later:

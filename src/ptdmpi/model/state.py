@@ -1,10 +1,11 @@
 """The training state of a rank: everything that an update changes, by kind and logical name.
 
 A kind is one number for each element of a parameter: the master `weights`, and each moment that the
-optimizer names. Beside them stand a few counters. Whoever moves state (checkpoints, the survivors
-of a lost rank, parity, conversions) walks over `State.pieces`: boxes of logical tensors with their
-values. So how a rank holds its part is known here alone, and may differ from entry to entry and
-from kind to kind: a kind has entries of its own, and a piece says which ranks hold the same.
+optimizer names. Beside them stand a few counters. Whoever stores or compares state (checkpoints,
+parity) walks over `State.pieces`: boxes of logical tensors with their values. So how a rank holds
+its part is known here alone, and may differ from entry to entry and from kind to kind: a kind has
+entries of its own, and a piece says which ranks hold the same. Only survivors of a lost rank hand
+over `State.flats` as they are, for whoever takes them holds the same part.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -142,6 +143,7 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """What one tensor rank holds of a parameter in `local`, a tensor of its local shape."""
     declaration, local = entry.declaration, local.detach()
+    # what is not split is whole on every tensor rank: only its stage decides who holds it
     cut_by = ("pipeline",) if declaration.split is None else CUTTING
     for held in declaration.held(tensor_rank, tensor_size):
         values = local[held.local.index]

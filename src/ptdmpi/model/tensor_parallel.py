@@ -76,6 +76,7 @@ class TensorAxis:
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
     """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
     if bias is not None and bias.requires_grad:
+        # in the gradient's type: a sum over all positions in a half type loses the small ones
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: total.add_(summed))
 
@@ -123,6 +124,7 @@ class _RowLinear(Function):
         if axis.size == 1:
             return kernels.linear(x, weight, bias)
         y = axis.reduce(kernels.linear(x, weight))
+        # behind the sum: in front of it, every rank would add it (Shoeybi et al. 2019, section 3)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -351,5 +353,6 @@ class VocabularyHead(nn.Module):
             logits = kernels.soft_cap(logits, self.softcap)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
+            # exp(-inf) = 0: the softmax sees no token that is not in the vocabulary
             logits[..., self.valid_columns :] = -torch.inf
         return logits

@@ -73,6 +73,7 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     float32. Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
     """
     size = model.head_size
+    # float32 under every compute type: bfloat16 has no integers between 256 and 258
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
     frequencies = 1.0 / model.rope_theta**exponents
@@ -142,6 +143,7 @@ class Attention(nn.Module):
         if rotary is not None:
             # v is a view of all of qkv, which would stay only for its sake
             q, k, v = rotate(q, *rotary), rotate(k, *rotary), v.clone()
+        # heads in front, for a product per head; [s, b, ...] outside (see `tensor_parallel`)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
         if context.cache is not None:
             core = context.cache.attend(self.layer, q, k, v, self.scores)
@@ -212,6 +214,7 @@ class Block(nn.Module):
         self.axis, self.layer = axis, layer
         self.rate = model.dropout
         self.post = model.block_norm == "post"
+        # the first of the model, not of each stage: what is recomputed does not depend on p or v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.attention_norm = Norm(model)
@@ -224,6 +227,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
+            # no generator to put back: masks follow from coordinates (model/random.py)
             return checkpoint(
                 self._forward, x, context, use_reentrant=False, preserve_rng_state=False
             )

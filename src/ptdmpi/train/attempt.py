@@ -38,6 +38,7 @@ class Attempt:
         self.skipped: list[str] = []  # checkpoints that were stepped over, and why
         self.how = "begins"
         self.why = self.over = ""
+        # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
         engine.steps_done = None
         self.first = self._from_checkpoint(start) if start.load is None else start.load(engine)
         if start.load is not None:

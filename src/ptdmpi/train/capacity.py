@@ -58,6 +58,7 @@ class Memory:
         try:
             yield
         except (MemoryError, RuntimeError) as error:
+            # a note, not another exception: which tensor it was stands in the traceback
             if _lacks_memory(error):
                 # something else has the rest of what this rank could have used
                 needed = self.step.largest()[1].total
@@ -75,6 +76,7 @@ def _lacks_memory(error: Exception) -> bool:
 def rank_memory_bytes(device: torch.device, local_ranks: int) -> int:
     """Memory of its GPU, or of the host, which its ranks share, less what is taken so far."""
     if device.type == "cuda":
+        # ranks take GPUs in turn, so the fullest one has the rounded share
         sharing = -(-local_ranks // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // sharing
     virtual, resident = process_bytes()

@@ -127,6 +127,7 @@ def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
     wire = MpiCommunicator(world.control)
     mine = holding.tensors if source == world.rank else ()
     targets = engine.state.flats
+    # weights, then each moment, on all ranks alike; none are `mine` where others send
     for target, tensor in zip(targets, mine, strict=False):
         target.copy_(tensor)
     if not mine:

@@ -127,6 +127,7 @@ class Loop:
                     self._end_early()
                     break
                 result, batches, elapsed = self._step(step, feed)
+                # without spans: after a loss it travels to other ranks, marks are of a device
                 self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
                 self._conclude(self.completed, batches)
         self.journal.keep_timeline(self.concluded)
@@ -155,6 +156,7 @@ class Loop:
     def _conclude(self, done: Completed, batches: Sequence[Batch] | None = None) -> None:
         """What follows a step: its record, and what is due of validation, saving, stopping."""
         step, steps = done.step, self.config.run.steps
+        # first of all: it also brings the memory of all ranks, which the record has
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:

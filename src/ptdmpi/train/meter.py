@@ -53,7 +53,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
+        # one element to the host: a device is asynchronous, and has to be waited for
         (a @ a)[0, 0].item()
+        # the best: whatever disturbs a product only makes it longer
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
 
@@ -114,6 +116,7 @@ class RecentSteps:
             return
         times = [elapsed_s for elapsed_s, *_ in self._steps]
         place = times.index(statistics.median_low(times))
+        # rank 0's: each rank's own median may be another step, and they would not fit together
         place = self.axes.world.broadcast_object(place)
         self.axes.clock.settle()
         _, watches, tensor_s = self._steps[place]
@@ -162,6 +165,7 @@ class RunDirectory:
             (path / "done").unlink(missing_ok=True)
             if self.metrics.exists():
                 lines = self.metrics.read_bytes().splitlines()
+                # a torn last line is no JSON, and goes with them
                 kept = [line + b"\n" for line in lines if _until(line, resumed_step)]
                 self._dropped = len(kept) < len(lines)
                 write_whole(self.metrics, b"".join(kept))

@@ -104,6 +104,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
                 if name and module is not stage.head:
                     hook = module.register_forward_hook(watcher.hook(name))
                     looking.callback(hook.remove)
+        # accumulates only: neither the reduction nor an update follows, so weights stay
         engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
     found += watcher.found

@@ -105,6 +105,7 @@ class Survivors:
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
+        # not done before all are: one that leaves early would be missed by who still recovers
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> int | None:

@@ -40,6 +40,7 @@ class Saving:
         must = asked is Save.NOW or step == self.last_step
         due = must or asked is Save.DUE or step == self.retry_step
         due = due or (self.every_steps > 0 and step % self.every_steps == 0)
+        # apart from the new one: a last save that failed is no reason not to try this one
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None

@@ -32,6 +32,7 @@ class Standing:
 
     def take(self, step: int, loss: float) -> bool:
         """One more; returns whether its checkpoint is among the `keep_best` best ones so far."""
+        # so written for NaN, which is below nothing
         better = sum(not loss < other for _, other in self.seen if math.isfinite(other))
         self.seen.append((step, loss))
         is_best = math.isfinite(loss) and not better

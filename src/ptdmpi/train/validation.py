@@ -58,6 +58,7 @@ class Validation:
         asked = Asked("", Save.NO, 0)
         for number, group in self.feed.validation():
             sums[number] += self.engine.evaluate(self.feed.place(group))
+            # between groups: a validation may take longer than the time that a signal leaves
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} broken off")

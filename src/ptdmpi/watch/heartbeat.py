@@ -2,7 +2,7 @@
 
 Rank 0 holds the table of all ranks. When nobody has begun anything for too long, or a rank has
 failed, it prints who is where and who holds up whom, has every rank write its stacks, and ends all.
-Rank 1 listens for rank 0, which nobody else would miss.
+Rank 1 listens for rank 0, which nobody else would miss (`deputy`).
 """
 
 import atexit
@@ -23,12 +23,13 @@ from mpi4py import MPI
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.world import Axes
+from ptdmpi.watch.deputy import Deputy
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, StopRequest
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS, Place
 from ptdmpi.watch.whereabouts import (
     BEAT_S,
+    LEAST_SILENCE_S,
     MISSED_BEATS,
-    SILENT_BEATS,
     TERMINAL_ROWS,
     Ranks,
     Report,
@@ -49,7 +50,6 @@ DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
 # For the stacks of all ranks, once the verdict is there.
 COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
-LEAST_SILENCE_S = 5.0  # a busy machine may keep a thread waiting
 
 
 class Heartbeat:
@@ -67,16 +67,15 @@ class Heartbeat:
     ) -> None:
         self.axes, self.ranks, self.place = axes, ranks, place
         self.signals, self.directory, self.judge = signals, directory, judge
-        self.stall_s = stall_s
+        self.deputy = Deputy(ranks, directory, stall_s)
         self.mailbox = Mailbox(axes.world.control)
-        self._heard_s = math.inf  # when rank 0 last was, as rank 1 knows
-        self._missed_s: float | None = None  # when rank 1 began to miss it
         self._beat_s = time.monotonic()
         self._noted: list[tuple[int, float]] = []
         self._failure: tuple[float, str] | None = None
         self._shown = False
         self._ended = threading.Event()
         self._due_s = 0.0
+        # a daemon: where it hangs in MPI itself, it must not keep the process from ending
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
@@ -126,8 +125,8 @@ class Heartbeat:
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()
-        if now_s - self._beat_s > LEAST_SILENCE_S and self._heard_s < math.inf:
-            self._heard_s = now_s  # this process was stopped: nobody could be heard
+        if now_s - self._beat_s > LEAST_SILENCE_S:
+            self.deputy.wake(now_s)
         self._beat_s = now_s
         for number in came:
             if not self._noted or now_s - self._noted[-1][1] > DUPLICATE_S:
@@ -142,44 +141,21 @@ class Heartbeat:
                 if self.judge is not None:  # reports go to rank 0, which has it
                     self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
-                self._hear_rank_0(now_s)
+                self.deputy.hear(now_s)
             elif not self._shown:
                 self._shown = True
                 self._write_stacks()
                 self.mailbox.send(self._report(), 0)
         if self.judge is not None:
             self._follow(self.judge, now_s)
-        elif self.stall_s and now_s - self._heard_s > max(self.stall_s, LEAST_SILENCE_S):
+        elif self.deputy.replaces(now_s):
             self._replace_the_judge(now_s)
-        elif self._missed_s is None and now_s - self._heard_s > SILENT_BEATS * self.ranks.beat_s:
-            self._missed_s = self._heard_s
-            away = f"was not heard of for {now_s - self._heard_s:.0f} s"
-            self._tell(f"warning: {self.ranks.name(0)} {away}, says {self.ranks.name(1)}")
-
-    def _hear_rank_0(self, now_s: float) -> None:
-        self._heard_s = now_s
-        if self._missed_s is not None:
-            self._tell(
-                f"{self.ranks.name(0)} is heard of again, after {now_s - self._missed_s:.0f} s"
-            )
-            self._missed_s = None
-
-    def _tell(self, line: str) -> None:
-        """Rank 1 speaks where rank 0 does not; the log gets it too, if it can."""
-        print(line, file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
-            log.write(line + "\n")
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """Rank 0 does not even say where it is: its process is stopped, or sits in a call that lets
-        no thread run. Only rank 1 has ever heard it."""
+        """End the job in place of rank 0, the stacks of all others written."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
-        self._tell(
-            f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
-            "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
-            f"the others: {self.directory / 'stacks'}"
-        )
+        self.deputy.pronounce(now_s)
         self._write_stacks()
         time.sleep(1.5 * BEAT_S)  # until the others have written theirs
         self.mailbox.abort(1)

@@ -55,11 +55,13 @@ class StopRequest:
         self.unread = False  # nobody reads what this process prints
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
+        # a full pipe must not hold up a signal handler (signal.set_wakeup_fd asks for it)
         os.set_blocking(self._in, False)
 
     def __enter__(self) -> Self:
         signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         for number in SIGNALS:
+            # SIGUSR1 and SIGTERM in any case: nohup and shells ignore only the two between
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
         return self

@@ -63,6 +63,7 @@ def slow_ranks(
         peers[grid.coordinates(rank)["pipeline"]].append(rank)
     found = []
     for group in peers.values():
+        # a mean would rise with the slow rank, which is held against it
         usual_s = statistics.median_low(compute_s[rank] for rank in group)
         found += [
             (rank, compute_s[rank] / usual_s)

@@ -51,6 +51,7 @@ class Stopwatch:
     def span(self, kind: str, op: str = "", peer: int | None = None) -> Iterator[None]:
         """What is done inside is one span. The place is the host's: where it hangs, if it does."""
         self.place.doing = Doing(kind, op, peer, time.perf_counter())
+        # no finally: what raises leaves no span, and `place` says for the table where it was
         begin = self.clock.mark()
         yield
         self._marked.append((kind, op, begin, self.clock.mark()))

@@ -18,6 +18,8 @@ SILENT_BEATS = 10
 # Once nobody gets on, a rank that has missed so many is stopped: it waits for nobody, whatever it
 # said last, and nobody waits for its stacks.
 MISSED_BEATS = 3
+# Shorter silences say nothing: a busy machine may keep a thread waiting.
+LEAST_SILENCE_S = 5.0
 # The terminal gets so many rows; the file gets all.
 TERMINAL_ROWS = 40
 
@@ -91,6 +93,7 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
+        # told apart by name alone: a rank that is in its next all_reduce counts as there
         absent = [
             peer
             for peer in group

@@ -27,8 +27,8 @@ def core(machine, model, layout, backward=False):
 
 @pytest.mark.parametrize(("backward", "fused", "plain"), [(False, 3, 37), (True, 4, 49)])
 def test_two_heads_of_a_microbatch_have_no_fused_softmax(machine, backward, fused, plain):
-    """Of 32 heads t = 16 leaves two. Products, dropout and what is moved per score are the same, so
-    two microbatches of two heads differ from one of four by the softmax alone."""
+    """At t = 16 two of 32 heads are left. Products, dropout and what is moved per score are the
+    same, so two microbatches of two heads differ from one of four by the softmax alone."""
     layout = Layout(8, 1, 1)
     four = core(machine, MODEL, layout, backward)
     two = core(machine, MODEL, replace(layout, tensor=16), backward)

@@ -124,7 +124,7 @@ class Pricer:
         return stages
 
     def weight_seconds(self, layout: Layout) -> list[Seconds]:
-        """Of each stage's backward, where it is split, the part that its W is; else nothing."""
+        """The part of each stage's backward that its W is; [] where no backward is split."""
         if not _splits(layout):
             return []
         layer, ends = self.kernels(layout)

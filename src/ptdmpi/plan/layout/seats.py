@@ -49,6 +49,7 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
+            # False sorts first: who holds the state, then who shares a node: state is dearer
             fit = [(not _holds(grid, held[one], here), nodes[one] not in near) for one in free]
             row[seat] = free.pop(fit.index(min(fit)))
         result.append(row[seat])

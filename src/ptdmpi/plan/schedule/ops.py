@@ -92,6 +92,7 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
+        # as a whole backward, in whose place it stands on the way back through the stages
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),

@@ -167,6 +167,7 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     descending one, for the sake of the order in which gradients are summed.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
+    # the last chunk first: the others wait for its gradients
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 
@@ -203,6 +204,7 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     groups = [range(i, i + pipeline) for i in range(0, microbatches, pipeline)]
     forwards = [Op(FORWARD, s, i) for group in groups for s in chunks for i in group]
     backwards = [Op(BACKWARD, s, i) for group in groups for s in reversed(chunks) for i in group]
+    # the way down and up again, and a group for each chunk but the last (section 2.2.2)
     warm_up = 2 * (pipeline - rank - 1) + (len(chunks) - 1) * pipeline
     padded = _alternate(forwards, backwards, warm_up)
     yield from (op for op in padded if op.microbatch < microbatches)

@@ -63,6 +63,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     messages between two ranks match in order. Raises DeadlockError if the schedule itself waits
     in a circle.
     """
+    # any positive costs give an order that cannot deadlock; these are near the real ones
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
     # (end of the producer, computes before messages, producer, consumer's rank)
     events: list[tuple[float, int, Op, int]] = []

@@ -96,6 +96,7 @@ class Timeline:
         """
         if not self._compute_s:
             raise ValueError("no op in this timeline: its bubble is undefined")
+        # rounded once: without idle time the bubble is 0, not 1e-17
         ideal_s = math.fsum(self._compute_s.values()) / len(self.ranks)
         return (self.makespan_s - ideal_s) / ideal_s
 

@@ -69,6 +69,7 @@ class _Rank:
         self.last, self.most, self.microbatches = 2 * pipeline - 1, 2 * pipeline, microbatches
         self.order: list[Op] = []
         self.held = 0
+        # F, I and W in each of two stages
         self.left = 6 * microbatches
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
@@ -90,6 +91,7 @@ class _Rank:
         return None
 
     def _can_start(self, op: Op, ended: set[Op]) -> bool:
+        # `Schedule.needs`, for the schedule that does not exist before its orders do
         needs = [Op(kind, op.stage, op.microbatch) for kind in op.row.after]
         source = op.stage + op.row.neighbour
         if op.row.neighbour and 0 <= source <= self.last:
@@ -101,4 +103,5 @@ class _Rank:
         self.order.append(op)
         self.left -= 1
         self.next[op.kind, op.stage] += 1
+        # held of a stage: from F to I the activations, from I to W the operands
         self.held += (op.kind == FORWARD) - (op.kind == WEIGHT)

@@ -19,6 +19,7 @@ def layer_forward_flops(model: ModelConfig) -> float:
 def core_forward_flops(model: ModelConfig) -> float:
     """FLOPs of the two products of attention of one layer per token, the mean over the layers: all
     s positions, or the window where a layer has one."""
+    # q k^T and weights v, two FLOPs (multiply and add) for each of their products
     return 4 * model.attention_width * model.mean_keys
 
 

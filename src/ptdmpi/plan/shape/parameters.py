@@ -151,6 +151,7 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     if masked:
         parts["mlm.dense"] = Linear(h, (h,), biased, std)
         parts["mlm.norm"] = norm(model)
+    # of the outputs only BERT's has a bias (Devlin et al. 2019, the published weights)
     parts["head"] = Linear(h, (vocab_size,), masked and biased, std, "columns")
     if model.sentence_order:
         parts["sentence.pooler"] = Linear(h, (h,), biased, std)

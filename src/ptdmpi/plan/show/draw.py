@@ -44,6 +44,7 @@ class _Chunks:
     """Which chunk of its rank an op belongs to, read off the stages that each rank runs."""
 
     def __init__(self, timeline: Timeline) -> None:
+        # a timeline may be read from a file, without its schedule
         stages: dict[int, set[int]] = {}
         for span in timeline.spans:
             if span.computes:

@@ -159,6 +159,22 @@ def test_mistakes_are_told_before_the_start_all_together(tmp_path):
             checked(configuration(tmp_path, wanted(tmp_path, "run", **change)), 1)
 
 
+def test_wrong_cluster_directory_data_and_vocabulary_come_in_one_round(tmp_path):
+    texts(tmp_path)
+    (tmp_path / "file").touch()
+    data = configuration(tmp_path, wanted(tmp_path, "run"))["data"]["train"]
+    changes = {
+        "run.cluster": "nowhere-cluster",
+        "run.dir": str(tmp_path / "file/run"),
+        "data.train": [*data, {"path": "nowhere-data"}],
+        "model.vocab_size": 7,
+    }
+    with pytest.raises(InputError) as caught:
+        checked(configuration(tmp_path, {**wanted(tmp_path, "run"), **changes}), 1)
+    for words in ("nowhere-cluster", "run.dir = ", "nowhere-data", "model.vocab_size = 7"):
+        assert words in str(caught.value)
+
+
 def test_records_are_curves():
     record = {"step": 3, "tasks": {"a.jsonl": {"kind": "choice", "items": 4, "accuracy": 0.5}}}
     assert scalars({**record, "tasks_time_s": 2.0}) == {

@@ -1,9 +1,11 @@
 """AdamW on the flat master weights, the learning-rate schedule, clipping and fp16's loss scale."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
 from ptdmpi.model.state import Counters, State
@@ -61,6 +63,16 @@ class LossScale:
             counters.good_steps = 0
 
 
+class _Part(NamedTuple):
+    """A flat part of the masters that decays alike, its gradients, and Adam's state of it."""
+
+    masters: Tensor
+    gradients: Tensor
+    moments: tuple[Tensor, ...]  # in the order of MOMENTS
+    updates: Tensor  # Adam's own count
+    decay: float
+
+
 class Optimizer:
     """PyTorch's AdamW, fused, on two flat tensors: weights that decay and weights that do not.
 
@@ -72,25 +84,16 @@ class Optimizer:
         self.buffer = buffer = state.buffer
         boundary, end = buffer.decay_size, buffer.master.numel()
         decays = ((slice(0, boundary), config.weight_decay), (slice(boundary, end), 0.0))
-        groups = []
-        kept = {}
-        for part, decay in decays:
-            tensor = torch.nn.Parameter(buffer.master[part])
-            tensor.grad = buffer.gradients[part]
-            groups.append({"params": [tensor], "weight_decay": decay})
-            kept[tensor] = {kind: state.kinds[kind].flat[part] for kind in MOMENTS}
-        self.adam = torch.optim.AdamW(
-            groups,
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            # one kernel; it rounds the end of a tensor otherwise (`ALIGNMENT`, model/parameters.py)
-            fused=True,
-        )
-        self._steps: list[Tensor] = []  # Adam's own count, one for each of its tensors
-        for tensor, moments in kept.items():
-            self._steps.append(torch.zeros((), dtype=torch.float32, device=tensor.device))
-            self.adam.state[tensor] = {"step": self._steps[-1], **moments}
+        self._parts = [
+            _Part(
+                buffer.master[part],
+                buffer.gradients[part],
+                tuple(state.kinds[kind].flat[part] for kind in MOMENTS),
+                torch.zeros((), dtype=torch.float32, device=buffer.master.device),
+                decay,
+            )
+            for part, decay in decays
+        ]
 
     def step(self, rate: float, norm: Tensor) -> None:
         """Clip by `norm`, the global norm of the gradients, and update.
@@ -100,12 +103,33 @@ class Optimizer:
         if self.config.clip_norm > 0.0:
             factor = torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
             self.buffer.gradients.mul_(factor)
-        for group in self.adam.param_groups:
-            group["lr"] = rate
         counters = self.state.counters
-        # Adam corrects its moments by its count: ours, which skips and checkpoints know
-        for steps in self._steps:
-            steps.fill_(counters.updates)
-        self.adam.step()
+        for part in self._parts:
+            # Adam corrects its moments by its count: ours, which skips and checkpoints know
+            part.updates.fill_(counters.updates)
+            self._update(part, rate)
         counters.updates += 1
         self.state.changed()
+
+    def _update(self, part: _Part, rate: float) -> None:
+        # The function below torch.optim.AdamW, for the class loads torch's compiler when it is
+        # made: 800 modules, 70 MB and a second of every rank's start.
+        first, second = part.moments
+        with torch.no_grad():
+            adamw(
+                [part.masters],
+                [part.gradients],
+                [first],
+                [second],
+                [],
+                [part.updates],
+                # one kernel; it rounds the end of a tensor otherwise (`ALIGNMENT`, parameters.py)
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                lr=rate,
+                weight_decay=part.decay,
+                eps=self.config.eps,
+                maximize=False,
+            )

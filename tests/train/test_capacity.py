@@ -10,6 +10,7 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
+from ptdmpi.train.meter import peak_memory_bytes
 from tests._configs import small
 from tests.parallel import mpirun
 
@@ -71,3 +72,15 @@ def test_control_groups_count(tmp_path, monkeypatch):
     (old / "memory.limit_in_bytes").write_text("777\n")
     assert capacity.host_memory_bytes() == 777 < physical
     assert Path("/proc/meminfo").is_file()
+
+
+def test_a_peak_can_be_forgotten():
+    """A run that measures its machine first reports what the run takes."""
+    capacity.forget_peak()
+    before = peak_memory_bytes(CPU)
+    taken = torch.ones(64 << 20)  # 256 MiB
+    most = peak_memory_bytes(CPU)
+    assert most > before + (200 << 20)
+    del taken
+    capacity.forget_peak()
+    assert peak_memory_bytes(CPU) < most - (200 << 20)

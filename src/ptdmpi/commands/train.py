@@ -99,12 +99,14 @@ def _probed(config: "Config", world: "World") -> str:
     from ptdmpi.commands.probe import save
     from ptdmpi.inference.model import device_of
     from ptdmpi.probe.machine import probe
+    from ptdmpi.train.capacity import forget_peak
 
     path = Path(world.on_root(lambda: str(_unused(Path(config.run.dir)))))
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, device_of(world))
+    forget_peak()  # of the measurement, which is not what the run takes
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)

@@ -1,10 +1,12 @@
 """All of a machine, measured: a cluster as a table for TOML."""
 
+import importlib
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ptdmpi.base.words import counted
 from ptdmpi.comm.world import World
@@ -61,7 +63,7 @@ def probe(
     compute, extent = PRECISIONS[precision].compute, effort.extent
     memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
     # what the program takes is not there for tensors, but is part of what a run is seen to use
-    program = process_bytes()[1] if device.type == "cpu" else 0
+    program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
         launch = kernels.launch_s(bench)
@@ -95,6 +97,16 @@ def probe(
     }
     tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.found
+
+
+def _program_bytes(compute: torch.dtype) -> int:
+    """Resident memory of a rank that has trained a model of no size: what the trainer imports, and
+    what PyTorch loads with the first product, attention and backward pass."""
+    importlib.import_module("ptdmpi.train.loop")
+    x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)
+    y = F.scaled_dot_product_attention(x @ x, x, x, is_causal=True)
+    torch.autograd.backward(y, torch.ones_like(y))
+    return process_bytes()[1]
 
 
 def _device(

@@ -1,6 +1,8 @@
 """How much memory a rank may use for a model, and what is said when that is not enough."""
 
 import contextlib
+import ctypes
+import gc
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +94,17 @@ def process_bytes() -> tuple[int, int]:
     page = resource.getpagesize()
     virtual, resident = (int(n) * page for n in (PROCESS / "statm").read_text().split()[:2])
     return virtual, resident
+
+
+def forget_peak() -> None:
+    """Let the most that this process has had resident begin anew with what it has now, once the C
+    library has given back what is free (glibc keeps it; others have no such call)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    with contextlib.suppress(OSError):  # a kernel that does not let it; then the peak stays
+        (PROCESS / "clear_refs").write_text("5")
 
 
 def host_memory_bytes() -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
+from ptdmpi.inference.lines import numbered_lines
 
 BETWEEN_SHOTS = "\n\n"
 
@@ -31,16 +32,7 @@ class TaskItem:
 
 def read(path: Path) -> list[TaskItem]:
     """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
-    try:
-        # only \n ends a line: others (U+2028) may stand in JSON's texts as they are
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    items = [_item(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    if not items:
-        raise InputError(f"{path} holds no item")
+    items = [_item(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
     return items

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
+from ptdmpi.inference.lines import numbered_lines
 
 JSON_LINES = ".jsonl"
 PROMPT = "prompt"
@@ -25,16 +26,7 @@ class Given:
 def read_prompts(path: Path) -> list[Given]:
     """The prompts of a file: of one that ends in .jsonl the field "prompt" of each line's object,
     else each line that is not blank. Raises InputError with the line."""
-    try:
-        # only \n ends a line: others (U+2028) may stand in texts as they are
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise InputError(f"{path} holds no prompt")
+    numbered = numbered_lines(path, "prompt")
     if path.suffix == JSON_LINES:
         return [_of_json(line, place) for place, line in numbered]
     return [Given(line.removesuffix("\r"), place=place) for place, line in numbered]

@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import InputError
 from ptdmpi.plan.search.choose import settled
 from ptdmpi.preview.preview import RankCount, needed_ranks, preview
 from ptdmpi.preview.words import words
 from ptdmpi.terminal.launched import launched_rank, launched_size
-from ptdmpi.train.feed import open_datasets, vocabulary
+from ptdmpi.train.checks import checked_data
 
 LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
@@ -57,7 +57,7 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
     """The tree with the layout that --layout auto gives it, and the words about that."""
-    found = settled(tree, ranks, _vocabulary)
+    found = settled(tree, ranks, checked_data)
     if found is None:
         raise InputError(
             "--layout auto --dry-run needs run.cluster: what a dry run measures would be measured "
@@ -65,11 +65,6 @@ def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], s
             "many ranks, measures this machine for --set run.cluster=here.toml"
         )
     return found
-
-
-def _vocabulary(config: Config) -> int:
-    train, _ = open_datasets(config)
-    return vocabulary(config, train[0])
 
 
 def _local_size() -> int:

@@ -68,7 +68,7 @@ test-slurm: setup ## the job templates on a real Slurm, installed and started he
 demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh
 
-bench: setup ## this project and plain torch side by side
+bench: setup ## this project, plain torch, DeepSpeed and torchtitan side by side
 	$(BIN)/python -m benchmarks.speed.bench
 
 parity: setup ## the same training in every layout, compared
@@ -93,5 +93,5 @@ fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz
 
 clean: ## remove .venv/ and all caches (runs/ stays)
-	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .mypy_cache .hypothesis build src/*.egg-info
+	rm -rf .venv .peers .pytest_cache .ruff_cache .import_linter_cache .mypy_cache .hypothesis build src/*.egg-info
 	find src data_prep tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,1 +1,1 @@
-"""Measurements: four rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""
+"""Measurements: five rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""

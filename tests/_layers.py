@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model import state
-from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Portion
+from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.state import Piece, pieces_of
 from ptdmpi.model.tensor_parallel import TensorAxis
 
@@ -47,12 +49,13 @@ class Placed:
         named = layer.named_parameters()
         if hasattr(layer, "named_logical_parameters"):
             named = layer.named_logical_parameters()
-        self.buffer = ParameterBuffer(list(named), PRECISIONS[precision], CPU, axis.rank, axis.size)
+        portion = Portion(axis.rank, axis.size)
+        self.buffer = ParameterBuffer(list(named), PRECISIONS[precision], CPU, portion)
         self.whole: dict[str, Tensor] = {}
         for name, entry in self.buffer.entries.items():
             # small, so that the softmaxes of a test are not saturated
             self.whole[name] = 0.2 * random_tensor(name, entry.declaration.shape, precision)
-            local = entry.view(self.buffer.master)
+            local = entry.view(self.buffer.masters[0])
             for held in entry.declaration.held(axis.rank, axis.size):
                 local[held.local.index] = self.whole[name][held.logical.index]
         self.buffer.refresh_weights()
@@ -61,13 +64,15 @@ class Placed:
         """Whole gradients; the parts of what sequence parallelism divides are summed."""
         pieces: list[Piece] = []
         for name, entry in self.buffer.entries.items():
-            gradient = self.buffer.gradient(name).clone()
+            gradient = entry.view(self.buffer.gradients).clone()
             if name in self.buffer.second:
-                gradient += self.buffer.second_gradient(name)
+                gradient += self.buffer.second[name].view(self.buffer.gradients)
             shared = entry.declaration.shared_gradient and self.axis.divides_sequence
             if shared or entry.declaration.partial_gradient:
                 self.axis.comm.all_reduce(gradient)
-            held = pieces_of("gradients", entry, gradient, self.axis.rank, self.axis.size)
+            whole = self.buffer.own_part(entry)
+            assert whole is not None
+            held = pieces_of("gradients", whole, gradient.view(-1), self.axis.rank, self.axis.size)
             pieces += [piece.copied() for piece in held]
         everyone = self.axis.comm.all_gather_object(pieces)
         return assemble(_copies_added(everyone))

@@ -119,12 +119,6 @@ RULES = [
     ),
     ({"parallel.pipeline": 4}, 4, "= 4 stages, but model.layers = 3; at most one stage per"),
     ({"parallel.virtual": 4}, 1, "= 4 stages, but model.layers = 3; at most one stage per"),
-    ({"recompute.layers": 2}, 1, 'recompute.layers belongs to recompute.mode = "full"'),
-    (
-        {"recompute.layers": 4, "recompute.mode": "full"},
-        1,
-        "recompute.layers = 4: the model has 3 layers",
-    ),
     (
         {"batch.global_size": 9},
         2,

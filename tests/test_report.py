@@ -144,6 +144,26 @@ def test_sentence_orders_have_rows_of_their_own(run):
     }
 
 
+def test_what_rank_0_sends_stands_beside_its_closed_form(run):
+    text = (run / "metrics.jsonl").read_text()
+    counts = {
+        "wire_bytes": {"pipeline": {"send": 2048}},
+        "wire_messages": {"pipeline": {"send": 3}},
+    }
+    text = text.replace('"loss": 2.5', f'"loss": 2.5, {json.dumps(counts)[1:-1]}')
+    (run / "metrics.jsonl").write_text(text)
+    lines = CliRunner().invoke(command, [str(run)]).output.splitlines()
+    (sends,) = (line for line in lines if "rank 0 sends: pipeline send" in line)
+    # F0 and F2 go on, B2 goes back: 3 x 4 microbatches of 8 x 8 numbers in bf16 or fp32
+    element = {"bf16": 2, "fp32": 4}[report.read(run).config["precision"]["compute"]]
+    exact = 3 * 4 * 8 * 8 * element
+    assert sends.endswith(f"2.0 kB a step in 3 messages; closed form: {exact:,} bytes, not 2,048")
+    (run / "metrics.jsonl").write_text(text.replace("t=1,p=2,d=1,v=2,b=1", "t=2,p=1,d=1,v=1,b=1"))
+    lines = CliRunner().invoke(command, [str(run)]).output.splitlines()
+    (sends,) = (line for line in lines if "rank 0 sends" in line)
+    assert sends.endswith("2.0 kB a step in 3 messages")
+
+
 def test_text_has_the_table_and_both_timelines(run):
     output = CliRunner().invoke(command, [str(run)]).output
     assert "planned: interleaved" in output and "measured, step 2" in output
@@ -197,7 +217,7 @@ def test_parts_add_up_and_waiting_is_waiting_wherever_it_is_spent():
         Span(0, "optimizer", "", 5.5, 6.0),
         Span(1, "optimizer", "", 5.5, 6.0),
     )
-    found = compare.parts(Timeline(spans, tensor_s={0: 1.0, 1: 0.0}))
+    found = compare.parts(Timeline(spans, inside_s={0: {"tensor": 1.0}, 1: {"tensor": 0.0}}))
     assert found == pytest.approx(
         {
             "computing": (3.5 + 1.0) / 2 - 0.5,

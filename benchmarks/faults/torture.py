@@ -41,9 +41,18 @@ LAYOUTS = (
     ("p=2", 2, ("parallel.pipeline=2",)),
     ("d=2", 2, ("parallel.data=2",)),
     ("t=2,d=2", 4, ("parallel.tensor=2", "parallel.data=2")),
+    ("zero=1", 2, ("parallel.zero=1",)),
+    ("zero=3", 2, ("parallel.zero=3",)),
+    ("zero=2,shard_group=2", 4, ("parallel.zero=2", "parallel.shard_group=2")),
 )
+WEIGHTS = (5, 5, 2, 3, 3, 1)  # how often each of them is tried
 ULFM = ("--with-ft", "ulfm")
-SHRINKING = (("d=2", 2, ()), ("d=4", 4, ()), ("p=2,d=2", 4, ("parallel.pipeline=2",)))
+SHRINKING = (
+    ("d=2", 2, ()),
+    ("d=4", 4, ()),
+    ("p=2,d=2", 4, ("parallel.pipeline=2",)),
+    ("zero=1", 4, ("parallel.zero=1",)),
+)
 
 
 class Lost(Exception):
@@ -80,7 +89,7 @@ class Torture:
 
     def case(self) -> Way:
         """A layout, with asynchronous saving in half of the cases; four ranks are rarer."""
-        name, ranks, settings = self.random.choices(LAYOUTS, (5, 5, 2))[0]
+        name, ranks, settings = self.random.choices(LAYOUTS, WEIGHTS)[0]
         return Way(name, ranks, (*settings, f"checkpoint.asynchronous={self.coin()}"))
 
     def coin(self) -> str:

@@ -1,1 +1,1 @@
-"""This project beside plain torch and the limit."""
+"""This project beside other trainers and the limit."""

@@ -1,4 +1,4 @@
-"""What is measured: one model and batch, in ten rows of layout and precision."""
+"""What is measured: one model and batch, in sixteen rows of layout and precision."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PRECISIONS = ("fp32", "bf16")
-CASTS = ("microbatch", "step", "masters")
-
+CASTS = {
+    "torch": ("microbatch", "step", "masters"),
+    "deepspeed": ("masters", "microbatch"),
+    "torchtitan": ("policy",),
+}
 
 LAYOUTS = {
     "single": Layout(1, 1, 1),
@@ -20,15 +23,32 @@ LAYOUTS = {
     "t=2": Layout(2, 1, 1),
     "p=2": Layout(1, 2, 1),
     "p=2,v=2": Layout(1, 2, 1, 2, schedule="interleaved"),
+    "p=2,v=2,zb-v": Layout(1, 2, 1, 2, schedule="zb-v"),
+    "d=2,zero=1": Layout(1, 1, 2, zero=1),
+    "d=2,zero=3": Layout(1, 1, 2, zero=3),
 }
-# What plain torch calls its way of doing the same.
+# Who does the same, and what its way is called there. Where that is this project, the way is
+# another row's layout.
 PEERS = {
-    "single": "torch",
-    "d=2": "torch DistributedDataParallel",
-    "t=2": "torch DTensor",
-    "p=2": "torch pipelining Schedule1F1B",
-    "p=2,v=2": "torch pipelining ScheduleInterleaved1F1B",
+    "single": {"torch": "torch"},
+    "d=2": {"torch": "torch DistributedDataParallel"},
+    "t=2": {"torch": "torch DTensor"},
+    "p=2": {"torch": "torch pipelining Schedule1F1B"},
+    "p=2,v=2": {"torch": "torch pipelining ScheduleInterleaved1F1B"},
+    "p=2,v=2,zb-v": {"torch": "torch pipelining ScheduleZBVZeroBubble", "ptdmpi": "p=2,v=2"},
+    "d=2,zero=1": {
+        "torch": "torch ZeroRedundancyOptimizer",
+        "deepspeed": "DeepSpeed ZeRO-1",
+        "ptdmpi": "d=2",
+    },
+    "d=2,zero=3": {
+        "torch": "torch FSDP2",
+        "deepspeed": "DeepSpeed ZeRO-3",
+        "torchtitan": "torchtitan FSDP2",
+        "ptdmpi": "d=2",
+    },
 }
+TOOLS = ("torch", "deepspeed", "torchtitan", "ptdmpi")
 
 
 @dataclass(frozen=True)
@@ -69,7 +89,8 @@ class Row:
         return LAYOUTS[self.layout]
 
     @property
-    def peer(self) -> str:
+    def peers(self) -> dict[str, str]:
+        """Who does the same (one of TOOLS), and by what."""
         return PEERS[self.layout]
 
     @property
@@ -117,22 +138,35 @@ def select(text: str | None) -> list[Row]:
     return [row for row in every if _named(row, words)]
 
 
+def select_tools(text: str | None) -> list[str]:
+    """The tools that `--peers` names, spaces between; None is all. Raises InputError."""
+    words = list(TOOLS) if text is None else text.split()
+    for word in words:
+        if word not in TOOLS:
+            raise InputError(f"--peers {word}: nobody known; legal are {', '.join(TOOLS)}")
+    return words
+
+
 def _named(row: Row, words: Sequence[str]) -> bool:
     return any(word in (row.id, row.layout, _short(row.layout), row.precision) for word in words)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of doing a row in plain torch, where there are several.
+    """One way of doing a row with another tool, where there are several.
 
     `cast`: "fp32"; "microbatch" or "step" (bf16 autocast entered once for each: a step's casts each
-    weight once); or "masters" (bf16 weights and gradients, fp32 master weights). The others belong
-    to DTensor.
+    weight once); "masters" (bf16 weights and gradients, fp32 master weights); or "policy" (fp32
+    shards, gathered as bf16, gradients reduced in fp32). `loss_parallel` and `sequence_parallel`
+    belong to DTensor. `reduce_each`: gradients are reduced into shards after each microbatch, and
+    never held whole; else after the last.
     """
 
+    tool: str = "torch"
     cast: str = "fp32"
     loss_parallel: bool = False
     sequence_parallel: bool = False
+    reduce_each: bool = False
 
     @property
     def name(self) -> str:
@@ -141,27 +175,33 @@ class Variant:
             "microbatch": "bf16 autocast",
             "step": "one bf16 autocast a step",
             "masters": "bf16 weights with fp32 masters",
+            "policy": "bf16 gathered from fp32 shards",
         }
         parts = (
             casts[self.cast],
             "loss parallel" if self.loss_parallel else "",
             "sequence parallel" if self.sequence_parallel else "",
+            "each microbatch reduced" if self.reduce_each else "",
         )
         return ", ".join(part for part in parts if part)
 
 
-def choices(row: Row) -> list[list[dict[str, Any]]]:
-    """How plain torch can do `row`: a list of decisions, each a list of alternatives.
+def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
+    """How `tool` can do `row`: a list of decisions, each a list of alternatives.
 
     They are made one after another, by measurement, and begin with the first alternatives. Every
     way keeps fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
+    fsdp = tool == "torch" and row.sizes.zero == 3
     if row.precision == "bf16":
-        decisions.append([{"cast": cast} for cast in CASTS])
+        casts = ("policy",) if fsdp else CASTS[tool]
+        decisions.append([{"cast": cast} for cast in casts])
     if row.sizes.tensor > 1:
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
         decisions.append([{"sequence_parallel": False}, {"sequence_parallel": True}])
+    if fsdp:
+        decisions.append([{"reduce_each": False}, {"reduce_each": True}])
     return decisions
 
 

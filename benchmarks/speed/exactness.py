@@ -14,9 +14,10 @@ from pathlib import Path
 
 from benchmarks.launch import ROOT, answer
 from benchmarks.speed import rounds as measuring
-from benchmarks.speed.bench import WARM_STEPS, positive, say
+from benchmarks.speed.bench import positive, say
 from benchmarks.speed.case import Row
 from benchmarks.speed.sides import Side
+from benchmarks.speed.trials import WARM_STEPS
 
 LAST = 50  # steps whose mean loss is compared
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -14,7 +14,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch
-from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.plan.layout.grid import grid_of
 
 GEMM_REPEATS = 5
 
@@ -23,11 +23,9 @@ class OurTrainer:
     """One rank of the engine."""
 
     def __init__(self, row: Row, world: World) -> None:
-        config, sizes = row.config, row.sizes
+        config = row.config
         torch.set_num_threads(config.run.threads)
-        axes = world.split(
-            training_grid(tensor=sizes.tensor, pipeline=sizes.pipeline, data=sizes.data)
-        )
+        axes = world.split(grid_of(config))
         self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
         self.microbatches = config.microbatches
         self.engine = Engine(config, axes, row.case.vocab_size)

@@ -3,13 +3,20 @@
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,30 +35,61 @@ from ptdmpi.config import Config
 from ptdmpi.plan.layout.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule.orders import placement
 
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+}
+
+
+def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """What decays, which is what has two dimensions, and what does not."""
+    members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        # fused kernels take no mixture of DTensors and others
+        key = (parameter.dim() > 1, isinstance(parameter, DTensor))
+        members.setdefault(key, []).append(parameter)
+    decay = config.optimizer.weight_decay
+    return [
+        {"params": together, "weight_decay": decay if decays else 0.0}
+        for (decays, _), together in members.items()
+    ]
+
+
+def adam_settings(config: Config) -> dict[str, Any]:
+    """What torch.optim.AdamW calls the settings of the row."""
+    options = config.optimizer
+    betas = (options.beta1, options.beta2)
+    return {"lr": options.learning_rate, "betas": betas, "eps": options.eps}
+
+
+def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and labels [b, s] of each of this data rank's microbatches."""
+    size, count = row.case.micro_size, row.config.microbatches
+    first = data_rank * count * size
+    mine = synthetic_ids(row, step)[first : first + count * size]
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
+
 
 class Optimizer:
-    """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`)."""
+    """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`).
 
-    def __init__(self, config: Config, parameters: Sequence[nn.Parameter], masters: bool) -> None:
+    `divided`: each data rank updates its share of the parameters and sends them to the others.
+    """
+
+    def __init__(
+        self, config: Config, parameters: Sequence[nn.Parameter], masters: bool, divided: bool
+    ) -> None:
         self.parameters = list(parameters)
         self.masters = (
             [nn.Parameter(p.detach().float()) for p in self.parameters] if masters else None
         )
-        options = config.optimizer
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        for parameter in self.masters or self.parameters:
-            # fused kernels take no mixture of DTensors and others
-            key = (parameter.dim() > 1, isinstance(parameter, DTensor))
-            groups.setdefault(key, []).append(parameter)
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": options.weight_decay if decays else 0.0}
-                for (decays, _), members in groups.items()
-            ],
-            lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
+        told = groups(config, self.masters or self.parameters)
+        settings = {**adam_settings(config), "fused": True}
+        self.adam = (
+            ZeroRedundancyOptimizer(told, torch.optim.AdamW, **settings)
+            if divided
+            else torch.optim.AdamW(told, **settings)
         )
 
     @torch.no_grad()
@@ -76,35 +114,38 @@ class AccumulatingTrainer:
         config, sizes = row.config, row.sizes
         self.row, self.rank, self.variant = row, rank, variant
         self.data_rank = rank if sizes.data > 1 else 0
-        self.microbatches = config.microbatches
         model = _stage_model(row, variant, range(config.model.layers))
         if sizes.tensor > 1:
             divide(model, init_device_mesh("cpu", (sizes.tensor,)), variant)
-        self.optimizer = Optimizer(config, list(model.parameters()), variant.cast == "masters")
+        if sizes.zero == 3:
+            shard(model, init_device_mesh("cpu", (sizes.data,)), variant)
+        self.optimizer = Optimizer(
+            config, list(model.parameters()), variant.cast == "masters", divided=sizes.zero == 1
+        )
         self.model: nn.Module = model
-        if sizes.data > 1:
+        if sizes.data > 1 and sizes.zero < 3:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        size = self.row.case.micro_size
-        first = self.data_rank * self.microbatches * size
-        mine = synthetic_ids(self.row, step)[first : first + self.microbatches * size]
-        return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
+        return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
         losses = []
         with _step_autocast(self.variant):
             for number, (inputs, labels) in enumerate(batch):
-                last = number == len(batch) - 1
-                with self._no_sync(last), self._loss_parallel():
+                reduced = self.variant.reduce_each or number == len(batch) - 1
+                with self._sync(reduced), self._loss_parallel():
                     loss = mean_loss(self.model(inputs), labels)
                     (loss / len(batch)).backward()
                 losses.append(_local(loss.detach()))
         self.optimizer.step()
         return float(torch.stack(losses).double().mean())
 
-    def _no_sync(self, last: bool) -> contextlib.AbstractContextManager:
-        if last or not isinstance(self.model, DistributedDataParallel):
+    def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
+        """Whether gradients are reduced behind the backward within."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(reduced)
+        if reduced or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.model.no_sync()
 
@@ -120,7 +161,7 @@ class PipelineTrainer:
         self.row, self.rank, self.variant = row, rank, variant
         count = sizes.pipeline * sizes.virtual
         head = head_in_layers(config.model, row.case.vocab_size)
-        placed = placement("interleaved", sizes.pipeline, sizes.virtual)
+        placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
         layers = split_layers(config.model.layers, placed, head)
         mine = placed.stages_of(rank)
         self.first, self.last = 0 in mine, count - 1 in mine
@@ -129,12 +170,11 @@ class PipelineTrainer:
             PipelineStage(model, number, count, torch.device("cpu"))
             for number, model in zip(mine, models, strict=True)
         ]
-        if sizes.virtual > 1:
-            self.schedule = ScheduleInterleaved1F1B(stages, config.microbatches, mean_loss)
-        else:
-            self.schedule = Schedule1F1B(stages[0], config.microbatches, mean_loss)
+        run = SCHEDULES[sizes.schedule]
+        of_rank = stages if sizes.virtual > 1 else stages[0]
+        self.schedule = run(of_rank, config.microbatches, mean_loss)
         parameters = [p for model in models for p in model.parameters()]
-        self.optimizer = Optimizer(config, parameters, variant.cast == "masters")
+        self.optimizer = Optimizer(config, parameters, variant.cast == "masters", divided=False)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         ids = synthetic_ids(self.row, step)
@@ -186,6 +226,15 @@ def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
         parallelize_module(block, mesh, _block_plan(between, variant.sequence_parallel))
 
 
+def shard(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
+    """Shard a whole model over `mesh`: layer by layer, and what is left as one."""
+    policy = MixedPrecisionPolicy()
+    if variant.cast == "policy":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
 def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
     plan: dict = {
         "attention.qkv": ColwiseParallel(),
@@ -202,18 +251,18 @@ def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
     return plan
 
 
-def run(
-    row: Row,
-    variant: Variant,
-    store: str,
-    serve: Callable[[AccumulatingTrainer | PipelineTrainer], None],
-) -> None:
-    """Ranks find each other by RANK, WORLD_SIZE and the file `store`."""
+def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | PipelineTrainer:
+    kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
+    return kind(row, variant, rank)
+
+
+def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
+    """Connect the ranks over gloo, and serve. They find each other by RANK, WORLD_SIZE and the file
+    `store`."""
     torch.set_num_threads(row.config.run.threads)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
-    serve(kind(row, variant, rank))
+    serve(rank)
     if ranks > 1:
         dist.destroy_process_group()

@@ -14,12 +14,14 @@ from typing import Any
 from ptdmpi.base.disk import write_whole
 
 FOREIGN_LIMIT = 0.05  # of one core
+# Processors are sold under one name with and without them; without, torch's products are scalar.
+BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True)
 class Round:
-    """Both sides measured one after the other. `foreign_share`: cores taken by other processes (the
-    side that waits included) while either side ran, the greater of the two."""
+    """This project and a peer, measured in one round. `foreign_share`: cores taken by other
+    processes (the sides that wait included) while any side of the round ran, the greatest."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -62,7 +64,7 @@ def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """One way of torch on a small batch. A way given up is not `finished`: at most this speed."""
+    """One way of a peer on a small batch. A way given up is not `finished`: at most this speed."""
 
     tokens_per_s: float
     finished: bool
@@ -73,7 +75,7 @@ class Constants:
     """What does not change from round to round: per side, the greatest over its ranks."""
 
     peak_memory_bytes: int
-    peer_peak_memory_bytes: int | None  # None: torch did not finish
+    peer_peak_memory_bytes: int | None  # None: it did not finish
     gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
     losses: list[float]  # of all steps, those before the first round included
     peer_losses: list[float]
@@ -86,7 +88,8 @@ class Result:
 
     layout: str
     precision: str
-    peer: str
+    tool: str
+    peer: str  # the tool's way
     tokens_per_s: float
     peer_tokens_per_s: float
     ratio_median: float
@@ -105,22 +108,23 @@ class Result:
 
 
 def summarise(
-    names: tuple[str, str, str],
+    names: tuple[str, str, str, str],
     rounds: Sequence[Round],
     wanted: int,
     sample: Constants,
     tokens: int,
 ) -> Result:
-    """`names` are layout, precision and peer; `tokens` those of one step."""
+    """`names` are layout, precision, tool and its way; `tokens` those of one step."""
     used = counted(rounds, wanted)
     ratios = [r.ratio for r in used]
     rate = statistics.median(r.tokens_per_s for r in used)
-    layout, precision, peer = names
+    layout, precision, tool, peer = names
     shared = dict(vars(sample))
     gemm_time_s = shared.pop("gemm_time_s")
     return Result(
         layout=layout,
         precision=precision,
+        tool=tool,
         peer=peer,
         tokens_per_s=rate,
         peer_tokens_per_s=statistics.median(r.peer_tokens_per_s for r in used),
@@ -138,12 +142,13 @@ def summarise(
 
 def machine() -> dict[str, Any]:
     """What the numbers hold for."""
-    facts = dict(
-        line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line
-    )
-    model = {key.strip(): value.strip() for key, value in facts.items()}.get("model name", "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in pairs}
+    units = [name for name in BF16_UNITS if name in facts.get("flags", "").split()]
     return {
-        "cpu": model or platform.processor() or platform.machine(),
+        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
+        "bf16": " ".join(units) or "none",
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
@@ -153,19 +158,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str]]) -> None:
+def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str, str]]) -> None:
     """Put `results` into the file, whole or not at all.
 
     Rows of it that were not measured again stay, if they come from the same machine. `order` lists
-    the (layout, precision) of all rows.
+    the (layout, precision, tool) of all rows.
     """
     here = machine()
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     if path.exists():
         before = json.loads(path.read_text())
         if before["machine"] == here:
-            rows = {(row["layout"], row["precision"]): row for row in before["rows"]}
-    rows |= {(result.layout, result.precision): asdict(result) for result in results}
+            rows = {(row["layout"], row["precision"], row["tool"]): row for row in before["rows"]}
+    rows |= {(each.layout, each.precision, each.tool): asdict(each) for each in results}
     content = {"machine": here, "rows": [rows[key] for key in order if key in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")
@@ -173,16 +178,17 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str]
 
 def table(results: Sequence[Result]) -> str:
     """What a person reads."""
+    units = f"instructions of this processor for bf16: {machine()['bf16']}"
     head = (
-        f"{'layout':8} {'type':5} {'tokens/s':>9} {'torch':>9} {'ratio':>6} {'min':>6} {'max':>6} "
-        f"{'MiB':>6} {'torch':>6} {'GEMMs':>6} {'disturbed':>9}  torch's way"
+        f"{'layout':12} {'type':5} {'tokens/s':>9} {'peer':>9} {'ratio':>6} {'min':>6} {'max':>6} "
+        f"{'MiB':>6} {'peer':>6} {'GEMMs':>6} {'disturbed':>9}  peer's way"
     )
-    lines = [head]
+    lines = [units, head]
     for r in results:
         at_most, at_least = ("", "") if r.peer_finished else ("<", ">")
         peer_memory = f"{r.peer_peak_memory_bytes / 2**20:.0f}" if r.peer_finished else "-"
         lines.append(
-            f"{r.layout:8} {r.precision:5} {r.tokens_per_s:9.1f} "
+            f"{r.layout:12} {r.precision:5} {r.tokens_per_s:9.1f} "
             f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
             f"{at_least + format(r.ratio_median, '.3f'):>6} {r.ratio_min:6.3f} {r.ratio_max:6.3f} "
             f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "

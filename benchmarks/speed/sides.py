@@ -1,4 +1,4 @@
-"""The two sides as groups of processes that train on command."""
+"""The sides of a row as groups of processes that train on command."""
 
 import json
 import socket
@@ -13,6 +13,7 @@ from typing import Any, Self, TextIO
 
 from benchmarks.launch import mpirun, start
 from benchmarks.speed.case import Row, Variant
+from benchmarks.speed.peers import environment
 from benchmarks.speed.rounds import busy_cpu_s, foreign_share
 
 START_LIMIT_S = 180.0
@@ -41,12 +42,13 @@ class TimedSteps:
 class Side:
     """All ranks of one side of a row, started on entering and ended on leaving.
 
-    `variant` None is this project, under mpirun; otherwise plain torch, one process per rank. Both
-    get the environment of jobs/mpi-env.sh, and sleep while they have no command.
+    `variant` None is this project, under mpirun; otherwise its tool, one process per rank. All get
+    the environment of jobs/mpi-env.sh, and sleep while they have no command.
     """
 
     def __init__(self, row: Row, variant: Variant | None) -> None:
         self.row, self.variant = row, variant
+        self.name = "ptdmpi" if variant is None else variant.tool
         self.ranks = row.sizes.ranks
         self.steps_done = 0
         self.connections: list[socket.socket] = []
@@ -77,13 +79,13 @@ class Side:
         self._close()
 
     def _launch(self, place: Path) -> None:
-        name = "ours" if self.variant is None else "torch"
-        worker = ["-m", "benchmarks.speed.worker", name, str(place / "socket")]
+        worker = ["-m", "benchmarks.speed.worker", self.name, str(place / "socket")]
         if self.variant is None:
             self.processes.append(start(mpirun(self.ranks, worker), self.log))
             return
+        settings = environment(self.variant.tool)
         for rank in range(self.ranks):
-            extra = {"RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
+            extra = {**settings, "RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
             self.processes.append(start([sys.executable, *worker], self.log, extra=extra))
 
     def _greet(self, place: Path) -> None:
@@ -162,8 +164,7 @@ class Side:
                 process.terminate()
                 _wait(process)
         self.log.seek(0)
-        name = "ptdmpi" if self.variant is None else "torch"
-        return f"{name}, row {self.row.id}: a rank {what}\n{self.log.read()}"
+        return f"{self.name}, row {self.row.id}: a rank {what}\n{self.log.read()}"
 
     def _close(self) -> None:
         for stream in self.streams:

@@ -1,6 +1,6 @@
 """One rank of one side: sets its model up, then trains steps on command.
 
-    python -m benchmarks.speed.worker ours|torch SOCKET
+    python -m benchmarks.speed.worker ptdmpi|torch|deepspeed|torchtitan SOCKET
 
 Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read
 of it; a barrier of MPI or gloo would keep a core busy that the other side is measured on.
@@ -86,6 +86,21 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
+    """What sets one rank of `tool` up. Only that tool is imported: the others may not be there."""
+    if tool == "deepspeed":
+        from benchmarks.speed import deep_speed
+
+        return deep_speed.DeepSpeedTrainer
+    if tool == "torchtitan":
+        from benchmarks.speed import titan
+
+        return titan.TitanTrainer
+    from benchmarks.speed import plain_torch
+
+    return plain_torch.trainer
+
+
 def main() -> None:
     side, address = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as connection:
@@ -94,14 +109,17 @@ def main() -> None:
         job = json.loads(stream.readline())
         row, variant = Row.from_json(job["row"]), Variant(**job["variant"])
         launch.prepare()
-        if side == "ours":
+        if side == "ptdmpi":
             from benchmarks.speed import ours
 
             ours.run(row, lambda trainer: serve(stream, trainer, trainer.gemm_time_s))
         else:
             from benchmarks.speed import plain_torch
 
-            plain_torch.run(row, variant, job["store"], lambda trainer: serve(stream, trainer))
+            build = builder(side)
+            plain_torch.run(
+                row, job["store"], lambda rank: serve(stream, build(row, variant, rank))
+            )
 
 
 if __name__ == "__main__":

@@ -193,10 +193,12 @@ def test_writing_in_the_background(comm, tmp_path):
     assert saved.step == 2 and checkpoints.poll() == []
     mine = sum(part.box.elements for part in checkpoints.parts)
     assert checkpoints._host.numel() == mine
-    fresh = build(world, {**CHANGES, **layout(d=2)}).buffer.master
+    fresh = build(world, {**CHANGES, **layout(d=2)}).buffer.masters[0]
     other = build(world, {**CHANGES, **layout(d=2)})
     _checkpoints(other, tmp_path).resume(str(tmp_path / "step-00000001"))
-    assert torch.equal(other.buffer.master, fresh)  # saved before the step that went on meanwhile
+    assert torch.equal(
+        other.buffer.masters[0], fresh
+    )  # saved before the step that went on meanwhile
     checkpoints.close()
 
 

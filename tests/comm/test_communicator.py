@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ptdmpi.base.traffic import KINDS
 from ptdmpi.comm import mpi
 from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import DONE, combine
@@ -78,6 +79,32 @@ def test_all_reduce_sums(comm, wire, dtype):
         assert same_sum(axis, result, ascending_sum(comm, size, dtype)), size
 
 
+@parallel(ranks=[1, 2, 4])
+@each_wire
+def test_what_is_sent_is_counted(comm, wire):
+    """Each collective by what it is about, whole; what one rank keeps to itself is not sent."""
+    axis, n = WIRES[wire](comm), comm.size
+    axis.all_reduce(torch.ones(5, 2))
+    axis.all_reduce(torch.ones(3, dtype=torch.bfloat16), "max")
+    axis.all_reduce(torch.ones(0))
+    axis.all_gather(torch.ones(2, 3))
+    axis.reduce_scatter(torch.ones(n, 3))
+    axis.broadcast(torch.ones(7), n - 1)
+    axis.barrier()
+    axis.greatest([1])
+    axis.all_gather_object(1)
+    shared = {"all_reduce": 46, "all_gather": n * 24, "reduce_scatter": n * 12, "broadcast": 28}
+    assert axis.tally.whole_bytes == ({**shared, "send": 0} if n > 1 else dict.fromkeys(KINDS, 0))
+    assert axis.tally.messages["all_reduce"] == (2 if n > 1 else 0)
+    if n > 1:
+        here, there = torch.empty(4), torch.ones(4)
+        if comm.rank == 0:
+            axis.send(there, 1)
+        elif comm.rank == 1:
+            axis.recv(here, 0)
+        assert axis.tally.sent_bytes["send"] == (16 if comm.rank == 0 else 0)
+
+
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bound", sorted({PAIR_BYTES, BUCKET_BYTES}))
@@ -122,6 +149,28 @@ def test_all_reduce_max(comm, wire, dtype):
 def test_unknown_reduction_is_refused(comm, wire):
     with pytest.raises(ValueError, match="sum or max"):
         WIRES[wire](comm).all_reduce(torch.ones(2), "mean")
+
+
+@parallel(ranks=[1, 2, 4, 8])
+@each_dtype
+@each_wire
+def test_all_gather_and_reduce_scatter_in_place(comm, wire, dtype):
+    axis = WIRES[wire](comm)
+    for size in [*SIZES, BUCKET_BYTES // dtype.itemsize + 3]:
+        parts = [values(rank, size, dtype) for rank in range(comm.size)]
+        whole = torch.zeros(comm.size * size, dtype=dtype)
+        own = slice(comm.rank * size, (comm.rank + 1) * size)
+        whole[own] = parts[comm.rank]
+        axis.all_gather_in_place(whole).wait()
+        assert torch.equal(whole, torch.cat(parts)), size
+
+        whole = values(comm.rank, comm.size * size, dtype)
+        axis.reduce_scatter_in_place(whole).wait()
+        total = ascending_sum(comm, comm.size * size, dtype)
+        assert same_sum(axis, whole[own], total[own]), size
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="cannot share dim 0"):
+            axis.all_gather_in_place(torch.zeros(comm.size + 1, dtype=dtype))
 
 
 @parallel(ranks=[1, 2, 4, 8])

@@ -76,7 +76,7 @@ def test_trained_on(comm, changes):
     assert clock.settles == 3
     assert all(result.compute_s > 0 for result in results)
     waits = changes["parallel.tensor"] > 1
-    assert all((result.tensor_s > 0) == waits for result in results)
+    assert all((result.inside_s["tensor"] > 0) == waits for result in results)
     clock.settle()
     kinds = {span.kind for result in results for span in result.spans}
     assert {"forward", "backward", "reduce", "optimizer"} <= kinds
@@ -101,4 +101,4 @@ def test_a_wire_that_is_not_exact_is_as_good_alone(comm):
     """Where nothing is summed, nothing can be summed in another order."""
     with registered():
         engine = _engine(comm, {"run.reproducible": True}, wire_named("fast"))
-    assert engine.axes.exact and torch.isfinite(engine.buffer.master).all()
+    assert engine.axes.exact and torch.isfinite(engine.buffer.masters[0]).all()

@@ -23,18 +23,18 @@ class Averaged(DataParallel):
     """Local steps: each replica goes its own way, and their masters are averaged every other
     step."""
 
-    differs = ("data",)
+    differs = ("replicate",)
 
     def after_update(self, step: int) -> None:
         if step % EVERY == EVERY - 1:
             buffer = self.replica.buffer
-            self.data.all_reduce(buffer.master)
-            buffer.master /= self.data.size
+            self.data.all_reduce(buffer.masters[0])
+            buffer.masters[0] /= self.data.size
             buffer.refresh_weights()
 
 
 def equal_replicas(engine) -> bool:
-    masters = engine.axes["data"].all_gather_object(engine.buffer.master)
+    masters = engine.axes["data"].all_gather_object(engine.buffer.masters[0])
     return all(torch.equal(masters[0], other) for other in masters)
 
 
@@ -60,14 +60,14 @@ def test_a_method_is_one_class(comm):
 def test_a_replica_that_is_not_finite_skips_the_step_of_all(comm):
     with patch.dict(METHODS, {"all_reduce": Averaged}):
         engine = build(World(comm), WHERE)
-    before = engine.buffer.master.clone()
+    before = engine.buffer.masters[0].clone()
     if engine.axes["data"].rank == 1:
-        engine.buffer.master.view(-1)[0] = math.nan  # its loss is in the sum, its norm is not
+        engine.buffer.masters[0].view(-1)[0] = math.nan  # its loss is in the sum, its norm is not
         engine.buffer.refresh_weights()
     (result,) = steps_of(engine, 1)
     assert result.skipped and math.isnan(result.grad_norm)
     if engine.axes["data"].rank == 0:
-        assert torch.equal(engine.buffer.master, before)
+        assert torch.equal(engine.buffer.masters[0], before)
 
 
 @parallel(ranks=[4])

@@ -214,6 +214,25 @@ def test_pipeline_and_scatter_gather_change_no_bit_at_t_2(comm, precision, seque
         assert_same_bits(train(comm, changes | where, steps=2), expected)
 
 
+@parallel(ranks=[4], limit_s=120)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision.compute": "bf16", "model.dropout": 0.1, "model.attention_dropout": 0.1},
+        {"precision.compute": "fp16", "recompute.layers": 3},
+        {"model.kind": "llama", "model.kv_heads": 1, "model.embedding_norm": True},
+        {"model.kind": "bert", "model.dropout": 0.1},
+        {"model.block_norm": "sandwich", "parallel.schedule": "gpipe"},
+    ],
+)
+def test_partitioned_activations_change_no_bit(comm, changes):
+    changes = {"model.layers": 4, "recompute.mode": "full"} | changes
+    for where in (layout(t=4), layout(t=2, p=2)):
+        expected = train(comm, changes | where, steps=2)
+        partitioned = changes | where | {"recompute.partition_activations": True}
+        assert_same_bits(train(comm, partitioned, steps=2), expected)
+
+
 @parallel(ranks=[8], limit_s=120)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_pipeline_changes_no_bit_at_t_2_and_d_2(comm, precision):
@@ -250,7 +269,7 @@ def test_padding_of_the_vocabulary_stays_zero(comm):
     steps_of(engine, 3)
     axis = engine.axes["tensor"]
     entry = engine.buffer.entries["embedding.word.weight"]
-    local = entry.view(engine.buffer.master)
+    local = entry.view(engine.buffer.masters[0])
     held = sum(one.local.stop[0] for one in entry.declaration.held(axis.rank, axis.size))
     assert engine.axes["tensor"].all_gather_object(held) == [51, 50] and len(local) == 51
     assert not local[held:].any()
@@ -277,7 +296,7 @@ def test_evaluation_is_the_mean_loss(comm, reproducible):
         step = engine.step(0, microbatches(config, 0, rank))
         fresh = build(World(comm), changes)
         assert fresh.step(0, microbatches(config, 0, rank)).loss == step.loss
-        assert torch.equal(fresh.buffer.master, engine.buffer.master)
+        assert torch.equal(fresh.buffer.masters[0], engine.buffer.masters[0])
 
 
 @parallel(ranks=[1, 4])

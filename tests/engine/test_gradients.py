@@ -29,7 +29,8 @@ def test_norm_is_that_of_torch(comm, precision, tied):
     for weight in weights:
         weight.grad = weight.detach().clone()
     expected = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-    assert result.grad_norm == float(expected)
+    rounding = 1e-6 if precision == "fp32" else 1e-15  # torch adds up tensors, not their rows
+    assert result.grad_norm == pytest.approx(float(expected), rel=4 * rounding)
 
 
 @parallel(ranks=[4], limit_s=120)
@@ -69,7 +70,7 @@ def test_tied_table_gets_both_contributions(comm):
     untied = build(World(comm), where | {"model.tie_embeddings": False})
     if "head.weight" in untied.buffer.entries:
         table = whole_weights(tied)[TABLE]
-        untied.buffer.entries["head.weight"].view(untied.buffer.master).copy_(table)
+        untied.buffer.entries["head.weight"].view(untied.buffer.masters[0]).copy_(table)
     else:
         whole_weights(tied)  # a collective
     steps_of(tied, 1)

@@ -6,7 +6,9 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import OptimizerConfig, PrecisionConfig
 from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
-from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, declare
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Portion
+from ptdmpi.model.parameters import PRECISIONS, declare
 from ptdmpi.model.state import Counters, State
 from tests._configs import layout
 from tests._engines import build, microbatches, whole_gradients
@@ -16,7 +18,7 @@ from tests.parallel import parallel
 
 def small_buffer(precision: str = "fp32") -> ParameterBuffer:
     named = [("a", declare(1, (37, 11), 0.1)), ("b", declare(1, (37,), "ones"))]
-    buffer = ParameterBuffer(named, PRECISIONS[precision], CPU, 0, 1)
+    buffer = ParameterBuffer(named, PRECISIONS[precision], CPU, Portion())
     buffer.initialise(0)
     return buffer
 
@@ -29,8 +31,8 @@ def test_update_is_that_of_torch(clip_norm, precision):
     buffer = small_buffer(precision)
     state = State(buffer, MOMENTS)
     optimizer = Optimizer(config, state)
-    parts = slice(0, buffer.decay_size), slice(buffer.decay_size, None)
-    flat = [torch.nn.Parameter(buffer.master[part].clone()) for part in parts]
+    parts = slice(0, buffer.units[0].decay_stop), slice(buffer.units[0].decay_stop, None)
+    flat = [torch.nn.Parameter(buffer.masters[0][part].clone()) for part in parts]
     groups = [
         {"params": [tensor], "weight_decay": decay}
         for tensor, decay in zip(flat, (0.3, 0.0), strict=True)
@@ -38,7 +40,7 @@ def test_update_is_that_of_torch(clip_norm, precision):
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.97), eps=1e-7, fused=True)
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        gradients = torch.randn(len(buffer.master), generator=generator, dtype=torch.float64)
+        gradients = torch.randn(len(buffer.masters[0]), generator=generator, dtype=torch.float64)
         buffer.gradients.copy_(gradients)
         for tensor, part in zip(flat, parts, strict=True):
             tensor.grad = buffer.gradients[part].clone()
@@ -48,14 +50,15 @@ def test_update_is_that_of_torch(clip_norm, precision):
             group["lr"] = 0.01 * (step + 1)
         adam.step()
         optimizer.step(0.01 * (step + 1), norm)
+        state.changed()
         for tensor, part in zip(flat, parts, strict=True):
-            assert torch.equal(buffer.master[part], tensor)
-        assert torch.equal(buffer.weights, buffer.master.to(PRECISIONS[precision].compute))
+            assert torch.equal(buffer.masters[0][part], tensor)
+        assert torch.equal(buffer.weights, buffer.masters[0].to(PRECISIONS[precision].compute))
     assert state.counters.updates == 4
     for kind in MOMENTS:
         whole = torch.cat([adam.state[tensor][kind] for tensor in flat])
         for entry in buffer.entries.values():
-            assert torch.equal(state.view(kind, entry.name), entry.view(whole))
+            assert torch.equal(state.view(kind, entry.name), entry.view(whole).flatten())
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (3, 10), (10, 10), (1, 1)])
@@ -116,19 +119,19 @@ def test_every_rank_skips_the_steps_that_overflow(comm):
     where = {1: {}, 2: layout(p=2), 4: layout(t=2, d=2)}[comm.size]
     engine = build(World(comm), FP16 | where)
     config, rank = engine.config, engine.axes["data"].rank
-    fresh = engine.buffer.master.clone()
+    fresh = engine.buffer.masters[0].clone()
     results = []
     for step in range(40):
-        before = engine.buffer.master.clone(), engine.buffer.weights.clone()
+        before = engine.buffer.masters[0].clone(), engine.buffer.weights.clone()
         updates = engine.state.counters.updates
         result = engine.step(step, microbatches(config, step, rank))
         results.append((result.skipped, result.loss_scale, result.loss))
         if result.skipped:
-            assert torch.equal(engine.buffer.master, before[0])
+            assert torch.equal(engine.buffer.masters[0], before[0])
             assert torch.equal(engine.buffer.weights, before[1])
             assert engine.state.counters.updates == updates
             if updates == 0:
-                assert not any(engine.state.kinds[kind].flat.any() for kind in MOMENTS)
+                assert not any(engine.state.kinds[kind].parts[0].any() for kind in MOMENTS)
         else:
             assert engine.state.counters.updates == updates + 1
             if updates >= 2:
@@ -138,7 +141,7 @@ def test_every_rank_skips_the_steps_that_overflow(comm):
     scales = [scale for _, scale, _ in results]
     assert scales[:3] == [2.0**40, 2.0**39, 2.0**38]
     assert all(torch.isfinite(torch.tensor(loss)) for _, _, loss in results)
-    assert not torch.equal(engine.buffer.master, fresh)
+    assert not torch.equal(engine.buffer.masters[0], fresh)
 
 
 @parallel(ranks=[1])

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.base.box import Box
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Portion
 from ptdmpi.model.parameters import (
-    ALIGNMENT,
     PRECISIONS,
     Declaration,
-    ParameterBuffer,
     Split,
     declare,
 )
 from ptdmpi.model.random import initial
+from ptdmpi.plan.shape.parameters import ALIGNMENT
 from tests._layers import CPU
 
 QKV = Split(0, (7, 3, 3))
@@ -89,13 +90,13 @@ def named(size: int):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_initial_weights_are_the_same_in_every_layout(size, precision):
     for rank in range(size):
-        buffer = ParameterBuffer(named(size), PRECISIONS[precision], CPU, rank, size)
+        buffer = ParameterBuffer(named(size), PRECISIONS[precision], CPU, Portion(rank, size))
         buffer.initialise(42)
         for name, entry in buffer.entries.items():
             shape, init = entry.declaration.shape, entry.declaration.init
-            whole = initial(42, name, shape, init).to(buffer.master.dtype)
+            whole = initial(42, name, shape, init).to(buffer.masters[0].dtype)
             held = torch.zeros(entry.shape, dtype=torch.bool)
-            local = entry.view(buffer.master)
+            local = entry.view(buffer.masters[0])
             for one in entry.declaration.held(rank, size):
                 assert torch.equal(local[one.local.index], whole[one.logical.index])
                 held[one.local.index] = True
@@ -105,25 +106,25 @@ def test_initial_weights_are_the_same_in_every_layout(size, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_parameters_are_views_of_the_buffers(precision):
     parameters = named(1)
-    buffer = ParameterBuffer(parameters, PRECISIONS[precision], CPU, 0, 1)
+    buffer = ParameterBuffer(parameters, PRECISIONS[precision], CPU, Portion())
     buffer.initialise(1)
     types = PRECISIONS[precision]
-    assert (buffer.master.dtype, buffer.gradients.dtype) == (types.master, types.master)
+    assert (buffer.masters[0].dtype, buffer.gradients.dtype) == (types.master, types.master)
     spans = []
     for name, parameter in parameters:
         entry = buffer.entries[name]
         assert parameter.dtype == types.compute and parameter.requires_grad
         assert parameter.data_ptr() == entry.view(buffer.weights).data_ptr()
-        assert parameter.main_grad.data_ptr() == buffer.gradient(name).data_ptr()
+        assert parameter.main_grad.data_ptr() == entry.view(buffer.gradients).data_ptr()
         assert entry.start % ALIGNMENT == 0
         spans.append((entry.start, entry.start + parameter.numel()))
-        assert (entry.start < buffer.decay_size) == entry.declaration.decay
+        assert (entry.start < buffer.units[0].decay_stop) == entry.declaration.decay
     spans.sort()
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    buffer.master += 1
+    buffer.masters[0] += 1
     buffer.refresh_weights()
     for name, parameter in parameters:
-        expected = buffer.entries[name].view(buffer.master).to(types.compute)
+        expected = buffer.entries[name].view(buffer.masters[0]).to(types.compute)
         assert torch.equal(parameter.detach(), expected)
 
 
@@ -134,7 +135,7 @@ def test_weight_decay_is_for_matrices():
 
 def test_autograd_adds_to_main_grad_in_float32():
     parameters = [("gain", declare(1, (6,), "ones"))]
-    buffer = ParameterBuffer(parameters, PRECISIONS["bf16"], CPU, 0, 1)
+    buffer = ParameterBuffer(parameters, PRECISIONS["bf16"], CPU, Portion())
     buffer.initialise(0)
     ((_, gain),) = parameters
     for factor in (256.0, 1.0, 1.0):  # bfloat16 would stay at 256
@@ -145,10 +146,12 @@ def test_autograd_adds_to_main_grad_in_float32():
 
 def test_a_name_that_occurs_twice_is_one_weight_with_two_gradients():
     tables = [declare(1, (11, 6), 0.3), declare(1, (11, 6), 0.3)]
-    buffer = ParameterBuffer([("t", tables[0]), ("t", tables[1])], PRECISIONS["fp32"], CPU, 0, 1)
+    buffer = ParameterBuffer(
+        [("t", tables[0]), ("t", tables[1])], PRECISIONS["fp32"], CPU, Portion()
+    )
     assert list(buffer.entries) == ["t"]
     assert tables[0].data_ptr() == tables[1].data_ptr()
     tables[0].main_grad += 1
     tables[1].main_grad += 2
-    assert (buffer.gradient("t") == 1).all()
-    assert (buffer.second_gradient("t") == 2).all()
+    assert (buffer.entries["t"].view(buffer.gradients) == 1).all()
+    assert (buffer.second["t"].view(buffer.gradients) == 2).all()

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import DONE, Handle
 from ptdmpi.comm.world import World
-from ptdmpi.engine.data_parallel import AllReduce
+from ptdmpi.engine.data_parallel import AllReduce, Sharded
 from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.model import stage
 from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.parity import suite
@@ -29,6 +30,8 @@ PIPELINE = ComparedLayout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
 CHUNKS = ComparedLayout(tensor=2, pipeline=2, virtual=2, schedule="interleaved", micro_size=4)
 SEQUENCE = ComparedLayout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
 NO_SUM = ComparedLayout(tensor=2, pipeline=2, micro_size=4)
+GROUPS = ComparedLayout(data=4, micro_size=2, zero=2, shard_group=2)
+GATHERED = ComparedLayout(tensor=2, data=2, micro_size=4, zero=3)
 
 
 def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL) -> list[str]:
@@ -40,7 +43,7 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL) -> list[str]
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM])
+@pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM, GROUPS, GATHERED])
 def test_no_row_is_red_without_a_fault(comm, layout):
     assert red(comm, layout) == []
 
@@ -171,6 +174,54 @@ def dropout_by_local_position() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forgotten_sum_over_groups() -> Iterator[None]:
+    """Each group that holds a copy goes on with its own gradients; within one they are summed
+    by the walk."""
+    with patch.object(Sharded, "reduce", lambda policy: None):
+        yield
+
+
+@contextlib.contextmanager
+def forgotten_sum_of_the_second_table() -> Iterator[None]:
+    right = ReducedGradients.finish
+
+    def wrong(gradients):
+        right(gradients)
+        gradients.buffer.reduced[-1].zero_()
+
+    with patch.object(ReducedGradients, "finish", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def weights_of_the_step_before() -> Iterator[None]:
+    """What is gathered at the end of a step is not let go after the update."""
+    with patch.object(GatheredWeights, "drop", lambda weights: None):
+        yield
+
+
+@contextlib.contextmanager
+def shards_in_the_wrong_order() -> Iterator[None]:
+    right = GatheredWeights._gather
+
+    def wrong(weights, number):
+        right(weights, number)
+        flat, handle = weights._there[number]
+        handle.wait()
+        flat.copy_(flat.view(weights.buffer.portion.shards, -1).flip(0).flatten())
+
+    with patch.object(GatheredWeights, "_gather", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def weights_that_are_not_there() -> Iterator[None]:
+    """Nothing is gathered for the forward: NaN stands for it."""
+    with patch.object(Walk, "forward", lambda walk, place: None):
+        yield
+
+
 @parallel(ranks=[4])
 @pytest.mark.parametrize(
     ("fault", "layout", "seen_in"),
@@ -185,6 +236,11 @@ def dropout_by_local_position() -> Iterator[None]:
         (dropped_tied_gradient, CHUNKS, "fp64: copies of embedding.word.weight differ"),
         (tied_gradient_counted_twice, CHUNKS, "fp64 gradients"),
         (dropout_by_local_position, SEQUENCE, "fp64 loss"),
+        (forgotten_sum_over_groups, GROUPS, "fp64 gradients"),
+        (forgotten_sum_of_the_second_table, GROUPS, "fp64 gradients"),
+        (weights_of_the_step_before, GATHERED, "fp64 loss"),
+        (shards_in_the_wrong_order, GATHERED, "fp64 loss"),
+        (weights_that_are_not_there, GATHERED, "fp64 loss"),
     ],
 )
 def test_fault_turns_a_row_red(comm, fault, layout, seen_in):

@@ -21,12 +21,22 @@ from ptdmpi.parity.run import TrainingTask, configuration
 COVERING = layouts.covering_set()
 HELD = {pair for case in COVERING for pair in pairs(case.settings | case.effects)}
 
-# by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; all else can be trained on 16 ranks
+# by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; what is partitioned is recomputed in
+# full and not divided along the sequence; all else can be trained on 16 ranks
 ILLEGAL = {
     frozenset({("virtual", virtual), ("schedule", schedule)})
     for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2))
     for virtual in {1, 2, 3} - {chunks}
+} | {
+    frozenset({("partition_activations", True), other})
+    for other in (("recompute", "none"), ("recompute", "selective"), ("sequence_parallel", True))
 }
+# what zero 2 and 3 sum at once the split backwards put off; groups need sharding, and several ranks
+ILLEGAL |= {
+    frozenset({("zero", zero), ("schedule", schedule)})
+    for zero, schedule in itertools.product((2, 3), ("zb-h1", "zb-v"))
+}
+ILLEGAL |= {frozenset({("shard_group", 2), other}) for other in (("zero", 0), ("data", 1))}
 
 
 def strategy(factors: dict[str, tuple]) -> st.SearchStrategy[tuple]:
@@ -58,10 +68,16 @@ def test_no_legal_case_of_the_models_has_a_pair_of_effects_that_is_not_covered(l
         ("divided_sequence", ("dropout", True)),
         ("divided_sequence", ("recompute", "full")),
         ("scattered_boundary", ("schedule", "interleaved")),
+        ("partitioned", ("dropout", True)),
+        ("partitioned", ("documents", True)),
         ("uneven_stages", ("tied", True)),
         ("uneven_stages", ("virtual", 3)),
         ("padded_vocabulary", ("tied", True)),
         ("padded_vocabulary", ("masked", True)),
+        ("copies", ("tied", True)),
+        ("copies", ("pipeline", 2)),
+        ("summed_by_microbatch", ("zero", 3)),
+        ("summed_by_microbatch", ("recompute", "full")),
     ],
 )
 def test_settings_meet_where_they_have_an_effect(effect, setting):
@@ -108,9 +124,52 @@ def test_missing_pairs_are_those_of_a_case_taken_out():
     assert set(layouts.missing_pairs(without)[""]) == lost
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("tensor", 2),
+        ("pipeline", 2),
+        ("virtual", 3),
+        ("kind", "bert"),
+        ("recompute", "full"),
+        ("sequence_parallel", True),
+        ("tied", True),
+        ("dropout", True),
+        ("documents", True),
+    ],
+)
+def test_what_is_sharded_meets_all_else(zero, setting):
+    name, value = setting
+    assert any(
+        case.effects["sharded"] == zero and case.settings[name] == value for case in COVERING
+    )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "same"),
+    [
+        # (zero, group, b) of d = 4, of 16 sequences; by what the sums' order follows from
+        ((1, None, 1), (0, None)),
+        ((2, None, 4), (0, None)),  # one microbatch
+        ((2, None, 2), (2, None)),
+        ((3, None, 2), (2, None)),
+        ((1, 2, 2), (1, 2)),
+        ((3, 2, 4), (1, 2)),
+        ((3, 2, 2), (2, 2)),
+    ],
+)
+def test_base_of_what_is_sharded(sharding, same):
+    zero, group, size = sharding
+    layout = ComparedLayout(data=4, micro_size=size, pipeline=2, zero=zero, shard_group=group)
+    base = ComparedLayout(data=4, micro_size=size, zero=same[0], shard_group=same[1])
+    assert layout.base == base
+    assert ComparedLayout(micro_size=size, zero=zero).base == ComparedLayout(micro_size=size)
+
+
 def test_base_keeps_what_decides_the_order_of_sums():
     layout = ComparedLayout(2, 2, 2, 3, 4, "interleaved", "full", True, True)
     assert layout.base == ComparedLayout(tensor=2, data=2, sequence_parallel=True, micro_size=4)
-    reproducible = replace(layout, reproducible=True)
-    assert reproducible.base.data == 1
+    reproducible = replace(layout, data=4, zero=1, shard_group=2, reproducible=True)
+    assert (reproducible.base.data, reproducible.base.zero) == (1, 0)
     assert reproducible.base.reproducible

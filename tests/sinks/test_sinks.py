@@ -31,7 +31,8 @@ def train(run: RunDirectory, first: int, last: int, loss: float) -> None:
 
 
 def test_a_record_becomes_named_numbers():
-    found = scalars({**TRAINED, "epochs": [0.5, 1.5], "slow_ranks": [{"rank": 1}]})
+    wire = {"wire_bytes": {"data": {"all_reduce": 8}}, "wire_messages": {}}
+    found = scalars({**TRAINED, **wire, "epochs": [0.5, 1.5], "slow_ranks": [{"rank": 1}]})
     assert found == {
         "train/loss": 2.5,
         "speed/mfu": 0.25,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import click
 import pytest
 
+from ptdmpi.base.traffic import Traffic
 from ptdmpi.engine.engine import StepResult
 from ptdmpi.terminal.say import QUIET
 from ptdmpi.train.journal import Journal
@@ -23,7 +24,7 @@ def test_quiet_keeps_steps_off_the_terminal_but_for_the_last_one(tmp_path, quiet
     with click.Context(click.Command("train")) as context:
         context.meta[QUIET] = quiet
         for step in (1, 2, 3):
-            result = StepResult(4.0, 1.0, 1e-3, 1.0, False, False, None, 0.1, 0.0)
+            result = StepResult(4.0, 1.0, 1e-3, 1.0, False, False, None, 0.1, 0.0, Traffic())
             journal.step(Completed(step, result, 0.5), 0.5)
         journal.say("warning: told as ever")
     told = [line.partition("/")[0] for line in shown]

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from ptdmpi.commands.report import command as report
 from ptdmpi.data.order import Part, SampleOrder
 from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.report import read, summary
 from tests._runs import log, loop, records, tensors
 from tests.parallel import mpirun, parallel
 from tests.sinks._events import curve
@@ -101,6 +102,18 @@ def test_run_directory(interleaved):
     assert (interleaved / "checkpoints/latest").read_text() == "step-00000006\n"
     assert len(list((interleaved / "timeline").iterdir())) == 1
     assert "step 6/6" in (interleaved / "log.txt").read_text()
+
+
+def test_what_is_sent_is_recorded_and_reported(interleaved):
+    """The bytes are of a step alone, whatever validations and saves send between."""
+    steps = [record for record in records(interleaved) if "loss" in record]
+    assert all(one["wire_bytes"] == steps[0]["wire_bytes"] for one in steps)
+    assert steps[0]["wire_messages"]["pipeline"]["send"] == 3 * 8  # to three other stages
+    told = summary(read(interleaved))["wire"]
+    assert told.keys() == {"tensor", "pipeline", "ends"} == steps[0]["wire_bytes"].keys()
+    for group, kinds in told.items():
+        for kind, numbers in kinds.items():
+            assert numbers["bytes"] == numbers["closed_form_bytes"] > 0, (group, kind)
 
 
 def test_tensorboard_has_the_records(interleaved):

@@ -1,7 +1,8 @@
 """The inventory of memory against the allocator: kept by a forward, peak of a step, state."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
 from ptdmpi.engine.optimizer import MOMENTS
 from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
@@ -36,11 +38,14 @@ MODES = {
     "full": {"recompute.mode": "full"},
     "two layers": {"recompute.mode": "full", "recompute.layers": 2},
 }
+PARTITIONED = {"recompute.partition_activations": True}
 # the extremes always; the ones between in `make test-long`
 SOME_OR_ALL = [
     pytest.param(mode, marks=[] if mode in ("none", "full") else pytest.mark.long) for mode in MODES
 ]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+# two microbatches on each of 4 data ranks
+SHARDED = {"batch.global_size": 16}
 KEPT, PEAK = 0.01, 0.1  # bars, relative
 
 
@@ -76,27 +81,65 @@ def check(comm, changes) -> None:
     layout, m = engine.config.layout, engine.config.microbatches
     memory = MemoryModel.of(engine.config, VOCAB_SIZE, kernels.widens("cpu", compute))
     foreseen = memory.peak(layout, rank, m)
-    batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
+    sampler = engine.axes["data"].rank
+    batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
     engine.step(0, batches)  # whatever is made once is there now
     for stage in engine.stages.values():
         stage.begin_step(0, batches, 1.0)
-    if engine.axes["pipeline"].size == 1:
+    if engine.axes["pipeline"].size == 1 and layout.zero < 2:
         (stage,) = engine.stages.values()
         left, _ = measured(lambda: stage.forward_microbatch(0, None))
         stage.backward_microbatch(0, None)
         assert left == pytest.approx(memory.kept_bytes(layout, 0), rel=KEPT)
     watch = engine.stopwatch()
+    let_go_of_units(engine)
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
     expected = foreseen.activations + foreseen.working
     most = (1 + PEAK) * expected + library_scratch_bytes(compute)
-    assert (1 - PEAK) * expected <= peak <= most, (peak, expected)
-
+    # the largest unit need not be whole at the moment when most is kept: 13 % less on a last stage
+    least = (1 - PEAK - 0.05 * (layout.zero >= 2 and layout.pipeline > 1)) * expected
+    assert least <= peak <= most, (peak, expected)
+    # parameters begin at multiples of 256 elements, and units are multiples of that for each shard:
+    # a few percent more at these sizes, nothing at real ones
     buffer = engine.buffer
-    flat = [buffer.master, buffer.weights, buffer.gradients]
-    flat += [engine.state.kinds[kind].flat for kind in MOMENTS]
+    elements = sum(entry.elements for entry in (*buffer.entries.values(), *buffer.second.values()))
+    padded = buffer.gradient_size / elements
+    assert padded < 1.25
+    for kind, count in held_by_kind(engine).items():
+        assert count == pytest.approx(padded * foreseen.parts[kind], rel=KEPT), kind
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """All storages that they are views of, each once."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def held_by_kind(engine: Engine) -> dict[str, int]:
+    """The bytes that stand all the time, by the inventory's names."""
+    buffer = engine.buffer
+    weights = [buffer.weights, *buffer.weight_parts]
     # masters are the weights where the compute type is as wide
-    held = {tensor.data_ptr(): tensor.nbytes for tensor in flat}
-    assert sum(held.values()) == pytest.approx(foreseen.standing, rel=KEPT)
+    optimizer = [] if buffer.one_type else list(buffer.masters)
+    optimizer += [part for kind in MOMENTS for part in engine.state.kinds[kind].parts]
+    return {
+        "weights": bytes_of(weights),
+        "gradients": bytes_of([buffer.gradients]),
+        "optimizer": bytes_of(optimizer),
+    }
+
+
+def let_go_of_units(engine: Engine) -> None:
+    """What is gathered, or kept to be used for it again: the profiler sees no end of what was there
+    before it."""
+    for stage in engine.stages.values():
+        walk = stage.walk
+        for side in (walk.weights, walk.gradients) if walk is not None else ():
+            if side is not None:
+                side.pool._spare = []
+        if walk is not None and walk.weights is not None:
+            walk.weights.drop()
+            walk.weights.pool._spare = []
 
 
 @parallel(ranks=[1])
@@ -130,6 +173,44 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": "bf16"})
 
 
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("mode", ["full", "two layers"])
+def test_partitioned_activations(comm, kind, mode):
+    where = {"parallel.tensor": comm.size, "precision.compute": "bf16"}
+    check(comm, ALL_KINDS[kind] | MODES[mode] | PARTITIONED | where | DROPOUT)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_partitioned_activations_in_a_pipeline(comm, schedule):
+    where = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.schedule": schedule}
+    where |= {"parallel.virtual": 1 + (schedule in ("interleaved", "zb-v"))}
+    where |= {"model.layers": 8, "precision.compute": "bf16"}
+    check(comm, MODES["full"] | PARTITIONED | where | DROPOUT)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
+    comm, schedule, partitioned
+):
+    where = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 2}
+    where |= {"parallel.schedule": schedule, "model.layers": 8}
+    where |= {"recompute.partition_activations": partitioned}
+    engine = build(World(comm), SHAPE | MODES["full"] | where, VOCAB_SIZE)
+    engine.step(0, microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE))
+    memory = MemoryModel.of(engine.config, VOCAB_SIZE)
+    for number, stage in engine.stages.items():
+        if stage.first or stage.last:
+            continue
+        stage.begin_step(0, microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE), 1.0)
+        x = partial(torch.randn, stage.boundary.shape)
+        left, _ = measured(lambda stage=stage, x=x: stage.forward_microbatch(0, x()))
+        assert left == memory.kept_bytes(engine.config.layout, number)
+
+
 @parallel(ranks=[2])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -156,6 +237,22 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
     where = {"parallel.tensor": 2, "parallel.sequence_parallel": sequence_parallel}
     where |= {"parallel.schedule": "zb-h1", "precision.compute": compute}
     check(comm, where | DROPOUT)
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_shards(comm, zero, compute):
+    check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "where", [{"parallel.shard_group": 2}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}]
+)
+def test_shards_beside_another_axis(comm, zero, where):
+    check(comm, {"parallel.zero": zero, "precision.compute": "bf16"} | SHARDED | where)
 
 
 def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():

@@ -64,7 +64,11 @@ LAYOUTS = {
         {"parallel.tensor": 2, "parallel.sequence_parallel": True, "model.positions": "rope"},
         {"parallel.pipeline": 2, "parallel.virtual": 2, "precision.compute": "bf16"},
     ],
-    4: [{"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 2}, {}],
+    4: [
+        {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.virtual": 2},
+        {},
+        {"parallel.zero": 3},
+    ],
 }
 
 

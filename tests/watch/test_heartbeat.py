@@ -156,7 +156,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
     with loop(comm, tmp_path, changes, patch) as made:
         made.run()
         (mine,) = made.lookout.place.compute_s
-        waited_s = made.engine.runner.tensor_s
+        waited_s = made.engine.runner.inside_s["tensor"]
     if comm.rank == 1:
         assert mine > 1.0
     else:  # a busy machine may have kept it from being there in time

@@ -11,6 +11,31 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
     return max(1, limit_bytes // (element_bytes * max(1, math.prod(shape[1:]))))
 
 
+def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
+    """The elements `start` <= i < `stop` of a tensor, counted row by row, as boxes in that order:
+    the rest of a row, whole rows, and the beginning of one, in every dim."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop,))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows between the two
+    if first > last:  # in one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box.whole(shape).rows(first, last)
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator["Box"]:
+    if start < stop:
+        for box in runs(shape[1:], start, stop):
+            yield Box((row, *box.start), (row + 1, *box.stop))
+
+
 @dataclass(frozen=True)
 class Box:
     """Elements `start[k] <= index < stop[k]` along every dim k of a tensor."""

@@ -69,7 +69,7 @@ def load_tensors(
         unfit = unfit or _first(world, InputError, lambda: judge(directory, manifest.said))
         if unfit:
             raise SharedInputError(unfit)
-        damage = _first(world, Damaged, lambda: _read(reader, pieces))
+        damage = _first(world, Damaged, lambda: _read(reader, state, pieces))
         if not damage:
             # what one rank has read whole, nobody needs to read again
             checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
@@ -92,7 +92,7 @@ def _require_fit(reader: Reader, pieces: Sequence[Piece], kinds: Sequence[str]) 
         reader.require(piece.key, piece.shape)
 
 
-def _read(reader: Reader, pieces: Sequence[Piece]) -> None:
+def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         host = piece.values.cpu()  # the same memory on a CPU
         if host.dtype == torch.bfloat16:  # of which numpy knows nothing
@@ -100,6 +100,7 @@ def _read(reader: Reader, pieces: Sequence[Piece]) -> None:
         reader.read(piece.key, piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():
             piece.values.copy_(host)
+        state.let_go()
 
 
 def _check(reader: Reader, numbers: Sequence[int]) -> None:

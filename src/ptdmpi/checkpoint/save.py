@@ -165,13 +165,20 @@ class Checkpoints:
             if copied:
                 host = self._host_memory(view)[begin : begin + view.numel()].view(view.shape)
                 host.copy_(view, non_blocking=True)
+                self.state.let_go()
                 begin, view = begin + view.numel(), host
             dtype = str(view.dtype).removeprefix("torch.")
-            values = partial(_on_host, view)
+            values = partial(self._on_host, view)
             found.append(Outgoing(part.key, part.shape, part.box, dtype, values))
-        if self.parts and self.parts[0].values.is_cuda:
-            torch.cuda.synchronize(self.parts[0].values.device)
+        # some may stand on the host all the time
+        for device in {part.values.device for part in self.parts if part.values.is_cuda}:
+            torch.cuda.synchronize(device)
         return found
+
+    def _on_host(self, values: Tensor) -> Array:
+        """Asked for one by one, as each is written: those before need no memory any more."""
+        self.state.let_go()
+        return values.cpu().numpy()
 
     def _host_memory(self, like: Tensor) -> Tensor:
         """Room for this rank's whole part, made at the first save."""
@@ -339,7 +346,3 @@ def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
         return future.result(), None
     except (OSError, InputError) as error:
         return None, str(error)
-
-
-def _on_host(tensor: Tensor) -> Array:
-    return tensor.cpu().numpy()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptdmpi.base.traffic import Tally
 from ptdmpi.comm.clock import HOST, Clock, Total
 
 if TYPE_CHECKING:  # the import initialises MPI, which work on one rank does without
@@ -50,7 +51,8 @@ class Communicator(ABC):
     """One group of the process grid, such as an axis: `rank` of `size`.
 
     MPI carries the control messages on every wire. `busy` names the collective that this rank is
-    in, and is empty outside; another thread may read it.
+    in, and is empty outside; another thread may read it. `tally` counts what this rank sends of
+    tensors; one thread sends.
 
     A wire says of itself: `exact`, that sums are taken in ascending rank order, in float32 at
     least, so that they depend neither on how a tensor is cut into messages nor on the library's
@@ -66,6 +68,7 @@ class Communicator(ABC):
         self.control, self.clock, self.group = control, clock, group
         self.rank: int = control.Get_rank()
         self.size: int = control.Get_size()
+        self.tally = Tally(self.size)
         self.busy = ""
         self._waits: Total | None = None
 
@@ -121,11 +124,33 @@ class Communicator(ABC):
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
-        if tensor.shape[0] % self.size:
-            raise ValueError(f"{self.size} ranks cannot share dim 0 of {tuple(tensor.shape)}")
+        self._has_parts(tensor)
         result = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         flat = tensor.view(-1)
         return result, self._begin("reduce_scatter", self._reduce_scatter, result.view(-1), flat)
+
+    def all_gather_in_place(self, whole: Tensor) -> Handle:
+        """Begin to fill `whole`, [size n, ...]: part k of it is what rank k has there."""
+        if not self._has_parts(whole):
+            return DONE
+        return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
+
+    def reduce_scatter_in_place(self, whole: Tensor) -> Handle:
+        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks; what
+        the other parts hold then is not defined."""
+        if not self._has_parts(whole):
+            return DONE
+        return self._begin("reduce_scatter", self._reduce_scatter, self._own(whole), whole.view(-1))
+
+    def _has_parts(self, whole: Tensor) -> bool:
+        _require(whole)
+        if whole.shape[0] % self.size:
+            raise ValueError(f"{self.size} ranks cannot share dim 0 of {tuple(whole.shape)}")
+        return self.size > 1 and whole.numel() > 0
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's part of `whole`, flat."""
+        return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` by the root's; returns it."""
@@ -143,6 +168,7 @@ class Communicator(ABC):
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
         _require(tensor)
+        self.tally.add("send", tensor.nbytes)
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
@@ -191,10 +217,15 @@ class Communicator(ABC):
         return result
 
     def _begin(self, name: str, work: Callable[..., Handle], *arguments: Any) -> Handle:
+        """Begin the collective `name`, one of the kinds that are counted, on flat tensors."""
+        # the greatest is the whole: of a gather what comes of it, of a scatter what goes into it
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        self.tally.add(name, max(one.nbytes for one in tensors))
         handle = self.timed(name, work, *arguments)
         return handle if handle is DONE else _UnderWay(self, name, handle)
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
+    # The smaller tensor of a gather or scatter may be its own place in the larger one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...
@@ -235,6 +266,7 @@ class OneRank(Communicator):
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
+        self.tally = Tally(1)
         self.clock, self.group = HOST, ""
         self.busy, self._waits = "", None
 

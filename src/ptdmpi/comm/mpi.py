@@ -93,17 +93,37 @@ class MpiCommunicator(Communicator):
 
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = result.cpu()
-        self.control.Allgather(_bytes(flat.cpu()), _bytes(host))
+        own = host.view(self.size, -1)[self.rank]
+        # MPI forbids a buffer that is sent and received into, but for one that is in its place
+        inside = own.data_ptr() == flat.data_ptr() or host is not result
+        if host is not result:
+            own.copy_(flat)
+        self.control.Allgather(MPI.IN_PLACE if inside else _bytes(flat), _bytes(host))
         if host is not result:
             result.copy_(host)
         return DONE
 
     def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         host = flat.cpu()
-        pieces = torch.empty_like(host)
-        self.control.Alltoall(_bytes(host), _bytes(pieces))
-        combine(pieces.view(self.size, -1), "sum", total := torch.empty_like(result, device="cpu"))
-        result.copy_(total)
+        data, size, length = _bytes(host), host.element_size(), result.numel()
+        most = max(1, BUCKET_BYTES // (size * self.size))
+        pieces = host.new_empty((self.size, min(most, length)))
+        for first in range(0, length, most):
+            count = min(most, length - first)
+            counts = [count * size] * self.size
+            starts = [(rank * length + first) * size for rank in range(self.size)]
+            there = [rank * count * size for rank in range(self.size)]
+            arrived = pieces.view(-1)[: self.size * count].view(self.size, count)
+            self.control.Alltoallv(
+                [data, (counts, starts), MPI.BYTE],
+                [_bytes(arrived.view(-1)), (counts, there), MPI.BYTE],
+            )
+            total = result[first : first + count]
+            if host is flat:
+                combine(arrived, "sum", total)
+            else:
+                combine(arrived, "sum", arrived[0])
+                total.copy_(arrived[0])
         return DONE
 
     def _broadcast(self, flat: Tensor, root: int) -> Handle:

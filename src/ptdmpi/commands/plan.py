@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +10,38 @@ import click
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, load
-from ptdmpi.config.layout import RECOMPUTE_MODES, SCHEDULES, Layout, complete, parse
+from ptdmpi.config.layout import Layout, complete, parse
+from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
-from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
-from ptdmpi.plan.search.search import (
-    Space,
+from ptdmpi.plan.search.advice import (
     compute_optimal,
     difference,
     heuristic,
     improvements,
     microbatch_model,
-    search,
 )
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space, of_a_node
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
 MOST_DRAWN = 10_000  # microbatches of a step
+SETTINGS = (
+    "schedule",
+    "recompute",
+    "sequence_parallel",
+    "scatter_gather",
+    "zero",
+    "shard_group",
+    "offload",
+    "partition_activations",
+    "dp_overlap",
+)
 
 
 class Number(click.types.FloatParamType):
@@ -55,10 +66,28 @@ class Number(click.types.FloatParamType):
         raise InputError(f"{param.opts[0]} {value}: must be {legal}")
 
 
+class ShardGroup(click.ParamType[int | str]):
+    """ "all", "node" or how many ranks."""
+
+    name = "group"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        if value in ("all", "node"):
+            return str(value)
+        if not str(value).isdigit() or int(value) < 1:
+            raise InputError(f'--shard-group {value}: must be "all", "node" or a number from 1')
+        return int(value)
+
+
 SWITCHES = (
     ("sequence-parallel", None, "Shard norms over the tensor axis too; default: the faster."),
     ("scatter-gather", None, "Send each tensor rank's part between stages; default: the faster."),
-    ("dp-overlap", False, "Sum gradients behind the last backward; default: off."),
+    (
+        "partition-activations",
+        False,
+        "Divide what full recomputation keeps over the tensor axis; default: off.",
+    ),
+    ("dp-overlap", False, "Data axis' messages go behind computing; default: off."),
 )
 
 
@@ -78,10 +107,18 @@ def _options(function: Any) -> Any:
 )
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Explain a layout beside the best one.")
-@click.option("--schedule", type=click.Choice(SCHEDULES))
+@click.option(
+    "--schedule",
+    type=click.Choice(SCHEDULES),
+    help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1, zb-v where asked for.",
+)
 @click.option("--recompute", type=click.Choice(RECOMPUTE_MODES))
 @_options
-@click.option("--zero", type=Number(0, 3), default=0, show_default=True)
+@click.option("--zero", type=Number(0, 3), help="Default: the fastest; of a --layout 0.")
+@click.option("--shard-group", type=ShardGroup(), help="all, node or a number; default as --zero.")
+@click.option(
+    "--offload", type=click.Choice(OFFLOADS), help="Default: the fastest; of a --layout none."
+)
 @click.option(
     "--precision",
     help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
@@ -119,12 +156,13 @@ def command(
     pricer = Pricer(machine, shape, batch, _precision(machine, options["precision"]))
     chosen = options["layout"] or options["why"]
     given = _layout(pricer, chosen, options) if chosen else None
+    zero = options.pop("zero")
+    options["zero"] = Space.zero if zero is None else (zero,)
     if given is not None:
         options["ranks"] = given.ranks
     elif options["ranks"] is None:
         raise InputError("give --ranks, or a --layout with d")
-    keys = ("ranks", "schedule", "recompute", "sequence_parallel", "scatter_gather", "zero")
-    space = Space(**{key: options[key] for key in keys}, dp_overlap=options["dp_overlap"])
+    space = Space(options["ranks"], **{key: options[key] for key in SETTINGS})
     fixed = given if options["layout"] else None
     doing = "searching layouts" if fixed is None else f"pricing {fixed}"
     where = f"{counted(options['ranks'], 'rank')} of {machine.name}"
@@ -177,12 +215,25 @@ def _precision(machine: Any, wanted: str | None) -> str:
 
 
 def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
-    keys = ("schedule", "recompute", "sequence_parallel", "scatter_gather", "zero", "dp_overlap")
-    layout = complete(parse(text), options["ranks"], **{key: options[key] for key in keys})
+    """The layout asked for; sequence parallelism and scatter/gather, where not said, as is fastest
+    of what fits."""
+    settings = {key: options[key] for key in SETTINGS}
+    group = settings.pop("shard_group")
+    layout = complete(parse(text), options["ranks"], **settings)
+    if group is not None:
+        number = {"all": layout.data, "node": of_a_node(pricer, layout)}.get(group, group)
+        layout = replace(layout, shard_group=None if number == layout.data else number)
     found = list(layout.mistakes(pricer.model.config, pricer.batch))
     if found:
         raise InputError(f"layout {layout}: {'; '.join(found)}")
-    return layout
+    tried = [layout]
+    for key in ("sequence_parallel", "scatter_gather"):
+        if options[key] is None and layout.tensor > 1:
+            switched: dict[str, Any] = {key: not getattr(layout, key)}
+            tried += [replace(one, **switched) for one in tried]
+    legal = (one for one in tried if one.is_legal(pricer.model.config, pricer.batch))
+    prices = [pricer.price(one) for one in legal]
+    return min(prices, key=lambda price: (not price.fits, price.step_time_s)).layout
 
 
 def _why(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
@@ -222,7 +273,7 @@ def _beside(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
 
 def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     """Sections of a configuration that trains so; None where `ptdmpi train` does not."""
-    if layout.zero or layout.dp_overlap:
+    if layout.dp_overlap:
         return None
     name = pricer.model.name
     sections: dict[str, dict[str, Any]] = (
@@ -260,8 +311,7 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
     if options["png"] is None and options["trace"] is None:
         return
     title = f"{pricer.model.name} on {pricer.cluster.name}: {layout}, {layout.schedule}"
-    times = pricer.stage_times(layout)
-    timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
+    timeline = pricer.timeline(layout, title)
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:

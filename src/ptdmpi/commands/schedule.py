@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import MOST_FORWARDS, default_schedule
+from ptdmpi.config.layout import default_schedule
+from ptdmpi.config.legality import MOST_FORWARDS
 from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw

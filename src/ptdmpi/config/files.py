@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.near import divisors
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
@@ -50,8 +51,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     target[name] = value
 
 
-def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
-    """The complete configuration of `tree` on `ranks` ranks, spare ones included.
+def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
+    """The complete configuration of `tree` on `ranks` ranks, spare ones included, of which a node
+    has `node_ranks` (None: not known, and one node is taken to have all).
 
     Raises InputError with one line for each mistake, all of them together.
     """
@@ -62,7 +64,13 @@ def resolve(tree: Mapping[str, Any], ranks: int) -> Config:
         raise InputError("\n".join(mistakes))
     config = Config.model_construct(set(sections), **sections)
     parallel, working = config.parallel, ranks - config.run.spare_ranks
-    return config.replace("parallel", data=working // (parallel.tensor * parallel.pipeline))
+    data = working // (parallel.tensor * parallel.pipeline)
+    group = parallel.shard_group
+    if group == "node":
+        # tensor ranks are neighbours (`plan.layout.grid`), so a node has so many of the data axis
+        near = (node_ranks or ranks) // parallel.tensor
+        group = max(size for size in divisors(data) if size <= max(1, near))
+    return config.replace("parallel", data=data, shard_group="all" if group == data else group)
 
 
 def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[str]]:

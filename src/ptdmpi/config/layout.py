@@ -1,40 +1,21 @@
-"""A layout: how a model and its batch are spread over ranks. The only owner of what is legal.
+"""A layout: how a model and its batch are spread over ranks.
 
 It stands here and not in `plan`, because a configuration is checked before anything is planned:
 `config` may not import `plan`, and whoever plans, trains or compares asks `Layout.mistakes`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
-from ptdmpi.base.words import counted
 from ptdmpi.config.errors import InputError
-from ptdmpi.config.near import divisors, nearest
+from ptdmpi.config.legality import Rule, rules
 
 if TYPE_CHECKING:
     from ptdmpi.config.model import ModelConfig
     from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-RecomputeMode = Literal["none", "selective", "full"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 LETTERS = {"t": "tensor", "p": "pipeline", "d": "data", "v": "virtual", "b": "micro_size"}
-# Schedules that run so many chunks per rank and no others.
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Forwards (and as many backwards) of a step over all stages. The order of a step is listed before
-# it runs: so many take a second or two.
-MOST_FORWARDS = 250_000
-
-
-class Rule(NamedTuple):
-    """One rule of legality, its short name, and the text for whoever broke it."""
-
-    name: str
-    broken: bool
-    text: Callable[[], str]
 
 
 def default_schedule(virtual: int) -> str:
@@ -42,25 +23,20 @@ def default_schedule(virtual: int) -> str:
     return "1f1b" if virtual == 1 else "interleaved"
 
 
-def chunk_rule(schedule: str, virtual: int) -> Rule:
-    """1F1B and ZB-H1 run one chunk per rank, ZB-V two; any number is interleaved (Narayanan et al.
-    2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6)."""
-    chunks = CHUNKS.get(schedule, virtual)
-    return Rule(
-        "chunks",
-        virtual != chunks,
-        lambda: (
-            f'schedule = "{schedule}" has virtual = {chunks}, not {virtual}; '
-            f'legal: schedule = "interleaved" or "gpipe", or virtual = {chunks}'
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the axes, chunks per rank, microbatch, and how the step is run.
 
     `recompute_layers`: full recomputation takes the first so many layers; None means all.
+    `partition_activations`: each tensor rank keeps 1/t of what it keeps of them (the P_a of
+    Rajbhandari et al. 2020, section 6.1).
+
+    `zero`: what groups of the data axis share out, each rank its part, instead of holding it whole:
+    1 the optimizer's state, 2 the gradients too, 3 the weights too (Rajbhandari et al. 2020, arXiv
+    1910.02054, section 5). `shard_group`: how many neighbours on the data axis such a group has,
+    None all; between groups state is copied (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2).
+    `offload`: where the optimizer's state stands: on the device ("none"), in the host's memory
+    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk").
     """
 
     tensor: int
@@ -75,6 +51,9 @@ class Layout:
     zero: int = 0
     dp_overlap: bool = False
     recompute_layers: int | None = None
+    shard_group: int | None = None
+    offload: str = "none"
+    partition_activations: bool = False
 
     @classmethod
     def of(
@@ -84,7 +63,9 @@ class Layout:
         recompute: "RecomputeConfig",
         data: int,
     ) -> Self:
-        """The layout that sections of a configuration describe; `data` where that is "auto"."""
+        """The layout that sections of a configuration describe; `data` where that is "auto". A
+        `shard_group` of a node that is not counted yet is taken as all."""
+        group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -96,7 +77,25 @@ class Layout:
             sequence_parallel=parallel.sequence_parallel,
             scatter_gather=parallel.scatter_gather,
             recompute_layers=None if recompute.layers == "all" else recompute.layers,
+            partition_activations=recompute.partition_activations,
+            zero=parallel.zero,
+            shard_group=group if isinstance(group, int) else None,
+            offload=parallel.offload,
         )
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts sharded state is cut; 1 where nothing is."""
+        if self.zero == 0:
+            return 1
+        return self.data if self.shard_group is None else self.shard_group
+
+    @property
+    def sharding(self) -> str:
+        """What is shared out, and offloaded, in words; empty where nothing is."""
+        words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards > 1 else []
+        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        return ", ".join(words)
 
     @property
     def ranks(self) -> int:
@@ -123,15 +122,21 @@ class Layout:
     def sections(self) -> dict[str, dict[str, Any]]:
         """The keys of a configuration that select this layout: section -> key -> value.
 
-        `zero` and `dp_overlap` are priced only and have no key.
+        `dp_overlap` is priced only and has no key.
         """
-        names = ("tensor", "pipeline", "virtual", "data", "schedule")
+        names = ("tensor", "pipeline", "virtual", "data", "schedule", "zero", "offload")
         switches = ("sequence_parallel", "scatter_gather")
         layers = "all" if self.recompute_layers is None else self.recompute_layers
+        group = "all" if self.shard_group is None else self.shard_group
+        parallel = {key: getattr(self, key) for key in (*names, *switches)}
         return {
-            "parallel": {key: getattr(self, key) for key in (*names, *switches)},
+            "parallel": {**parallel, "shard_group": group},
             "batch": {"micro_size": self.micro_size},
-            "recompute": {"mode": self.recompute, "layers": layers},
+            "recompute": {
+                "mode": self.recompute,
+                "layers": layers,
+                "partition_activations": self.partition_activations,
+            },
         }
 
     def mistakes(self, model: "ModelConfig | None", batch: int | None) -> Iterator[str]:
@@ -143,113 +148,13 @@ class Layout:
         """Whether `mistakes` has nothing to say; no text is made."""
         return not any(rule.broken for rule in self.rules(model, batch))
 
+    def breaks(self, *names: str) -> bool:
+        """Whether a rule of one of these names is broken that needs neither model nor batch."""
+        return any(rule.broken for rule in self.rules(None, None) if rule.name in names)
+
     def rules(self, model: "ModelConfig | None", batch: int | None) -> Iterator[Rule]:
         """Every rule about this layout, kept or broken; see `mistakes`."""
-        chunks = chunk_rule(self.schedule, self.virtual)
-        yield chunks._replace(text=lambda: f"parallel.{chunks.text()}")
-        if model is not None:
-            yield from self._model_rules(model)
-        yield from self._setting_rules()
-        if batch is not None:
-            yield from self._batch_rules(batch)
-
-    def _model_rules(self, model: "ModelConfig") -> Iterator[Rule]:
-        yield self._divides("heads", model.heads)
-        yield self._key_heads(model)
-        yield self._divides("ffn_hidden", model.ffn_hidden)
-        yield Rule(
-            "sequence",
-            self.sequence_parallel and model.seq_length % self.tensor > 0,
-            lambda: (
-                f"sequence_parallel: parallel.tensor = {self.tensor} does not divide "
-                f"model.seq_length = {model.seq_length}; legal nearby: "
-                f"{nearest(self.tensor, divisors(model.seq_length))}"
-            ),
-        )
-        yield Rule(
-            "stages",
-            self.stages > model.layers,
-            lambda: (
-                f"parallel.pipeline * virtual = {self.stages} stages, but model.layers = "
-                f"{model.layers}; at most one stage per layer"
-            ),
-        )
-        layers = self.recompute_layers
-        yield Rule(
-            "recompute_layers",
-            self.recompute == "full" and layers is not None and layers > model.layers,
-            lambda: f"recompute.layers = {layers}: the model has {counted(model.layers, 'layer')}",
-        )
-
-    def _key_heads(self, model: "ModelConfig") -> Rule:
-        """Ranks beyond the key heads share one: whole ranks for each, or whole heads for each."""
-        tensor, heads = self.tensor, model.kv_heads
-
-        def text() -> str:
-            legal = [k for k in divisors(model.heads) if not (heads % k and k % heads)]
-            return (
-                f"parallel.tensor = {tensor} neither divides model.kv_heads = {heads} nor is "
-                f"a multiple of it; legal nearby: tensor {nearest(tensor, legal)}"
-            )
-
-        uneven = heads % tensor > 0 and tensor % heads > 0
-        return Rule("kv_heads", uneven and not model.heads % tensor, text)
-
-    def _divides(self, key: str, size: int) -> Rule:
-        return Rule(
-            key,
-            size % self.tensor > 0,
-            lambda: (
-                f"parallel.tensor = {self.tensor} does not divide model.{key} = {size}; "
-                f"legal nearby: tensor {nearest(self.tensor, divisors(size))}"
-            ),
-        )
-
-    def _setting_rules(self) -> Iterator[Rule]:
-        """What needs neither model nor batch; the sections of a configuration know the words."""
-        for key, legal in (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES)):
-            value = getattr(self, key)
-            yield Rule(
-                key,
-                value not in legal,
-                partial(_unknown, key, value, legal),
-            )
-        yield Rule(
-            "recompute_layers",
-            self.recompute != "full" and self.recompute_layers is not None,
-            lambda: 'recompute.layers belongs to recompute.mode = "full"',
-        )
-        yield Rule(
-            "zero", self.zero not in range(4), lambda: f"zero = {self.zero}: must be 0, 1, 2 or 3"
-        )
-
-    def _batch_rules(self, batch: int) -> Iterator[Rule]:
-        unit = self.data * self.micro_size
-        below = batch // unit * unit
-        yield Rule(
-            "batch",
-            batch % unit > 0,
-            lambda: (
-                f"batch.global_size = {batch} is no multiple of data * micro_size = {self.data} * "
-                f"{self.micro_size} = {unit}; legal nearby: "
-                f"{nearest(batch, [n for n in (below, below + unit) if n])}"
-            ),
-        )
-        most = max(1, MOST_FORWARDS // self.stages)
-        yield Rule(
-            "length",
-            self.microbatches(batch) > most,
-            lambda: (
-                f"batch.global_size = {batch} makes {self.microbatches(batch)} microbatches of a "
-                f"step, and with {counted(self.stages, 'stage')} at most "
-                f"{most} are ordered in advance; legal: a global_size of at most {most * unit}, "
-                f"or a micro_size of at least {-(-batch // (most * self.data))}"
-            ),
-        )
-
-
-def _unknown(key: str, value: str, legal: Sequence[str]) -> str:
-    return f'{key} "{value}" is unknown; legal are {", ".join(legal)}'
+        return rules(self, model, batch)
 
 
 def parse(text: str) -> dict[str, int]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.legality import stages_of_zero
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
@@ -55,6 +56,12 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     if isinstance(parallel, ParallelConfig):
         yield from _parallel_rules(parallel, ranks, spare)
         yield from _layout_mistakes(sections, parallel, ranks)
+        stages = stages_of_zero(isinstance(run, RunConfig) and run.reproducible)
+        if parallel.zero not in stages:
+            yield (
+                "run.reproducible = true adds up the microbatches' gradients along one tree, and "
+                f"parallel.zero = {parallel.zero} one by one, in shards; legal: zero = 0 or 1"
+            )
     batch = sections.get("batch")
     if isinstance(run, RunConfig) and isinstance(batch, BatchConfig):
         most = (2**63 - 1) // batch.global_size

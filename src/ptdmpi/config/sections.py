@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ptdmpi.config.layout import Layout, RecomputeMode, ScheduleName, default_schedule
+from ptdmpi.config.layout import Layout, default_schedule
+from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import (
     MOST_BATCH,
@@ -57,7 +58,8 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the tensor, pipeline and data axes, and how the pipeline is run."""
+    """Sizes of the tensor, pipeline and data axes, how the pipeline is run, and which state the
+    data ranks share out among `shard_group` of them (`zero`) or keep off the device (`offload`)."""
 
     tensor: Positive = 1
     pipeline: Positive = 1
@@ -66,6 +68,9 @@ class ParallelConfig(Section):
     schedule: ScheduleName = "1f1b"
     sequence_parallel: bool = False
     scatter_gather: bool = True
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    shard_group: Positive | Literal["all", "node"] = "all"
+    offload: OffloadName = "none"
 
     @model_validator(mode="before")
     @classmethod
@@ -97,10 +102,12 @@ class PrecisionConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Which activations are dropped after the forward pass and computed again for the backward."""
+    """Which activations are dropped after the forward pass and computed again for the backward, and
+    whether those that full recomputation keeps are divided over the tensor axis."""
 
     mode: RecomputeMode = "none"
     layers: Positive | Literal["all"] = "all"
+    partition_activations: bool = False
 
 
 class OptimizerConfig(Section):

@@ -19,7 +19,9 @@ from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.tensors import TYPES, WeightFiles
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Portion
+from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -129,12 +131,11 @@ def _stage(
         stage.named_logical_parameters(),
         PRECISIONS["fp64"],
         torch.device("cpu"),
-        0,
-        1,
+        Portion(),
         trains=False,
     )
     for name, entry in buffer.entries.items():
-        whole = entry.view(buffer.master)
+        whole = entry.view(buffer.weights)
         reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
         for counterpart, dtype in types.get(name, []):
             whole[counterpart.box.index] = whole[counterpart.box.index].to(TYPES[dtype]).double()

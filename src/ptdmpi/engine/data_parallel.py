@@ -16,7 +16,7 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.engine.runner import OpHook
-from ptdmpi.model.parameters import ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
@@ -66,8 +66,8 @@ class DataParallel(OpHook):
         the gradient of the global batch is their plain sum over data ranks."""
 
     def after_update(self, step: int) -> None:
-        """Step `step` (from 0) is updated on this replica, or was skipped by all of them. Whoever
-        changes master weights here calls `buffer.refresh_weights`."""
+        """The masters have had step `step` (from 0) on this replica, or it was skipped by all of
+        them. Whoever changes masters here has them followed by the weights: that comes next."""
 
     def agreed(self, value: float) -> float:
         """What every rank is told of a number that replicas may differ in, such as a norm: the
@@ -85,6 +85,23 @@ class AllReduce(DataParallel):
     def reduce(self) -> None:
         """One sum for all parameters: they stand in one flat buffer."""
         self.data.all_reduce(self.replica.buffer.gradients)
+
+
+class Sharded(DataParallel):
+    """The sum over the data axis, of which each rank of a shard group gets its part (`zero`): first
+    within the group, then over the groups, each in ascending rank. With `zero` = 1 the gradients
+    are whole and are reduced here, unit by unit; else that was done as they arose."""
+
+    def reduce(self) -> None:
+        """Afterwards `buffer.reduced` has the sums, and what else stands in the gradients is not
+        defined."""
+        buffer = self.replica.buffer
+        if buffer.portion.sharded == 1:
+            for unit in buffer.gradient_units:
+                whole = buffer.gradients[unit.start : unit.stop]
+                buffer.portion.group.reduce_scatter_in_place(whole).wait()
+        for part in buffer.reduced:
+            self.replica.axes["replicate"].all_reduce(part)
 
 
 class TreeSum(DataParallel):
@@ -163,9 +180,15 @@ class TreeSum(DataParallel):
         nodes[level, index] = value
 
 
-METHODS: dict[str, type[DataParallel]] = {"all_reduce": AllReduce, "tree": TreeSum}
+METHODS: dict[str, type[DataParallel]] = {
+    "all_reduce": AllReduce,
+    "sharded": Sharded,
+    "tree": TreeSum,
+}
 
 
 def data_parallel(config: Config, replica: Replica) -> DataParallel:
     """The method that a configuration asks for."""
-    return METHODS["tree" if config.run.reproducible else "all_reduce"](replica)
+    if config.run.reproducible:
+        return METHODS["tree"](replica)
+    return METHODS["sharded" if replica.buffer.portion.sharded else "all_reduce"](replica)

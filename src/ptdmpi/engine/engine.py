@@ -1,24 +1,31 @@
 """The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ptdmpi.base.traffic import Traffic
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, SharedInputError
 from ptdmpi.engine.data_parallel import DataParallel, Replica, data_parallel
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
 from ptdmpi.engine.runner import Runner
-from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import ALL, Portion
+from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Batch, Stage
 from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
+from ptdmpi.plan.schedule.places import place_of
 from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
@@ -29,9 +36,9 @@ class StepResult:
     """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
     ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
     that is fp16's, and a smaller loss scale may mend it. `watch` has this rank's timeline;
-    `compute_s` of it went into its own F and B, and `tensor_s` into the collectives of the tensor
-    axis in them. `order_loss`, part of `loss`: in nats per sentence order, where the model is asked
-    for any."""
+    `compute_s` of it went into its own ops, without the collectives in them (`inside_s`, by group).
+    `order_loss`, part of `loss`: in nats per sentence order, where the model is asked for any.
+    `traffic` is what this rank has sent in the step."""
 
     loss: float
     grad_norm: float
@@ -41,7 +48,8 @@ class StepResult:
     overflow: bool
     watch: Stopwatch | None
     compute_s: float
-    tensor_s: float
+    inside_s: Mapping[str, float]
+    traffic: Traffic
     order_loss: float | None = None
 
     @property
@@ -91,16 +99,16 @@ class Engine:
             number: Stage(config, vocab_size, layers[number], axis)
             for number in self.schedule.stages_of(pipeline.rank)
         }
-        # first stages first: of a tied table the embedding's use comes before the head's
-        named = []
-        for stage in self.stages.values():
-            named += stage.named_logical_parameters()
-        self.buffer = ParameterBuffer(named, precision, self.device, axis.rank, axis.size)
+        portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
+        buffer = partial(_buffer, self.stages, config, self.device, portion)
+        self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed)
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         self.program = self._program(self.schedule)
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
+        if portion.sharded > 1:
+            self.runner.inside["shard"] = axes["shard"]
         if config.run.reproducible and not axes.exact:
             raise SharedInputError(
                 "run.reproducible = true needs sums in ascending rank order, which "
@@ -114,7 +122,8 @@ class Engine:
         first = any(stage.first for stage in self.stages.values())
         borrowed = [TIED_NAME] if tied and not first else []
         scales = config.precision.scales_loss
-        self.state = State(self.buffer, MOMENTS, borrowed, policy.differs, scales)
+        held = partial(State, self.buffer, MOMENTS, borrowed, policy.differs, scales)
+        self.state = with_room(axes.world, config, held)
         self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
         self.optimizer = Optimizer(config.optimizer, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
@@ -133,7 +142,7 @@ class Engine:
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch = self.stopwatch()
+        watch, before = self.stopwatch(), self.axes.traffic()
         scale = self.loss_scale.value
         valid, orders = self.accumulate(step, batches, watch)
         with watch.span("reduce"):
@@ -143,14 +152,13 @@ class Engine:
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
             # the norm, and so clipping, is of the gradients without fp16's loss scale
-            if scale != 1.0:
-                self.buffer.gradients.mul_(1.0 / scale)
+            self.optimizer.unscale(scale)
             norm = self.reduction.global_norm()
             # The one place of a step where the host waits for the device: what it decides now
             # needs loss and norm. Before the update, which must not run on what an abort has left.
             self.axes.clock.settle()
-            tensor_s = self.runner.tensor_s
-            compute_s = watch.compute_s - tensor_s
+            inside_s = self.runner.inside_s
+            compute_s = watch.compute_s - sum(inside_s.values())
             told = self.policy.agreed(float(norm))
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(told))
@@ -163,6 +171,8 @@ class Engine:
             self.policy.after_update(step)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
+            # behind it: weights follow from masters, whoever goes on with these
+            self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
         return StepResult(
             loss,
             told,
@@ -172,7 +182,8 @@ class Engine:
             overflow,
             watch,
             compute_s,
-            tensor_s,
+            inside_s,
+            self.axes.traffic().since(before),
             order_total / orders if orders else None,
         )
 
@@ -243,6 +254,33 @@ class Engine:
             sums = _added(tokens for tokens, _ in every), _added(orders for _, orders in every)
         # only the rank with the last stage has seen losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
+
+
+def _buffer(
+    stages: Mapping[int, Stage], config: Config, device: torch.device, portion: Portion
+) -> ParameterBuffer:
+    """The parameters of a rank's stages, and what these do where some of it is sharded. Raises
+    OSError where a file has no room for them."""
+    # first stages first: of a tied table the embedding's use comes before the head's
+    named = [one for stage in stages.values() for one in stage.named_logical_parameters()]
+    tied = any(stage.tied for stage in stages.values())
+
+    def unit_of(name: str) -> str:
+        if tied and name == TIED_NAME and portion.sharded:
+            return name  # alone, so that both ends of the pipeline, and both uses, are cut alike
+        return place_of(name) if portion.sharded > 1 else ALL
+
+    precision, storage = PRECISIONS[config.precision.compute], storage_of(config, device)
+    buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
+    if portion.sharded > 1:
+        parameters = [parameter for _, parameter in named]
+        weights = GatheredWeights(buffer, parameters) if portion.sharded == 3 else None
+        if weights is not None:
+            buffer.followers.append(weights.drop)
+        gradients = ReducedGradients(buffer, parameters)
+        for stage in stages.values():
+            stage.walk = Walk(stage.parameters_by_place(), weights, gradients, buffer)
+    return buffer
 
 
 def _values(losses: dict[int, Tensor]) -> list[float]:

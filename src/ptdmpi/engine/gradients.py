@@ -14,9 +14,12 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
 from ptdmpi.engine.data_parallel import DataParallel
-from ptdmpi.model.parameters import Entry, HeldShare, ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import OwnPart
+from ptdmpi.model.parameters import Entry, HeldShare
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.plan.layout.grid import ENDS
+from ptdmpi.plan.shape.parameters import ALIGNMENT
 
 
 class GradientStep(Protocol):
@@ -33,16 +36,11 @@ class PartialSum:
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
     ) -> None:
         self.group = group
-        self.views = [entry.view(buffer.gradients) for entry in entries]
+        self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
         """All in one message: they are many and small (norms and biases)."""
-        packed = torch.cat([view.flatten() for view in self.views])
-        self.group.all_reduce(packed)
-        for view, part in zip(
-            self.views, packed.split([v.numel() for v in self.views]), strict=True
-        ):
-            view.copy_(part.view(view.shape))
+        _sum_packed(self.group, self.views)
 
 
 class CopiedShares:
@@ -65,17 +63,17 @@ class CopiedShares:
         others stand. That moves t / c times what a group for each share would, once in a step, and
         needs no further communicators."""
         tensor = self.tensor
-        for name, pieces in self.copied.items():
-            gradient = self.buffer.gradient(name)
-            for held in pieces:
-                if held.copies > 1:
-                    local = gradient[held.local.index]
-                    shares = tensor.size // held.copies
-                    every = local.new_zeros((shares, *local.shape))
-                    mine = every[tensor.rank // held.copies]
-                    mine.copy_(local)
-                    tensor.all_reduce(every)
-                    local.copy_(mine)
+        for held in self.buffer.own_parts(self.copied):
+            for share in self.copied[held.entry.name]:
+                views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
+                if not views:  # nor has any rank of the tensor axis: all cut units alike
+                    continue
+                local = torch.cat([view.flatten() for view in views])
+                every = local.new_zeros((tensor.size // share.copies, local.numel()))
+                mine = every[tensor.rank // share.copies]
+                mine.copy_(local)
+                tensor.all_reduce(every)
+                _unpack(mine, views)
 
 
 class TiedTable:
@@ -90,10 +88,15 @@ class TiedTable:
 
     def reduce(self) -> None:
         """Afterwards both uses have the sum."""
-        if self.ends is None:
-            self.buffer.gradient(TIED_NAME).add_(self.buffer.second_gradient(TIED_NAME))
-        else:
-            self.ends.all_reduce(self.buffer.gradient(TIED_NAME))
+        buffer = self.buffer
+        first = _own_views(buffer, [buffer.entries[TIED_NAME]])
+        if self.ends is not None:
+            for view in first:
+                self.ends.all_reduce(view)
+            return
+        # a unit of its own where units are cut, so that both uses are cut alike
+        for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
+            view.add_(more)
 
 
 class GradientReduction:
@@ -134,8 +137,9 @@ class GradientReduction:
     def global_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, the same bits on every rank.
 
-        It is the norm of the vector of per-parameter norms in alphabetical order of names, as
-        torch.nn.utils.clip_grad_norm_ computes it. Replicas and the tied table count once.
+        It is the norm of the vector of per-parameter norms in alphabetical order of names, as in
+        torch.nn.utils.clip_grad_norm_, and each of these the norm of its rows' norms. Replicas and
+        the tied table count once.
         """
         norms = self._counted_norms()
         # ranks hold unequally many: padded, so that one gather of equal parts serves
@@ -152,30 +156,88 @@ class GradientReduction:
 
     def _counted_norms(self) -> Tensor:
         """The norm of each counted parameter of this rank, over its whole logical tensor."""
+        rows = self._row_norms()
         if not self.counted:  # nothing trains on this rank, or on any of its tensor group
             return self.buffer.gradients.new_zeros(0)
-        # by parameter, not over the flat buffer: a sum over it would depend on what a rank holds
-        norms = torch.stack([self._norm_of(name) for name in self.counted])
+        entries = [self.buffer.entries[name] for name in self.counted]
+        norms = torch.stack(
+            [
+                torch.linalg.vector_norm(
+                    rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)]
+                )
+                for e in entries
+            ]
+        )
         if self.axes["tensor"].size == 1:
             return norms
         # a part on each rank: squares add up; the whole on each rank: it counts once
         whole = torch.tensor(
-            ["tensor" in self.buffer.entries[name].declaration.replicated for name in self.counted],
-            device=norms.device,
+            ["tensor" in entry.declaration.replicated for entry in entries], device=norms.device
         )
         # all of them travel, also those that are not used: one message of one length on all ranks
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(whole, norms, squares.sqrt())
 
-    def _norm_of(self, name: str) -> Tensor:
-        """The norm of this rank's part of one gradient, a scalar; copies count on the first rank
-        that holds them."""
-        gradient = self.buffer.gradient(name)
-        if name not in self.copied:
-            return torch.linalg.vector_norm(gradient)
-        counted = [held.local.index for held in self.copied[name] if held.counts]
-        squares = [gradient[index].square().sum() for index in counted]
-        return sum(squares, gradient.new_zeros(())).sqrt()
+    def _row_norms(self) -> Tensor:
+        """The norm of each ALIGNMENT elements of the flat order, in which every parameter begins a
+        row: no sum depends on what else a rank holds, or on who holds it."""
+        buffer = self.buffer
+        parts = [
+            torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)
+            for part in buffer.reduced[: len(buffer.units)]
+        ]
+        for held in buffer.own_parts(self.copied):
+            # copies count on the first rank that holds them
+            rows = slice(held.offset // ALIGNMENT, -(-(held.offset + held.length) // ALIGNMENT))
+            flat = held.view(buffer.reduced)
+            padded = flat.new_zeros((rows.stop - rows.start) * ALIGNMENT)
+            own = padded[: held.length]
+            own.copy_(flat)
+            for share in self.copied[held.entry.name]:
+                if not share.counts:
+                    for view in _views_of(own, held, share):
+                        view.zero_()
+            norms = torch.linalg.vector_norm(padded.view(-1, ALIGNMENT), dim=1)
+            parts[held.unit][rows] = norms
+        if not buffer.portion.sharded or not parts:
+            return torch.cat(parts) if parts else buffer.gradients.new_zeros(0)
+        # [this rank's rows] -> [shards, rows]; each unit's rows, shard after shard
+        every = buffer.portion.group.all_gather(torch.cat(parts)).view(buffer.portion.shards, -1)
+        return torch.cat([u.flatten() for u in every.split([len(part) for part in parts], dim=1)])
+
+
+def _own_views(buffer: ParameterBuffer, entries: Sequence[Entry]) -> list[Tensor]:
+    """The gradients of some entries, flat, as far as this rank updates with them."""
+    held = [buffer.own_part(entry) for entry in entries]
+    return [one.view(buffer.reduced) for one in held if one is not None]
+
+
+def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[Tensor]:
+    """The gradient of a share, as far as this rank updates with it."""
+    return _views_of(held.view(buffer.reduced), held, share)
+
+
+def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
+    """What of `flat`, the elements of `held`, is of a share."""
+    found = []
+    for box, view in held.boxes(flat):
+        common = box.overlap(share.local)
+        if common is not None:
+            found.append(view[common.relative(box).index])
+    return found
+
+
+def _sum_packed(group: Communicator, views: Sequence[Tensor]) -> None:
+    """Sum views over a group in one message."""
+    if views:
+        packed = torch.cat([view.flatten() for view in views])
+        group.all_reduce(packed)
+        _unpack(packed, views)
+
+
+def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
+    for view, part in zip(views, packed.split([v.numel() for v in views]), strict=True):
+        view.copy_(part.view(view.shape))
 
 
 def _partial_sums(

@@ -54,7 +54,9 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        self._tensor_waits = Total()
+        # whose collectives are part of ops, by the group's name
+        self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
+        self._inside: dict[str, Total] = {}
         self._watch: Stopwatch | None = None
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
@@ -66,7 +68,7 @@ class Runner:
         An exception is raised again with a note that shows the place in the schedule.
         """
         self._watch = watch
-        self._tensor_waits = Total()
+        self._inside = {group: Total() for group in self.inside}
         self.most_in_flight = 0
         for place, action in enumerate(program):
             try:
@@ -80,10 +82,10 @@ class Runner:
         self._leaving = []
 
     @property
-    def tensor_s(self) -> float:
-        """Seconds in the ops of the last program that went into collectives of the tensor axis, and
-        so not into work of this rank. To be asked when the device is done with the program."""
-        return self._tensor_waits.seconds
+    def inside_s(self) -> dict[str, float]:
+        """Seconds in the ops of the last program that went into collectives, by group, and so not
+        into work of this rank. To be asked when the device is done with the program."""
+        return {group: total.seconds for group, total in self._inside.items()}
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
@@ -134,7 +136,9 @@ class Runner:
         )
         for hook in self.hooks:
             hook.begin(op)
-        with self.boundary.axis.comm.counting(self._tensor_waits):
+        with contextlib.ExitStack() as counting:
+            for group, comm in self.inside.items():
+                counting.enter_context(comm.counting(self._inside[group]))
             result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
         if result is not None:
             # kept until the next op on this rank asks for it, or a Send takes it away

@@ -18,9 +18,11 @@ from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config import layout as layouts
 from ptdmpi.inference.stored import StoredModel, open_model
+from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.flat import Portion
 from ptdmpi.model.loss import token_log_probabilities
-from ptdmpi.model.parameters import PRECISIONS, ParameterBuffer, Precision
+from ptdmpi.model.parameters import PRECISIONS, Precision
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import State
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -191,8 +193,7 @@ def open_inference(
         [one for stage in stages.values() for one in stage.named_logical_parameters()],
         Precision(compute, compute),  # nothing is updated: no masters beside the weights
         device_of(world),
-        axes["tensor"].rank,
-        axes["tensor"].size,
+        Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,
     )
     loaded = load_tensors(State(buffer), axes.world, stored.checkpoint)

@@ -1,13 +1,12 @@
-"""Parameters by logical name, in flat buffers.
+"""Parameters by logical name.
 
 Each parameter of a layer is declared once with its logical (whole) shape and how the tensor axis
-divides it. A rank's parameters then live in flat buffers: weights in the compute type, master
-weights and gradients in float32 (float64 under fp64). Names and logical shapes are the same on
-every rank and in every layout; only the local slices differ.
+divides it. Names and logical shapes are the same on every rank and in every layout; only the local
+slices differ. Where these stand is `ptdmpi.model.buffer`'s matter.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.box import Box
-from ptdmpi.model.random import initial
-
-# Every parameter starts at a multiple of this many elements, so that vectorised kernels handle each
-# element alike (no scalar tails) wherever it stands: its bits do not depend on its neighbours.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -118,10 +112,13 @@ class Parameter(nn.Parameter):
     """A local slice of a logical tensor; `main_grad` is where its gradient accumulates.
 
     While `later` is a list, what would be added goes into the list: the backward is split, and its
-    second part adds it.
+    second part adds it. `entry`: where it stands in the flat order, and `second` where its gradient
+    stands, if that is kept apart from another use's of the same table.
     """
 
     declaration: Declaration
+    entry: "Entry"
+    second: "Entry | None" = None
     main_grad: Tensor
     later: list[Callable[[], object]] | None = None
 
@@ -163,8 +160,12 @@ class Entry:
     start: int
     shape: tuple[int, ...]
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
     def view(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+        return flat[self.start : self.start + self.elements].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -181,111 +182,3 @@ PRECISIONS = {
     "fp32": Precision(torch.float32, torch.float32),
     "fp64": Precision(torch.float64, torch.float64),
 }
-
-
-class ParameterBuffer:
-    """All parameters of one rank in flat buffers, those with weight decay first, those that do not
-    train last: these are `frozen` and have weights only, the `entries` masters and gradients too.
-
-    `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
-    weight: both occurrences share their storage, and the second keeps its gradient apart, in
-    `second_gradient`, so that the two contributions can be reduced apart and then added.
-    `trains` false: there are no gradients.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Parameter]],
-        precision: Precision,
-        device: torch.device,
-        tensor_rank: int,
-        tensor_size: int,
-        trains: bool = True,
-    ) -> None:
-        self.tensor_rank, self.tensor_size = tensor_rank, tensor_size
-        first: dict[str, Parameter] = {}
-        again: dict[str, Parameter] = {}
-        for name, parameter in named:
-            (again if name in first else first)[name] = parameter
-        trained = {name: p for name, p in first.items() if p.declaration.trains}
-        self.entries: dict[str, Entry] = {}
-        size = 0
-        # so the optimizer has two tensors, one slice each, whatever the model is made of
-        for decay in (True, False):
-            matching = {n: p for n, p in trained.items() if p.declaration.decay == decay}
-            size = _place(matching, self.entries, size)
-            if decay:
-                self.decay_size = size
-        # behind all that trains, so that masters, moments and gradients end before them
-        self.frozen: dict[str, Entry] = {}
-        idle = {name: p for name, p in first.items() if not p.declaration.trains}
-        weights_size = _place(idle, self.frozen, size)
-        self.second: dict[str, Entry] = {}
-        twice = {name: p for name, p in again.items() if p.declaration.trains}
-        gradient_size = _place(twice, self.second, size)
-        self.weights = torch.zeros(weights_size, dtype=precision.compute, device=device)
-        # of one type, masters and weights are one storage
-        self.one_type = precision.compute == precision.master
-        self.master = self.weights[:size]
-        if not self.one_type:
-            self.master = torch.zeros(size, dtype=precision.master, device=device)
-        self.trains = trains
-        self.gradients = torch.zeros(
-            gradient_size if trains else 0, dtype=precision.master, device=device
-        )
-        for name, parameter in (*first.items(), *again.items()):
-            self._attach(name, parameter, self.second if parameter is again.get(name) else None)
-
-    def _attach(self, name: str, parameter: Parameter, second: dict[str, Entry] | None) -> None:
-        """Let a parameter stand on its part of the buffers; `second`: it is a tied one's copy."""
-        declaration = parameter.declaration
-        trains = self.trains and declaration.trains
-        entry = (self.entries if declaration.trains else self.frozen)[name]
-        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
-        attached = Parameter(entry.view(self.weights))
-        torch.utils.swap_tensors(parameter, attached)
-        parameter.declaration = declaration
-        if not trains:
-            parameter.requires_grad_(False)
-            return
-        parameter.main_grad = (self.entries if second is None else second)[name].view(
-            self.gradients
-        )
-        # Layers of ours add to main_grad themselves; this serves the others (the norms).
-        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-
-    def gradient(self, name: str) -> Tensor:
-        return self.entries[name].view(self.gradients)
-
-    def second_gradient(self, name: str) -> Tensor:
-        return self.second[name].view(self.gradients)
-
-    def initialise(self, seed: int) -> None:
-        """Fill the master weights from (seed, name): the same logical tensors in every layout."""
-        for entry in (*self.entries.values(), *self.frozen.values()):
-            flat = self.master if entry.declaration.trains else self.weights
-            local = entry.view(flat)
-            whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
-            for held in entry.declaration.held(self.tensor_rank, self.tensor_size):
-                local[held.local.index] = whole[held.logical.index].to(local)
-        self.refresh_weights()
-
-    def refresh_weights(self) -> None:
-        """Bring the weights up to date with their masters."""
-        if not self.one_type:
-            self.weights[: self.master.numel()].copy_(self.master)
-
-
-def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Give each parameter an entry, one behind the other from `start`; returns their end."""
-    for name, parameter in parameters.items():
-        entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
-        start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-    return start
-
-
-def _add_to_main_grad(parameter: Parameter) -> None:
-    # our own layers have added theirs already and hand autograd nothing
-    if parameter.grad is not None:
-        found, parameter.grad = parameter.grad, None
-        parameter.accumulate(lambda total: total.add_(found))

@@ -6,10 +6,12 @@ the runner needs no such cases. Its boundary owns the form in which activations 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.config import Config, ModelConfig
@@ -18,6 +20,7 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import (
     Block,
@@ -28,6 +31,7 @@ from ptdmpi.model.transformer import (
     SentenceOrder,
     rotary_table,
 )
+from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED_NAME = "embedding.word.weight"
@@ -75,16 +79,34 @@ class Boundary:
     def pack(self, x: Tensor) -> Tensor:
         """What this rank sends of `x`: flat and contiguous."""
         # a value travels, no graph: the next stage begins its own, and B brings the gradient back
-        flat = x.detach().contiguous().view(-1)
-        if self.scattered:
-            flat = flat.narrow(0, self.axis.rank * self.wire_elements, self.wire_elements)
-        return flat
+        return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
         """The activation again, from what arrived."""
         if self.scattered:
-            received = self.axis.comm.all_gather(received)
+            received = self.axis.from_shares(received)
         return received.view(self.shape)
+
+
+class Arrival:
+    """A stage's input as its graph has it: nothing of the input, and in the end its gradient."""
+
+    gradient: Tensor | None = None
+
+
+class _Arrive(Function):
+    """The input as a value of the stage's own graph. As a leaf it would stay until its gradient is
+    there, and so in vain where a first layer keeps but a share of it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
+        ctx.arrival = arrival
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, None, None]:
+        ctx.arrival.gradient = dx
+        return None, None, None
 
 
 class Stage(nn.Module):
@@ -101,6 +123,7 @@ class Stage(nn.Module):
         self.axis = axis
         self.seed = config.run.seed
         self.first, self.last = layers.start == 0, layers.stop == model.layers
+        self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings
         self.drops = model.dropout > 0.0 or model.attention_dropout > 0.0
         self.embedding = Embedding(model, axis, vocab_size) if self.first else None
@@ -112,10 +135,12 @@ class Stage(nn.Module):
         self._freeze(model, vocab_size)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
+        # where weights or gradients are sharded: told which part of the stage is computed
+        self.walk: Walk | None = None
         self.losses: dict[int, Tensor] = {}
         self.order_losses: dict[int, Tensor] = {}
         self._batches: dict[int, Batch] = {}
-        self._in_flight: dict[int, tuple[Tensor | None, GradientEdge]] = {}
+        self._in_flight: dict[int, tuple[Arrival | None, GradientEdge]] = {}
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
@@ -161,6 +186,14 @@ class Stage(nn.Module):
             if weight.declaration.trains
         ]
 
+    def parameters_by_place(self) -> dict[str, list[Parameter]]:
+        """What each place of the stage uses, in the order of its forward."""
+        found: dict[str, list[Parameter]] = {place: [] for place in self.places}
+        for name, weight in self.named_parameters():
+            assert isinstance(weight, Parameter), f"{name} is not declared"
+            found[place_of(name)].append(weight)
+        return found
+
     def place_tables(self, model: ModelConfig, device: torch.device) -> None:
         """Make what is computed once for all layers: the rotary angles."""
         if model.positions == "rope" and self.layers:
@@ -190,6 +223,8 @@ class Stage(nn.Module):
         self._loss_scale = loss_scale
         self._order_weight = order_weight
         self.losses, self.order_losses = {}, {}
+        if self.walk is not None:
+            self.walk.begin_step()
         # an input carries a gradient; the first stage has none, and perhaps no weight either
         self._idle = self.first and not any(weight.requires_grad for weight in self.parameters())
 
@@ -217,11 +252,18 @@ class Stage(nn.Module):
     ) -> Tensor:
         """What this stage's layers make of the ids, or of the stage's input `x`."""
         if self.embedding is not None:
+            if self.walk is not None:
+                self.walk.forward(EMBEDDING)
             x = self.embedding(ids, context, types)
         assert x is not None, "only the first stage makes its own input"
-        for block in self.layers.values():
-            x = block(x, context)
+        for place, block in self.layers.items():
+            x = block(self._enter(place, x), context)
+        if self.last:
+            x = self._enter(HEAD, x)
         return x if self.final_norm is None else self.final_norm(x)
+
+    def _enter(self, place: str, x: Tensor) -> Tensor:
+        return x if self.walk is None else self.walk.enter(place, x)
 
     def _context(self, batch: Batch, step: int | None) -> Context:
         stream = rotary = None
@@ -262,13 +304,14 @@ class Stage(nn.Module):
     def forward_microbatch(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """F: the output to pass on, or None on the last stage, which keeps the loss instead.
 
-        While gradients are enabled, input and output stay held until the backward pass.
+        While gradients are enabled, what the backward pass needs stays held until then.
         """
         batch = self._batches[microbatch]
         training = torch.is_grad_enabled()
+        arrival = None
         if x is not None and training:
-            # a leaf of this stage's own graph, so that B leaves the input's gradient in x.grad
-            x.requires_grad_()
+            arrival = Arrival()
+            x = _Arrive.apply(x.new_empty(0, requires_grad=True), x, arrival)
         y = self.hidden(batch, x, self._step)
         if self.last:
             y, order = self._loss(batch, y)
@@ -278,7 +321,7 @@ class Stage(nn.Module):
             self.losses[microbatch] = y.detach()
         if training and not self._idle:
             # only the graph is kept: the output itself can go once it has been passed on
-            self._in_flight[microbatch] = (x, get_gradient_edge(y))
+            self._in_flight[microbatch] = (arrival, get_gradient_edge(y))
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -290,12 +333,16 @@ class Stage(nn.Module):
         """
         if self._idle:
             return None
-        x, output = self._in_flight.pop(microbatch)
+        arrival, output = self._in_flight.pop(microbatch)
         if self.last:
             # nobody hands the loss a gradient: it is its weight in the mean over the global batch
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)
+        if self.walk is not None:
+            self.walk.backward(self.places[-1])
         torch.autograd.backward(output, dy)
-        return None if x is None else x.grad
+        if self.walk is not None:
+            self.walk.finish()
+        return None if arrival is None else arrival.gradient
 
     def input_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """I: the gradient of this stage's input, as B gives it; frees the activations.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ptdmpi.base.box import Box
-from ptdmpi.model.parameters import Entry, ParameterBuffer
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import OwnPart
 from ptdmpi.plan.layout.grid import CUTTING
 
 # The kind of the master weights, and of the weights of a model that does not train.
@@ -69,10 +70,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: a flat tensor, and which entries stand where in it."""
+    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, and
+    which parameters stand where in them."""
 
-    flat: Tensor
-    entries: Mapping[str, Entry]
+    parts: Sequence[Tensor]
+    held: Mapping[str, OwnPart]
 
 
 class State:
@@ -94,36 +96,40 @@ class State:
     ) -> None:
         self.buffer, self.borrowed, self.differs = buffer, borrowed, differs
         self.scales_loss = scales_loss
-        self.kinds = {WEIGHTS: Kind(buffer.master, buffer.entries)}
+        held = {one.entry.name: one for one in buffer.own_parts()}
+        self.kinds = {WEIGHTS: Kind(buffer.masters, held)}
+        lengths = [len(part) for part in buffer.masters]
         for name in moments:
-            self.kinds[name] = Kind(torch.zeros_like(buffer.master), buffer.entries)
+            parts = buffer.storage.zeros(lengths, buffer.precision.master)
+            self.kinds[name] = Kind(parts, held)
         self.counters = Counters()
 
     @property
     def flats(self) -> list[Tensor]:
-        """All tensors of the state, flat: equal on ranks that hold the same part of the model."""
-        return [kind.flat for kind in self.kinds.values()]
+        """All tensors of the state, flat: equal on ranks that hold the same part of it."""
+        return [part for kind in self.kinds.values() for part in kind.parts]
 
     def view(self, kind: str, name: str) -> Tensor:
-        """One kind of one parameter in its local shape, padding included."""
-        return self.kinds[kind].entries[name].view(self.kinds[kind].flat)
+        """What this rank holds of one kind of one parameter, flat, padding included."""
+        return self.kinds[kind].held[name].view(self.kinds[kind].parts)
 
     def pieces(self) -> Iterator[Piece]:
         """Everything that this rank holds, parameter by parameter and then kind by kind."""
         for name in self.buffer.entries:
-            for kind, held in self.kinds.items():
-                if name in held.entries:
-                    yield from self._pieces(kind, held.entries[name], held.flat)
+            for kind, all_held in self.kinds.items():
+                if name in all_held.held:
+                    yield from self._pieces(kind, all_held.held[name], all_held.parts)
 
     def gradients(self) -> Iterator[Piece]:
         """The gradients as pieces of the same boxes; no part of the state."""
-        for entry in self.buffer.entries.values():
-            yield from self._pieces("gradients", entry, self.buffer.gradients)
+        for held in self.buffer.own_parts():
+            yield from self._pieces("gradients", held, self.buffer.reduced)
 
-    def _pieces(self, kind: str, entry: Entry, flat: Tensor) -> Iterator[Piece]:
-        rank, size = self.buffer.tensor_rank, self.buffer.tensor_size
-        owned = entry.name not in self.borrowed
-        for piece in pieces_of(kind, entry, entry.view(flat), rank, size):
+    def _pieces(self, kind: str, held: OwnPart, parts: Sequence[Tensor]) -> Iterator[Piece]:
+        portion, owned = self.buffer.portion, held.entry.name not in self.borrowed
+        for piece in pieces_of(
+            kind, held, held.view(parts), portion.tensor_rank, portion.tensor_size
+        ):
             yield replace(piece, owned=owned and piece.owned)
 
     def restore(self, counters: Counters) -> None:
@@ -133,22 +139,30 @@ class State:
             self.counters.loss_scale = counters.loss_scale
             self.counters.good_steps = counters.good_steps
 
-    def changed(self) -> None:
-        """To be called when values were put into pieces: weights follow their masters."""
-        self.buffer.refresh_weights()
+    def changed(self, written: bool = False) -> None:
+        """To be called when values were put into pieces: weights follow their masters. `written`:
+        this rank's have done so."""
+        self.buffer.refresh_weights(written)
+
+    def let_go(self) -> None:
+        """To be called when pieces were looked at: what stands in a file need not be in memory."""
+        self.buffer.storage.let_go()
 
 
 def pieces_of(
-    kind: str, entry: Entry, local: Tensor, tensor_rank: int, tensor_size: int
+    kind: str, held: OwnPart, values: Tensor, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """What one tensor rank holds of a parameter in `local`, a tensor of its local shape."""
-    declaration, local = entry.declaration, local.detach()
-    # what is not split is whole on every tensor rank: only its stage decides who holds it
-    cut_by = ("pipeline",) if declaration.split is None else CUTTING
-    for held in declaration.held(tensor_rank, tensor_size):
-        values = local[held.local.index]
-        shape, counts = declaration.shape, held.counts
-        yield Piece(kind, entry.name, shape, held.logical, values, cut_by, counts)
+    """What one tensor rank holds of a parameter, `values` being the elements of `held`."""
+    declaration, name = held.entry.declaration, held.entry.name
+    # what is not split is whole on every tensor rank: only its stage and shard decide who holds it
+    cut_by = tuple(a for a in CUTTING if a != "tensor" or declaration.split is not None)
+    for box, view in held.boxes(values.detach()):
+        for share in declaration.held(tensor_rank, tensor_size):
+            common = box.overlap(share.local)
+            if common is not None:
+                logical = common.relative(share.local).within(share.logical)
+                found = view[common.relative(box).index]
+                yield Piece(kind, name, declaration.shape, logical, found, cut_by, share.counts)
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

@@ -65,6 +65,16 @@ class TensorAxis:
             return self.comm.reduce_scatter_begin(partial)
         return partial, self.comm.all_reduce_begin(partial)
 
+    def share(self, x: Tensor) -> Tensor:
+        """This rank's 1/t of an `x` that all ranks hold and t divides, flat: a view of it."""
+        flat = x.detach().contiguous().view(-1)
+        elements = len(flat) // self.size
+        return flat.narrow(0, self.rank * elements, elements)
+
+    def from_shares(self, share: Tensor) -> Tensor:
+        """Flat, the `x` of whose `share` each rank has one."""
+        return self.comm.all_gather(share)
+
     def local_positions(self, seq_length: int) -> slice:
         """The positions whose activations this rank holds between blocks."""
         if not self.divides_sequence:

@@ -5,11 +5,13 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
@@ -217,6 +219,7 @@ class Block(nn.Module):
         # the first of the model, not of each stage: what is recomputed does not depend on p or v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
+        self.partition = recompute.partition_activations and axis.size > 1
         self.attention_norm = Norm(model)
         self.attention = Attention(model, axis, layer, recompute.mode == "selective")
         self.mlp_norm = Norm(model)
@@ -227,11 +230,24 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            # no generator to put back: masks follow from coordinates (model/random.py)
-            return checkpoint(
-                self._forward, x, context, use_reentrant=False, preserve_rng_state=False
-            )
+            with self._keeping():
+                # no generator to put back: masks follow from coordinates (model/random.py)
+                return checkpoint(
+                    self._forward, x, context, use_reentrant=False, preserve_rng_state=False
+                )
         return self._forward(x, context)
+
+    def _keeping(self) -> AbstractContextManager[object]:
+        """How recomputation keeps the one tensor that it does, its input: as it is, or 1/t of it on
+        each rank of the tensor axis, gathered when the backward pass comes to it (the P_a of
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
+        if not self.partition:
+            return nullcontext()
+        # the checkpoint's own hooks, inside of these, see what the layer would keep
+        return saved_tensors_hooks(
+            lambda x: (self.axis.share(x).clone(), x.shape),  # a view would hold all of x
+            lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
+        )
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.post:

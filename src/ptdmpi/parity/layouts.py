@@ -30,8 +30,15 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "scatter_gather": (False, True),
     "recompute": ("none", "selective", "full"),
+    "partition_activations": (False, True),
     "micro_size": (1, 2, 4),
+    "zero": (0, 1, 2, 3),
+    "shard_group": (None, 2),
+    "offload": ("none", "disk"),
 }
+# Of all combinations one in so many is a candidate: a prime, so that each value of each factor
+# meets each of any other, and as many as are listed in a few seconds.
+STRIDE = 41
 # 12 layers hold p v = 12 stages; no p v but 1 divides 7. No t but 1 divides 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
@@ -105,15 +112,30 @@ class ComparedLayout(Layout):
         """The plainest layout whose training must have the same bits.
 
         It keeps what decides the order of a sum: t, b, sequence parallelism and, unless the run is
-        reproducible, d.
+        reproducible, d; of the sharding, whether ranks are summed before microbatches, or within
+        groups first.
         """
-        return ComparedLayout(
+        plain = ComparedLayout(
             tensor=self.tensor,
             data=1 if self.reproducible else self.data,
             sequence_parallel=self.sequence_parallel,
             micro_size=self.micro_size,
             reproducible=self.reproducible,
         )
+        if self.reproducible or not (self.has_copies or self.sums_by_microbatch):
+            return plain
+        group = self.shard_group if self.has_copies else None
+        return replace(plain, zero=2 if self.sums_by_microbatch else 1, shard_group=group)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether groups of data ranks share state out, and other groups hold the same."""
+        return 1 < self.shards < self.data
+
+    @property
+    def sums_by_microbatch(self) -> bool:
+        """Whether gradients are summed over ranks before they are over several microbatches."""
+        return self.zero >= 2 and self.shards > 1 and self.microbatches(GLOBAL_SIZE) > 1
 
 
 @dataclass(frozen=True)
@@ -153,8 +175,12 @@ class Case:
             "order": "1f1b" if plain else layout.schedule,
             "divided_sequence": divided,
             "scattered_boundary": scattered and not divided,
+            "partitioned": layout.partition_activations and layout.tensor > 1,
             "uneven_stages": model.layers % layout.stages > 0,
             "padded_vocabulary": model.vocab_size % layout.tensor > 0,
+            "sharded": layout.zero if layout.shards > 1 else 0,
+            "copies": layout.has_copies,
+            "summed_by_microbatch": layout.sums_by_microbatch,
         }
 
 
@@ -162,6 +188,16 @@ class Case:
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
+    "zero": "zb-h1 and zb-v put off what zero 2 and 3 sum at once",
+    "shard_group": "groups share out what zero shards, of several data ranks",
+    "partition_mode": "only what full recomputation keeps is partitioned",
+    "partition_sequence": "sequence parallelism divides activations already",
+}
+# What a setting cannot do without, where nothing else is said.
+NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
+    ("schedule", "zb-v"): {"virtual": 2},
+    ("shard_group", 2): {"zero": 1, "data": 2},
+    ("partition_activations", True): {"recompute": "full"},
 }
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
@@ -195,18 +231,12 @@ def models() -> list[ComparedModel]:
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Cases of at most `ranks` ranks that hold every pair of settings and effects that any legal
     case holds. The first few hold most for the time they take."""
-    layouts = [
-        ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True)))
-        for values in itertools.product(*LAYOUT_FACTORS.values())
-    ]
-    few = models()
-    candidates = [
-        case
-        for layout in layouts
-        if layout.ranks <= ranks
-        for case in (Case(layout, model) for model in few)
-        if refusal(case, ranks) is None
-    ]
+    every = itertools.product(*LAYOUT_FACTORS.values(), models())
+    cases = (
+        Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True))), model)
+        for *values, model in itertools.islice(every, 0, None, STRIDE)
+    )
+    candidates = [case for case in cases if refusal(case, ranks) is None]
     held = [case.settings | case.effects for case in candidates]
     return [candidates[i] for i in _cover(held, [case.work for case in candidates])]
 
@@ -228,6 +258,8 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 def _mildest(values: dict[str, Any]) -> Case:
     """The case with these values that breaks a rule only if the values do."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
+    for setting in values.items():
+        values = NEEDED.get(setting, {}) | values
     of_model = {k: v for k, v in (most_layers | values).items() if k in MODEL_FACTORS}
     of_layout = {k: v for k, v in values.items() if k in LAYOUT_FACTORS}
     return Case(ComparedLayout(**of_layout), ComparedModel(**of_model))
@@ -265,8 +297,8 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
-        ComparedLayout(data=4, pipeline=2, virtual=3, schedule="interleaved", recompute="full"),
-        ComparedLayout(data=4, micro_size=2),
+        ComparedLayout(1, 2, 4, 3, schedule="interleaved", recompute="full", zero=1),
+        ComparedLayout(data=4, micro_size=2, zero=1, shard_group=2),
         ComparedLayout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
     ]
     cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]

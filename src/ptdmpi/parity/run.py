@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from tempfile import gettempdir
 
 import torch
 from mpi4py import MPI
@@ -58,7 +59,12 @@ def configuration(task: TrainingTask) -> Config:
     return synthetic_config(
         layout,
         {**model.keys, "init_std": INIT_STD, "dropout": rate, "attention_dropout": rate},
-        run={"seed": SEED, "steps": task.steps, "reproducible": layout.reproducible},
+        run={
+            "seed": SEED,
+            "steps": task.steps,
+            "reproducible": layout.reproducible,
+            "dir": gettempdir(),  # of what is offloaded to a file
+        },
         batch={"global_size": GLOBAL_SIZE},
         precision={"compute": task.compute},
         optimizer={"warmup_steps": min(5, task.steps), "eps": EPSILON},
@@ -167,7 +173,8 @@ class Blocks:
         return self._parts[ranks]
 
     def _split(self, part: World, layout: Layout) -> Axes:
-        grid = training_grid(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+        sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+        grid = training_grid(layout.data, layout.shards, **sizes)
         if grid not in self._axes:
             self._axes[grid] = part.split(grid)
         return self._axes[grid]

@@ -14,10 +14,10 @@ from ptdmpi.parity.suite import COVERING, Verdict
 
 WIDTH = 120
 HEADINGS = (
-    "t p v d b",
+    "t p v d b z",
     "schedule",
     "options",
-    "model",
+    "M",
     *(f"{compute} loss norm grads params" for compute in BARS),
     "bits",
 )
@@ -44,7 +44,7 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
 
 def _describe(row: Verdict) -> str:
     layout = row.comparison.case.layout
-    return f"t p v d b = {_sizes(layout)} {layout.schedule} {_options(layout)}".rstrip(" -")
+    return f"t p v d b z = {_sizes(layout)} {layout.schedule} {_options(layout)}".rstrip(" -")
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -76,8 +76,8 @@ def _short(value: float) -> str:
 
 
 def _sizes(layout: Layout) -> str:
-    sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.data, layout.micro_size)
-    return " ".join(map(str, sizes))
+    axes = (layout.tensor, layout.pipeline, layout.virtual, layout.data)
+    return " ".join(map(str, (*axes, layout.micro_size, layout.zero)))
 
 
 def _options(layout: Layout) -> str:
@@ -85,6 +85,9 @@ def _options(layout: Layout) -> str:
         "sp": layout.sequence_parallel,
         "sg": layout.scatter_gather,
         {"selective": "sel"}.get(layout.recompute, layout.recompute): layout.recompute != "none",
+        "pa": layout.partition_activations,
+        f"g{layout.shard_group}": layout.shard_group is not None,
+        "of": layout.offload != "none",
     }
     return " ".join(word for word, on in words.items() if on) or "-"
 
@@ -98,7 +101,8 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",
         f"Bars: {'; '.join(f'{compute} {_bars(compute)}' for compute in BARS)}; bits: equal.",
-        "sp sequence parallel, sg scatter/gather, sel and full recomputation.",
+        "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
+        "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
     for letter, model in enumerate(models, ord("A")):
         words = [

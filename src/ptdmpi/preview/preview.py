@@ -5,7 +5,7 @@ Without MPI: the number of ranks is a number. Torch is asked for the memory of a
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, InputError
+from ptdmpi.config.legality import dear
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
@@ -65,6 +66,7 @@ def preview(
         "ranks": ranks.count,
         "ranks_from": ranks.source,
         "layout": _layout(config),
+        "warnings": list(dear(config.layout, config.batch.global_size)),
         "precision": config.precision.compute,
         "parameters": parameter_count(config.model, vocab_size),
         "vocab_size": vocab_size,
@@ -96,7 +98,9 @@ def preview(
 
 
 def _layout(config: Config) -> str:
-    return f"{config.layout}, {config.parallel.schedule}, recompute {config.recompute.mode}"
+    parallel, layout = config.parallel, config.layout
+    sharded = f"{layout.sharding}, " if layout.sharding else ""
+    return f"{layout}, {parallel.schedule}, {sharded}recompute {config.recompute.mode}"
 
 
 def _existing(path: Path) -> Path:
@@ -165,7 +169,7 @@ def _memory(
     """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
     ranks are known to be on it. "fits" is None where that is not known."""
     rank, need = relief.Step.of(config, vocab_size).largest()
-    parts = {name: n for name, n in asdict(need).items() if n or name != "runtime"}
+    parts = {name: n for name, n in need.parts.items() if n or name != "runtime"}
     capacity, source = None, "not known: give --cluster, or start it by mpirun as the run"
     if price is not None:
         capacity, source = price.capacity_bytes, "of the cluster"

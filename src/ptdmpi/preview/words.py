@@ -51,7 +51,7 @@ def words(found: dict[str, Any]) -> str:
     when += [f"every {minutes:g} minutes"] if minutes else []
     often = " and ".join([*when, "at the end"])
     rows.append(("checkpoint", f"{file_size(checkpoint['bytes'])}, {often}"))
-    lines = [f"{name:<12}{value}" for name, value in rows]
+    lines = [f"{name:<12}{value}" for name, value in rows] + found["warnings"]
     return "\n".join([*lines, "", *_batch(found["batch"])])
 
 

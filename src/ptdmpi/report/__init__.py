@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
-from ptdmpi.report import trained
+from ptdmpi.report import traffic, trained
 from ptdmpi.sinks.record import task_score
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ def summary(run: Run) -> dict[str, Any]:
         "first_loss": run.steps[0]["loss"],
         "last_loss": last["loss"],
     }
+    if run.config["parallel"].get("zero"):
+        numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"
     if "sentence_order_loss" in last:
         numbers["last_sentence_order_loss"] = last["sentence_order_loss"]
     if "samples_drawn" in last:
@@ -166,6 +168,8 @@ def summary(run: Run) -> dict[str, Any]:
     for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
         numbers[f"median_{key}"] = statistics.median(record[key] for record in alike)
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
+    if wire := traffic.sent(last, run.config):
+        numbers["wire"] = wire
     if run.measured:
         numbers["bubble_fraction_planned"] = planned(run, run.measured).bubble_fraction()
         numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
@@ -221,6 +225,9 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
             continue
         if key == "profiles":
             rows += [("profile", path) for path in value]
+            continue
+        if key == "wire":
+            rows += traffic.rows(value)
             continue
         if key == "tasks":
             rows += [_task_row(path, of, value["step"]) for path, of in value["scores"].items()]

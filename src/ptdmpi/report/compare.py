@@ -4,14 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
+from ptdmpi.report import trained
 
-# part -> kinds of spans; what is left of all kinds of ops without the tensor axis computes
+# part -> kinds of spans; what is left of all kinds of ops without collectives inside computes
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -23,6 +24,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
+# collectives inside of ops, by group -> part
+INSIDE = {"tensor": "tensor axis", "shard": "data axis"}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
@@ -43,9 +46,10 @@ def parts(timeline: Timeline) -> dict[str, float]:
         part = COMPUTING if span.computes else part_of.get(span.kind)
         if part is not None:
             spent[part] += max(0.0, span.end_s - start_s)
-    inside_s = sum(timeline.tensor_s.values())
-    spent[COMPUTING] -= inside_s
-    spent["tensor axis"] += inside_s
+    for of_rank in timeline.inside_s.values():
+        for group, seconds in of_rank.items():
+            spent[COMPUTING] -= seconds
+            spent[INSIDE[group]] += seconds
     spent[WAITING] += sum(end_s - own_s for own_s in ends_s.values())
     spent = {name: seconds / len(ranks) for name, seconds in spent.items()}
     spent["other"] = timeline.makespan_s - sum(spent.values())
@@ -54,10 +58,7 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
     """The step of a run's configuration as its cluster file foresees it."""
-    parallel = config["parallel"]
-    run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
-    ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
-    checked = resolve({**config, "run": run}, ranks)
+    checked = trained.resolved(config)
     batch, layout = checked.batch.global_size, checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
     price, times = pricer.price(layout), pricer.stage_times(layout)
@@ -65,16 +66,16 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     title = f"predicted on {pricer.cluster.name}"
     timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     spans = list(timeline.spans)
-    end_s, tensor_s = timeline.makespan_s, {}
+    end_s, inside_s = timeline.makespan_s, {}
     seconds = pricer.stage_seconds(layout)
     for rank in range(layout.pipeline):
         own = [seconds[stage] for stage in times.placed.stages_of(rank)]
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
-        tensor_s[rank] = microbatches * messages_s
+        inside_s[rank] = {"tensor": microbatches * messages_s}
         behind_s = end_s + price.parts.data
         spans.append(Span(rank, "reduce", "", end_s, behind_s))
         spans.append(Span(rank, "optimizer", "", behind_s, behind_s + price.parts.optimizer))
-    return replace(timeline, spans=tuple(spans), tensor_s=tensor_s)
+    return replace(timeline, spans=tuple(spans), inside_s=inside_s)
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.words import counted
-from ptdmpi.config import InputError
+from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
 Owed = tuple[
@@ -31,6 +31,15 @@ def config_at(
         one for one, first, last in found if step is None or one.first < step <= max(last, first)
     ]
     return dict(mine[-1].config if mine else otherwise)
+
+
+def resolved(config: dict[str, Any]) -> Config:
+    """A run's configuration, checked again for as many ranks as its layout has. Raises InputError
+    where this version does not take it."""
+    parallel = config["parallel"]
+    run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
+    ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    return resolve({**config, "run": run}, ranks)
 
 
 def paths(found: Sequence[Owed], config: Mapping[str, Any]) -> list[str]:

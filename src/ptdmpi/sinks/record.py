@@ -21,6 +21,7 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
+SAME = ("step", "wire_bytes", "wire_messages")  # of each step alike, or the curves' own axis
 OF_FILE = ("items", "samples", "truncated")  # what is known of a task file before it is asked
 
 
@@ -36,7 +37,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
             for path, scores in value.items():
                 kept = {name: one for name, one in scores.items() if name not in OF_FILE}
                 found |= _numbers(f"tasks/{path}", kept)
-        elif key != "step":
+        elif key not in SAME:
             found |= _numbers(f"{_group(key)}/{key}", value)
     return found
 

@@ -10,6 +10,7 @@ from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
+from ptdmpi.config.legality import dear
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
@@ -141,9 +142,11 @@ class Attempt:
                 f"to stop and keep all: kill -USR1 {os.getpid()} on {world.host}, or "
                 f"touch {self.path / 'STOP'}{', or Ctrl-C' if world.size == 1 else ''}"
             )
+        layout = config.layout
+        how = ", ".join(filter(None, (config.parallel.schedule, layout.sharding)))
         yield (
             f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
-            f"{config.layout}, {config.parallel.schedule}, {config.precision.compute}; "
+            f"{layout}, {how}, {config.precision.compute}; "
             f"{short(parameters)} parameters, vocabulary {vocab_size}; "
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
@@ -153,6 +156,7 @@ class Attempt:
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
+        yield from dear(layout, config.batch.global_size)
         answer = self.course.answer
         changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
         if self.idle:

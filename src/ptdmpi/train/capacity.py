@@ -35,7 +35,7 @@ class Memory:
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
         wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
-        self.step = relief.Step.of(config, vocab_size, wide)
+        self.step = relief.Step.of(config, vocab_size, wide, device.type == "cpu")
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = self.step.peak(pipeline_rank).total
         self.capacity_bytes = rank_memory_bytes(device, world.local_size)

@@ -21,11 +21,12 @@ from ptdmpi.train.feed import open_datasets, vocabulary
 from ptdmpi.train.task_files import task_files
 
 
-def checked(tree: Mapping[str, Any], ranks: int) -> Config:
-    """The configuration of a run on `ranks` ranks, with data, cluster, tasks and run directory that
-    can be used; nothing is written. Raises InputError with all mistakes, a line each."""
+def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
+    """The configuration of a run on `ranks` ranks, `node_ranks` on a node, with data, cluster,
+    tasks and run directory that can be used; nothing is written. Raises InputError with all
+    mistakes, a line each."""
     try:
-        config = resolve(tree, ranks)
+        config = resolve(tree, ranks, node_ranks)
     except InputError as error:
         sections, _, _ = parsed(tree)
         raise InputError("\n".join([str(error), *_told(_apart(sections))])) from None

@@ -41,6 +41,8 @@ class Journal:
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
         """The record of a step, with `values`; and its line, where one is due.
 
+        `wire_bytes` and `wire_messages` are what rank 0 has sent in this step, by group of ranks
+        and kind; `done.result` may be of a rank that sits elsewhere after a loss.
         `usual_s`: how long a step takes, for the time that is left.
         """
         if self.directory is None or self.rates is None:
@@ -59,6 +61,8 @@ class Journal:
             **rates,
             rank_count=self.rates.ranks,
             layout=str(config.layout),
+            wire_bytes=result.traffic.sent_bytes,
+            wire_messages=result.traffic.messages,
             **values,
         )
         steps = config.run.steps

@@ -149,7 +149,7 @@ class Loop:
             result = self.engine.step(step, batches)
         elapsed = time.perf_counter() - begin
         watches = [one for one in (watch, result.watch) if one is not None]
-        self.journal.recent.add(elapsed, watches, result.tensor_s)
+        self.journal.recent.add(elapsed, watches, result.inside_s)
         self.lookout.computed(result.compute_s, elapsed)
         return result, batches, elapsed
 

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,18 @@ class RecentSteps:
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self._steps: deque[tuple[float, list[Stopwatch], float]] = deque(maxlen=RECENT_STEPS)
+        self._steps: deque[tuple[float, list[Stopwatch], Mapping[str, float]]] = deque(
+            maxlen=RECENT_STEPS
+        )
 
-    def add(self, elapsed_s: float, watches: list[Stopwatch], tensor_s: float) -> None:
+    def add(
+        self, elapsed_s: float, watches: list[Stopwatch], inside_s: Mapping[str, float]
+    ) -> None:
         """A step, by the stopwatches that took its time; they are read when one is kept.
 
-        `tensor_s`: of that time, in collectives of the tensor axis.
+        `inside_s`: of that time, in collectives that are part of ops, by group.
         """
-        self._steps.append((elapsed_s, watches, tensor_s))
+        self._steps.append((elapsed_s, watches, inside_s))
 
     def keep(self, directory: Path, last_step: int, say: Callable[[str], None]) -> None:
         """Write the step of median time, of all ranks of one pipeline; every rank calls it."""
@@ -119,15 +123,15 @@ class RecentSteps:
         # rank 0's: each rank's own median may be another step, and they would not fit together
         place = self.axes.world.broadcast_object(place)
         self.axes.clock.settle()
-        _, watches, tensor_s = self._steps[place]
+        _, watches, inside_s = self._steps[place]
         mine = [span for watch in watches for span in watch.spans]
-        parts = self.axes["pipeline"].all_gather_object((mine, tensor_s))
+        parts = self.axes["pipeline"].all_gather_object((mine, inside_s))
         if self.axes.world.rank:
             return
         step = last_step - len(self._steps) + place + 1
         spans = tuple(span for part, _ in parts for span in part)
-        waits_s = {rank: seconds for rank, (_, seconds) in enumerate(parts)}
-        measured = Timeline(spans, f"measured, step {step}", tensor_s=waits_s)
+        waits_s = {rank: dict(seconds) for rank, (_, seconds) in enumerate(parts)}
+        measured = Timeline(spans, f"measured, step {step}", inside_s=waits_s)
         path = directory / f"step-{step:08d}.json"
         try:
             directory.mkdir(exist_ok=True)

@@ -115,8 +115,11 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
 def _weights(engine: Engine) -> Iterator[Finding]:
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
-            master = engine.buffer.entries[name].view(engine.buffer.master)
-            if not (_finite(weight) and _finite(master)):
+            held = engine.buffer.own_part(weight.entry)
+            # one that is not gathered is looked at in its parts
+            there = engine.buffer.portion.sharded < 3
+            master = held is None or _finite(held.view(engine.buffer.masters))
+            if not (master and (not there or _finite(weight))):
                 rank = engine.axes.world.rank
                 yield Finding(_WEIGHT, -1, (number, place), rank, f"weight {name}", ())
 
@@ -160,7 +163,8 @@ class _Watcher(OpHook):
             return
         # backwards: the last layer's gradient leads to the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
-            if not _finite(weight.main_grad):
+            gradient = self.engine.buffer.gradient_of(weight)
+            if gradient is not None and not _finite(gradient):
                 self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return
 

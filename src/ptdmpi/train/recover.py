@@ -21,7 +21,7 @@ from ptdmpi.comm.world import Process, World, fail_together
 from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.plan.layout.seats import YIELDING, seats, widest_data_size
+from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
 from ptdmpi.train.checks import checked
 from ptdmpi.train.live import Account, Handover, Holding
@@ -38,7 +38,7 @@ def train(tree: dict[str, Any], world: World, signals: StopRequest) -> None:
 
     Raises SystemExit with the exit code if that is not 0.
     """
-    config = world.on_root(lambda: checked(tree, world.size))
+    config = world.on_root(lambda: checked(tree, world.size, world.local_size))
     if config.run.on_failure == "abort":
         Loop(config, world, signals).run()
         return
@@ -152,8 +152,10 @@ class Survivors:
 
     def _resolved(self) -> Config:
         spare = self.world.size - self.grid.size
+        data, shards = self.grid.data_size, self.grid["shard"]
+        cut = self.config.parallel.zero > 0 and shards < data
         return self.config.replace("run", spare_ranks=spare).replace(
-            "parallel", data=self.grid[YIELDING]
+            "parallel", data=data, shard_group=shards if cut else "all"
         )
 
     def _handover(
@@ -200,16 +202,16 @@ class Survivors:
 
     def _fit(self) -> bool:
         """Choose the widest grid that the living ranks can fill; False if there is none."""
-        batch, grid = self.config.batch, self.grid
-        size = widest_data_size(
-            self.world.size,
-            grid.size // grid[YIELDING],
-            self.config.data_size,
-            batch.global_size // batch.micro_size,
-        )
-        if size:
-            self.grid = grid.resized(YIELDING, size)
-        return size > 0
+        batch = self.config.batch
+        sequences = batch.global_size // batch.micro_size
+        grid = widest(self.grid, self.world.size, grid_of(self.config), sequences)
+        if grid is None:
+            return False
+        if grid["shard"] != self.grid["shard"]:
+            # cut otherwise, what a rank holds is no part that another one could take
+            self.holding = Holding(replace(self.holding.account, place=None, step=None))
+        self.grid = grid
+        return True
 
     def _give_up(self) -> None:
         grid, left = self.grid, self.world.size
@@ -227,11 +229,14 @@ class Survivors:
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
         kind = "checkpoint" if step is None else "live state"
+        if step is None and self.config.parallel.zero:
+            kind += ", since nobody else held the lost shard of the state,"
         spare = self.world.size - loop.world.size
+        layout = ", ".join(filter(None, (str(loop.config.layout), loop.config.layout.sharding)))
         go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
         return (
             f"{_who(self.news)} lost in step {under_way}; {go} on"
-            f"{f' ({spare} spare)' if spare else ''}: {loop.config.layout} from "
+            f"{f' ({spare} spare)' if spare else ''}: {layout} from "
             f"{kind} of {source}, {took_s:.2f} s"
         )
 

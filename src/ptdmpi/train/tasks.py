@@ -14,6 +14,7 @@ from ptdmpi.evaluate.questions import Questions
 from ptdmpi.inference.model import InferenceModel, new_stages
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.parameters import Parameter
+from ptdmpi.model.sharded import GatheredWeights
 from ptdmpi.sinks.record import task_score
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.task_files import task_files, text_of
@@ -33,6 +34,12 @@ def live_model(engine: Engine) -> InferenceModel:
             standing = Parameter(weight.detach(), requires_grad=False)
             # as of a buffer: `.data` cannot change a meta tensor's type and device
             torch.utils.swap_tensors(mine, standing)
+            mine.declaration, mine.entry = weight.declaration, weight.entry
+    if engine.buffer.portion.sharded == 3:
+        every = [one for stage in stages.values() for _, one in stage.named_logical_parameters()]
+        # all at once, and whole until they have been asked: data ranks are asked different things,
+        # and would gather unequally often
+        GatheredWeights(engine.buffer, every).hold(range(len(engine.buffer.units)), ())
     return InferenceModel(config, axes, engine.vocab_size, stages, placed)
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.data_axis import VIEW_S, DataAxis
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.cost.update import VIEW_S, UpdateTimes
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
 
@@ -50,7 +50,7 @@ def test_the_bias_of_query_key_value_is_a_kernel_of_the_published_program(machin
 
 def test_tensors_are_all_parameters_of_a_layer(machine):
     for tensor in (1, 8):
-        tensors = UpdateTimes(machine, MODEL, 1).layer_tensors(tensor)
+        tensors = DataAxis(machine, MODEL).layer_tensors(tensor)
         weights, h = 12 * 4096**2 // tensor, 4096
         assert sum(tensors) == weights + 7 * h // tensor + 2 * h + 4 * h
 
@@ -58,11 +58,10 @@ def test_tensors_are_all_parameters_of_a_layer(machine):
 def test_lists_of_parts_cost_by_their_number():
     """ZeRO 3 as published: a view and a copy for each rank's part of each of twelve tensors."""
     pricer = Pricer(SELENE, MODEL, 512, "fp16")
-    elements = 2 * 12 * 4096**2
     layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
-    few, many = (pricer.update.data_s(layout, elements) for layout in layouts)
+    few, many = (sum(pricer.data.in_ops(one, 2, (True, True))[:2]) for one in layouts)
     each_s = VIEW_S + SELENE.device.kernel_s
     small = 2 * 8  # biases and norms, whose bytes are next to nothing
     assert many - few > small * 3 * 256 * each_s
     newer = Pricer(load_cluster("dgx-h100"), MODEL, 512, "bf16")
-    assert newer.update.data_s(layouts[1], elements) < many / 10
+    assert sum(newer.data.in_ops(layouts[1], 2, (True, True))[:2]) < many / 8

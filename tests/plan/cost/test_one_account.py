@@ -44,6 +44,7 @@ def config_of(kind, tensor, scheduled, recompute, compute, switches=(False, True
         "parallel.sequence_parallel": sequence and tensor > 1,
         "recompute.mode": mode,
         "recompute.layers": layers,
+        "recompute.partition_activations": mode == "full" and not sequence,
         "batch.global_size": 22,
         "precision.compute": compute,
     }

@@ -100,10 +100,23 @@ def test_zero_divides_what_it_says():
     assert at[1].optimizer == pytest.approx(at[0].optimizer / 64)
     assert at[2].gradients == pytest.approx(at[0].gradients / 64)
     assert at[3].weights == pytest.approx(at[0].weights / 64)
-    assert (at[1].gradients, at[2].weights) == (at[0].gradients, at[0].weights)
+    assert at[2].weights == at[0].weights
+    # of the gradient in half a type the copy in float32 is made of this rank's shard alone
+    assert at[1].gradients == pytest.approx(at[0].gradients * (2 + 4 / 64) / 6)
     largest = 4 * 5120**2  # elements of the first linear behind the attention, 2 bytes each
     whole = [memory.working - at[0].working for memory in at]
     assert whole == pytest.approx([0, 0, 2 * largest, 4 * largest])
+
+
+def test_a_drawn_step_ends_with_the_data_axis_and_the_optimizer():
+    pricer = Pricer(SELENE, load_model("gpt3-13b"), 64, "fp16")
+    layout = Layout(8, 2, 4, zero=2)
+    drawn, price = pricer.timeline(layout, "a step"), pricer.price(layout)
+    assert drawn.makespan_s == pytest.approx(price.step_time_s)
+    for kind in ("reduce", "optimizer"):
+        assert {span.rank for span in drawn.spans if span.kind == kind} == {0, 1}
+    alone = pricer.timeline(Layout(8, 2, 1), "a step")
+    assert any(span.kind == "optimizer" for span in alone.spans)
 
 
 def test_what_helps_helps(gpt3):
@@ -115,6 +128,23 @@ def test_what_helps_helps(gpt3):
     spread = Layout(8, 1, 12, recompute="full")
     hidden = replace(spread, dp_overlap=True)
     assert gpt3.price(hidden).step_time_s < gpt3.price(spread).step_time_s
+
+
+def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(gpt3):
+    """Rajbhandari et al. 2020, section 6.1: "one extra all-gather" for each transformer block."""
+    partitioned = replace(GPT3, partition_activations=True)
+    layer, _ = gpt3.kernels(GPT3)
+    gather_s = layer.machine.all_gather_s(2048 * GPT3.micro_size * 12288 * 2, layer.group)
+    pairs = zip(gpt3.stage_seconds(partitioned), gpt3.stage_seconds(GPT3), strict=True)
+    for (forward, backward), (whole_forward, whole_backward) in pairs:
+        layers = 96 // GPT3.stages
+        assert forward == whole_forward and backward.compute == whole_backward.compute
+        more_s = backward.messages - whole_backward.messages
+        assert more_s == pytest.approx(layers * gather_s)
+    for layout in (partitioned, GPT3):
+        assert gpt3.rough_bound_s(layout) <= gpt3.bound_s(layout) * (1 + 1e-9)
+    kept, whole = (gpt3.memory.parts(layout).layers["full"].kept for layout in (partitioned, GPT3))
+    assert whole == 2048 * GPT3.micro_size * 12288 * 2 == 8 * kept
 
 
 def test_a_trillion_parameters_are_priced_in_seconds():

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
-NAMES = ("tensor", "data", "pipeline", "context")
+NAMES = ("tensor", "shard", "replicate", "pipeline", "context")
 GRIDS = st.permutations(NAMES).flatmap(
     lambda names: st.builds(
         lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
-        st.lists(st.integers(1, 4), min_size=1, max_size=4),
+        st.lists(st.integers(1, 4), min_size=1, max_size=5),
     )
 )
 
@@ -25,7 +25,7 @@ def test_ranks_and_coordinates_are_a_bijection(grid):
 
 @given(GRIDS)
 def test_groups_partition_the_ranks(grid):
-    for name in (*grid.axes, "replicas", "world"):
+    for name in (*grid.axes, "replicas", "data", "world"):
         groups = {grid.members(rank, name) for rank in range(grid.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
         assert all(sorted(group) == list(group) for group in groups)
@@ -48,14 +48,28 @@ def test_replicas_hold_the_same_part_and_all_parts_are_the_model(grid):
 
 def test_tensor_varies_fastest_then_data_then_pipeline():
     grid = training_grid(tensor=2, pipeline=2, data=3)
-    assert grid.axes == ("tensor", "data", "pipeline")
-    assert grid.coordinates(1) == {"tensor": 1, "data": 0, "pipeline": 0}
-    assert grid.coordinates(2) == {"tensor": 0, "data": 1, "pipeline": 0}
-    assert grid.coordinates(6) == {"tensor": 0, "data": 0, "pipeline": 1}
+    assert grid.axes == ("tensor", "shard", "replicate", "pipeline") and grid.data_size == 3
+    here = {"tensor": 0, "shard": 0, "replicate": 0, "pipeline": 0}
+    assert grid.coordinates(1) == {**here, "tensor": 1}
+    assert grid.coordinates(2) == {**here, "replicate": 1}
+    assert grid.coordinates(6) == {**here, "pipeline": 1}
     assert grid.group(7, "tensor") == (6, 7)
-    assert grid.group(7, "data") == (7, 9, 11)
+    assert grid.members(7, "data") == grid.group(7, "replicate") == (7, 9, 11)
     assert grid.group(7, "pipeline") == (1, 7)
     assert grid.group(7, "pipeline", "tensor") == (0, 1, 6, 7)
+
+
+def test_neighbours_on_the_data_axis_share_out_state_and_groups_of_them_copy_it():
+    grid = training_grid(tensor=2, data=4, shards=2)
+    assert [grid.members(0, group) for group in ("shard", "replicate", "data")] == [
+        (0, 2),
+        (0, 4),
+        (0, 2, 4, 6),
+    ]
+    assert grid.members(0, "replicas") == (0, 4) and len(grid.parts) == 4
+    assert grid.same_as("data") == "data" and grid.same_as("replicas") == "replicate"
+    with pytest.raises(ValueError, match="3 shards do not divide 4 data ranks"):
+        training_grid(data=4, shards=3)
 
 
 def test_ends_are_the_first_and_the_last_of_a_pipeline():
@@ -65,9 +79,9 @@ def test_ends_are_the_first_and_the_last_of_a_pipeline():
 
 
 def test_a_group_that_has_the_ranks_of_an_axis_names_it():
-    assert training_grid(tensor=2, data=2).same_as("replicas") == "data"
-    assert Grid({"data": 1, "context": 2}).same_as("replicas") == "context"
-    assert Grid({"data": 2, "context": 2}).same_as("replicas") == "replicas"
+    assert training_grid(tensor=2, data=2).same_as("replicas") == "replicate"
+    assert Grid({"replicate": 1, "context": 2}).same_as("replicas") == "context"
+    assert Grid({"replicate": 2, "context": 2}).same_as("replicas") == "replicas"
     assert Grid({"tensor": 2}).same_as("replicas") == "replicas"
     assert training_grid(tensor=2).same_as("tensor") == "tensor"
 
@@ -81,7 +95,7 @@ def test_what_is_outside_the_grid_is_refused():
         grid.rank({"tensor": 0, "data": 1, "pipeline": 0})
     with pytest.raises(ValueError, match="outside"):
         grid.rank({"tensor": 0})
-    with pytest.raises(ValueError, match='"size" is no axis: tensor, data, pipeline'):
+    with pytest.raises(ValueError, match='"size" is no axis: tensor, shard, replicate, pipeline'):
         grid.group(0, "size")
     with pytest.raises(ValueError, match='"context" is no axis'):
         training_grid(context=2)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ptdmpi.plan.layout.grid import Coordinates, Grid, training_grid
-from ptdmpi.plan.layout.seats import seats, widest_data_size
+from ptdmpi.plan.layout.seats import seats, widest, widest_data_size
 
 
 def _held(grid: Grid, lost: set[int], spare: int = 0) -> list[Coordinates | None]:
@@ -26,6 +26,23 @@ def _held(grid: Grid, lost: set[int], spare: int = 0) -> list[Coordinates | None
 )
 def test_widest_data_size(ranks, model_ranks, most, sequences, wanted):
     assert widest_data_size(ranks, model_ranks, most, sequences) == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "shards", "ranks", "wanted"),
+    [
+        (4, 1, 3, (1, 2)),  # 3 does not divide 8
+        (4, 2, 3, (2, 1)),  # a group of two goes on, the other one is gone
+        (4, 4, 3, (2, 1)),  # cut into fewer
+        (4, 2, 1, (1, 1)),
+        (4, 4, 4, (4, 1)),  # a spare one fills the hole
+        (4, 2, 0, None),
+    ],
+)
+def test_copies_give_way_before_shards_do(data, shards, ranks, wanted):
+    grid = training_grid(data, shards)
+    found = widest(grid, ranks, grid, 8)
+    assert (found and (found["shard"], found["replicate"])) == wanted
 
 
 def test_a_start_fills_the_grid_in_order():
@@ -63,14 +80,14 @@ def test_every_loss_that_leaves_room_seats_everyone_once(size):
     for count in range(1, grid.size - model_ranks + 1):
         for lost in itertools.combinations(range(grid.size), count):
             held = _held(grid, set(lost))
-            data = widest_data_size(len(held), model_ranks, grid["data"], 12)
-            smaller = grid.resized("data", data)
+            data = widest_data_size(len(held), model_ranks, grid.data_size, 12)
+            smaller = grid.resized("replicate", data)
             order = seats(smaller, held, [0] * len(held))
             assert len(set(order)) == smaller.size
             whole = [
                 d
-                for d in range(grid["data"])
-                if not {rank for rank in lost if grid.coordinates(rank)["data"] == d}
+                for d in range(grid.data_size)
+                if not {rank for rank in lost if grid.coordinates(rank)["replicate"] == d}
             ]
             stay = sum(
                 grid.part(held[one]) == grid.part(smaller.coordinates(i))

@@ -140,7 +140,7 @@ def test_bad_clusters_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("key", "line", "word"),
     [
-        ("memory_bytes = ", "memory_bytes = 80", "device.memory_bytes = 80: .* not in GB"),
+        ("memory_bytes = 80", "memory_bytes = 80", "device.memory_bytes = 80: .* not in GB"),
         ("kernel_s = ", "kernel_s = 2.5", "device.kernel_s = 2.5: .* not in microseconds"),
         ("kernel_s = ", "", "device.kernel_s is missing"),
         ("devices = ", "device = 8", 'node.device is no key; did you mean "devices"'),

@@ -8,7 +8,8 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import interpolate, machine_of
-from ptdmpi.plan.search.search import Space, search
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space
 
 SHEETS = {
     "device": {

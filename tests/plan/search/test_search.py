@@ -2,24 +2,27 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import RECOMPUTE_MODES, Layout
+from ptdmpi.config.layout import Layout
+from ptdmpi.config.legality import RECOMPUTE_MODES
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
-from ptdmpi.plan.search.search import (
-    Space,
+from ptdmpi.plan.search.advice import (
     compute_optimal,
     difference,
+    groups,
     heuristic,
     improvements,
     microbatch_model,
     neighbours,
-    search,
 )
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space
 
 SELENE = load_cluster("selene")
 MODELS = ("l=7,h=512,a=8", "l=12,h=1024,a=16,V=32000")
@@ -31,7 +34,15 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
     return Pricer(cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16")
 
 
-def everything(pricer, ranks, dp_overlap=False):
+def shared(pricer, t, d):
+    """Every way to shard over a data axis: over all of it, or over what a node has of it."""
+    node = min(d, max(1, pricer.cluster.node.devices // t))
+    groups = {None} | ({node} if 1 < node < d and d % node == 0 else set())
+    stages = [(0, None), *itertools.product((1, 2, 3), groups)] if d > 1 else [(0, None)]
+    return itertools.product(stages, ("none", "optimizer"))
+
+
+def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES):
     """Prices of all layouts that training accepts, by trying all settings."""
     found = []
     for t, p, d in itertools.product(range(1, ranks + 1), repeat=3):
@@ -40,12 +51,15 @@ def everything(pricer, ranks, dp_overlap=False):
         for b, v in itertools.product(range(1, pricer.batch + 1), range(1, 13)):
             if p == 1 and v > 1:
                 continue
-            for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), RECOMPUTE_MODES):
+            for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), modes):
                 for sequence, scatter in itertools.product((False, True), repeat=2):
                     sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
                     layout = Layout(*sizes, dp_overlap=dp_overlap)
-                    if layout.is_legal(pricer.model.config, pricer.batch):
-                        found.append(layout)
+                    if not layout.is_legal(pricer.model.config, pricer.batch):
+                        continue
+                    for (zero, group), place in shared(pricer, t, d):
+                        sharding = {"zero": zero, "shard_group": group, "offload": place}
+                        found.append(replace(layout, **sharding))
     return [pricer.price(layout) for layout in set(found)]
 
 
@@ -66,13 +80,44 @@ def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
 
 
+def test_random_cases_are_found_as_by_trying_all():
+    """Sizes, memory, machines, ranks and batches at random: each time the best of all layouts."""
+    chosen, sharded, cases = random.Random(1), 0, 0
+    while cases < 220:
+        layers, width = chosen.choice((2, 3, 4)), chosen.choice((256, 512, 1024))
+        cluster = load_cluster(chosen.choice(("selene", "dgx-h100", "h200")))
+        node = {"devices": chosen.choice((2, 4, 8)), "adapters": 2}
+        cluster = cluster.model_copy(update={"node": cluster.node.model_copy(update=node)})
+        memory, batch = 10 ** chosen.uniform(7.8, 10), chosen.choice((2, 4, 6, 8))
+        pricer = small(f"l={layers},h={width},a=4,s=512,V=8000", memory, batch, cluster)
+        ranks, overlap = chosen.choice((2, 3, 4, 6)), chosen.random() < 0.2
+        mode = chosen.choice(RECOMPUTE_MODES)
+        best: dict[str, float] = {}
+        for price in everything(pricer, ranks, overlap, (mode,)):
+            if price.fits:
+                sizes = str(price.layout)
+                best[sizes] = min(price.step_time_s, best.get(sizes, math.inf))
+        space = Space(ranks, recompute=mode, dp_overlap=overlap)
+        if not best:
+            with pytest.raises(InputError):
+                search(pricer, space)
+            continue
+        found = search(pricer, space)
+        times = [price.step_time_s for price in found]
+        assert times == pytest.approx(sorted(best.values())[:5], rel=1e-12)  # sums are rounded
+        sharded += any(price.layout.zero > 1 or price.layout.offload != "none" for price in found)
+        cases += 1
+    assert sharded > 20  # where memory is short
+
+
 def test_gpipe_and_whole_messages_are_looked_at_too():
     """1F1B waits for a message behind every op, and small ones gain nothing by being scattered."""
     pricer = small("l=6,h=768,a=12", 80e9, 12)
     best, asked = (search(pricer, Space(8, kind))[0] for kind in (None, "interleaved"))
     assert best.layout.schedule == "gpipe" and best.step_time_s < asked.step_time_s
     pricer = small(MODELS[0], 80e9, 4, load_cluster("h200"))
-    best, asked = (search(pricer, Space(12, scatter_gather=on))[0] for on in (None, True))
+    spaces = (Space(12, scatter_gather=on, zero=(0,)) for on in (None, True))
+    best, asked = (search(pricer, space)[0] for space in spaces)
     assert not best.layout.scatter_gather and best.step_time_s < asked.step_time_s
 
 
@@ -84,9 +129,12 @@ def test_a_gpipe_layout_is_told_of_1f1b():
     assert "--schedule 1f1b" in changes
 
 
-def test_bounds_are_below_the_simulation():
-    pricer = small(MODELS[0], 80e9)
-    for price in everything(pricer, 12):
+@pytest.mark.parametrize("cluster", ["selene", "dgx-h100"])
+@pytest.mark.parametrize("dp_overlap", [False, True])
+def test_bounds_are_below_the_simulation(cluster, dp_overlap):
+    # a short vocabulary: what the ends of the model send and compute leaves bounds little room
+    pricer = small("l=7,h=512,a=8,V=512", 80e9, cluster=load_cluster(cluster))
+    for price in everything(pricer, 12, dp_overlap):
         bound_s = pricer.bound_s(price.layout)
         assert pricer.rough_bound_s(price.layout) <= bound_s * (1 + 1e-9)
         assert bound_s <= price.step_time_s * (1 + 1e-9)
@@ -94,7 +142,7 @@ def test_bounds_are_below_the_simulation():
 
 def test_what_is_given_is_kept():
     pricer = small(MODELS[0], 80e9)
-    space = Space(8, "gpipe", "full", sequence_parallel=False, zero=1, dp_overlap=True)
+    space = Space(8, "gpipe", "full", sequence_parallel=False, zero=(1,), dp_overlap=True)
     for price in search(pricer, space):
         layout = price.layout
         assert (layout.schedule, layout.recompute, layout.zero) == ("gpipe", "full", 1)
@@ -102,17 +150,33 @@ def test_what_is_given_is_kept():
         assert layout.ranks == 8
 
 
+def test_activations_are_partitioned_where_that_is_asked_for_and_legal():
+    pricer = small(MODELS[0], 80e9)
+    for asked in (False, True):
+        for layout in groups(Space(8, partition_activations=asked), pricer):
+            shared = layout.recompute == "full" and layout.tensor > 1
+            shared = shared and not layout.sequence_parallel
+            assert layout.partition_activations == (asked and shared)
+    tensor = pricer.price(Layout(2, 1, 1, recompute="full"))
+    others = list(neighbours(tensor.layout, pricer))
+    changes = [difference(tensor.layout, other) for other in others]
+    assert "--partition-activations" in changes
+    partitioned = others[changes.index("--partition-activations")]
+    changes = [difference(partitioned, other) for other in neighbours(partitioned, pricer)]
+    assert "recompute none, --no-partition-activations" in changes
+
+
 def test_what_does_not_fit_says_what_would():
     """The parts of the least layout, and changes that make the search succeed."""
     words = r"fits on 8 ranks .* MiB per rank .*weights .*would fit: {}"
-    pricer, space = small(MODELS[1], 0.45e9), Space(8)
+    pricer, space = small(MODELS[1], 0.45e9), Space(8, zero=(0,), offload="none")
     with pytest.raises(InputError, match=words.format(r"16 ranks \(")):
         search(pricer, space)
     assert search(pricer, replace(space, ranks=16))
     pricer = small("l=2,h=1024,a=2,s=256", 0.4e9)
-    with pytest.raises(InputError, match=words.format("--zero 2 ")):
+    with pytest.raises(InputError, match=words.format("--zero 1")):
         search(pricer, space)
-    assert search(pricer, replace(space, zero=2))
+    assert search(pricer, replace(space, zero=(1,)))
     with pytest.raises(InputError, match="nor would one on 64 times as many"):
         search(small(MODELS[0], 1e3), space)
 
@@ -135,7 +199,11 @@ def test_single_changes_make_a_layout_fit_or_faster():
     too_much = pricer.price(Layout(8, 16, 1, micro_size=4))
     assert not too_much.fits
     at_once, changes = improvements(too_much, pricer)
-    assert at_once == 1 and changes and all(other.fits for other in changes)
+    assert changes and all(other.fits for other in changes)
+    single = [pricer.price(layout) for layout in neighbours(too_much.layout, pricer)]
+    best = min(other.step_time_s for other in single if other.fits)
+    # a pair that costs less than the best single change is what is advised
+    assert changes[0].step_time_s <= best and at_once == 2
     for layout in neighbours(too_much.layout, pricer):
         assert layout.ranks == 128
 
@@ -166,6 +234,10 @@ def test_a_difference_names_what_is_other():
     other = replace(layout, recompute="full", sequence_parallel=True, scatter_gather=False, zero=1)
     words = "recompute full, --sequence-parallel, --no-scatter-gather, --zero 1"
     assert difference(layout, other) == words
+    other = Layout(8, 4, 4, zero=3, shard_group=2, offload="optimizer")
+    plain = Layout(8, 4, 4)
+    assert difference(plain, other) == "--zero 3, --shard-group 2, --offload optimizer"
+    assert difference(other, plain) == "--zero 0, --shard-group all, --offload none"
 
 
 def test_the_papers_rules():

@@ -62,6 +62,14 @@ def test_options_reach_the_layout():
     (entry,) = result["layouts"]
     assert (entry["schedule"], entry["recompute"], entry["zero"]) == ("gpipe", "full", 1)
     assert entry["sequence_parallel"] and entry["dp_overlap"] and not entry["scatter_gather"]
+    options = ("--layout", "t=2,p=2,d=2,b=1", "--partition-activations")
+    result = run(*options, "--recompute", "full", "--json")
+    (entry,) = json.loads(result.stdout)["layouts"]
+    assert entry["partition_activations"]
+    assert json.loads(result.stdout)["train"]["recompute"]["partition_activations"]
+    assert "recompute full, partitioned" in run(*options, "--recompute", "full").stdout
+    with pytest.raises(InputError, match=r'belongs to recompute.mode = "full"'):
+        run(*options)
 
 
 def test_text_and_pictures(tmp_path):
@@ -89,10 +97,11 @@ def test_why_explains():
 
 
 def test_why_takes_two_changes_where_one_is_too_few():
-    """88 GiB of activations at b = 16: neither full recomputation nor b = 8 alone suffices."""
-    model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=4,b=4")
+    """187 GiB on two ranks: neither recomputation nor the optimizer on the host alone suffices."""
+    model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=1,b=4")
     result = run(*model)
-    assert "no single change makes it fit; the pairs of changes" in result.stdout
+    assert "what makes it fit at the least cost of time, one or two changes" in result.stdout
+    assert "recompute selective, --offload optimizer" in result.stdout
     why = json.loads(run(*model, "--json").stdout)["why"]
     assert why["changes_at_once"] == 2 and not why["layout"]["fits"]
     assert all(entry["fits"] for entry in why["changes"])
@@ -115,9 +124,37 @@ def test_the_first_screen_says_what_its_words_mean_and_what_to_do_next():
     assert config.model.layers == 12
 
 
-@pytest.mark.parametrize("option", [("--zero", "1"), ("--dp-overlap",)])
-def test_what_training_does_not_do_is_said(option):
-    common = ("--layout", "t=2,p=2,d=2,v=2,b=1", *option)
+def test_what_is_sharded_is_in_table_json_and_configuration():
+    sharding = ("--zero", "3", "--shard-group", "2", "--offload", "optimizer")
+    common = ("--layout", "t=2,p=1,d=4,b=1", *sharding)
+    text, found = run(*common).stdout, json.loads(run(*common, "--json").stdout)
+    assert "ZeRO 3 in groups of 2, offload optimizer" in text and "on the host" in text
+    (entry,) = found["layouts"]
+    assert (entry["zero"], entry["shard_group"], entry["shards"]) == (3, 2, 2)
+    assert entry["offload"] == "optimizer" and entry["host_memory_bytes"] > 0
+    assert sum(entry["memory_bytes"].values()) == pytest.approx(entry["peak_memory_bytes"])
+    given = {"run": {"name": "run", "steps": 1}, "data": {"train": [{"path": "data"}]}}
+    given["model"] = {"layers": 8, "hidden": 1024, "heads": 16, "seq_length": 2048}
+    layout = resolve({**given, **found["train"]}, 8).layout
+    assert (layout.zero, layout.shard_group, layout.offload) == (3, 2, "optimizer")
+    node = json.loads(
+        run("--layout", "t=4,d=4", "--zero", "1", "--shard-group", "node", "--json").stdout
+    )
+    assert node["layouts"][0]["shard_group"] == 2
+    for entry in json.loads(run("--ranks", "8", "--zero", "2", "--json").stdout)["layouts"]:
+        assert entry["zero"] == 2
+
+
+def test_a_layout_has_sequence_parallelism_where_that_is_faster():
+    model = ("--model", "gpt3-175b", "--batch", "64", "--layout", "t=8,p=8,d=1", "--json")
+    asked = (("--sequence-parallel",), ("--no-sequence-parallel",), ())
+    on, off, either = (json.loads(run(*model, *one).stdout)["layouts"][0] for one in asked)
+    assert either["sequence_parallel"] and on["step_time_s"] < off["step_time_s"]
+    assert either == on
+
+
+def test_what_training_does_not_do_is_said():
+    common = ("--layout", "t=2,p=2,d=2,v=2,b=1", "--dp-overlap")
     assert "a forecast only" in run(*common).stdout
     assert json.loads(run(*common, "--json").stdout)["train"] is None
 
@@ -152,6 +189,10 @@ def test_small_models_are_not_rounded_away():
         (("--ranks", "8", "--model", "l=-4,h=8,a=2"), "l=-4.*: layers = -4: .* than or equal to 1"),
         (("--ranks", "8", "--model", "l=20000,h=8,a=2"), "layers = 20000: .* or equal to 10000"),
         (("--ranks", "8", "--zero", "4"), "--zero 4: must be a whole number, 0 to 3"),
+        (("--ranks", "8", "--shard-group", "0"), '--shard-group 0: must be "all", "node" or'),
+        (("--layout", "d=4", "--zero", "1", "--shard-group", "3"), "does not divide the data axis"),
+        (("--layout", "d=4", "--shard-group", "2"), "shard_group = 2 belongs to parallel.zero"),
+        (("--layout", "d=1", "--offload", "disk"), "has no price without host.disk_bytes_per_s"),
     ],
 )
 def test_bad_input_is_one_line(arguments, word):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ptdmpi.config import Layout, ModelConfig
-from ptdmpi.config.layout import RECOMPUTE_MODES
+from ptdmpi.config.legality import RECOMPUTE_MODES
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 
 WIDE_BYTES = 4
@@ -283,8 +283,11 @@ def layer_bytes(sizes: Sizes, mode: str) -> LayerBytes:
     """Looked at where it can be most: behind the MLP and in the attention core. What is recomputed
     comes on top there, what has been used by then is gone."""
     items = layer_activations(sizes, mode)
-    stays = total_bytes(kept(items, mode))
-    dropped = total_bytes(items) - stays
+    whole = total_bytes(kept(items, mode))
+    stays, dropped = whole, total_bytes(items) - whole
+    if sizes.layout.partition_activations and sizes.layout.tensor > 1 and mode == "full":
+        # the share stays, and what is gathered of it is there like all that is recomputed
+        stays, dropped = whole // sizes.layout.tensor, dropped + whole
     mlp = total_bytes([item for item in items if item.name.startswith("mlp")])
     early = dropped if mode == "full" else 0
     mlp_works = early + _mlp_backward(sizes)

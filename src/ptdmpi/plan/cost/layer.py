@@ -256,8 +256,10 @@ class LayerTimes(TensorRank):
             messages += max(0.0, sum_s - hidden_s)
         return messages
 
-    def recomputed(self, mode: str) -> Seconds:
-        """What the backward pass computes again first."""
+    def recomputed(self, layout: Layout) -> Seconds:
+        """What the backward pass computes again first; a partitioned input is gathered for it."""
+        mode = layout.recompute
         if mode == "full":
-            return self.forward
+            gather_s = self._gather_s if layout.partition_activations else 0.0
+            return self.forward + Seconds(0.0, gather_s)
         return Seconds(self.core_forward_s if mode == "selective" else 0.0)

@@ -3,11 +3,12 @@
 Parameters are those of the table that the model is built from (`plan.shape.parameters`),
 activations the inventory of `activations`, and what is in flight at once the schedule's own order,
 walked (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv 1910.02054,
-section 5), with a float32 gradient where the summed one is narrower.
+section 5), with a float32 gradient where the summed one is narrower: with S shards and 16-bit
+weights 2 + 4 + 12/S bytes of a parameter under ZeRO 1, 2 + (4 + 12)/S under 2, 18/S under 3.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from operator import mul
 
@@ -19,12 +20,16 @@ from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
+
+# Of state in a file: read ahead and written behind, two pieces of it at once.
+CHUNK_BYTES = 64 * 2**20
+MOST_FLIGHTS = 10_000  # that are remembered
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part."""
+    """Bytes of one rank at its peak, by part; `host`: of what is offloaded from its device, in the
+    host's memory."""
 
     weights: float
     gradients: float
@@ -32,6 +37,12 @@ class Footprint:
     activations: float
     working: float  # what one backward pass needs beside
     runtime: float = 0.0  # context of the device, buffers of messages
+    host: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Those of the total by name."""
+        return {name: count for name, count in asdict(self).items() if name != "host"}
 
     @property
     def standing(self) -> float:
@@ -45,7 +56,8 @@ class Footprint:
 
 class MemoryModel(StageMemory):
     """Memory of one model in one compute type as a program runs it; what layouts have in common is
-    counted once. `runtime_bytes`: what a rank's memory holds before its first tensor."""
+    counted once. `runtime_bytes`: what a rank's memory holds before its first tensor. `on_host`:
+    the device is the host, so that what is offloaded to its memory stays where it is."""
 
     def __init__(
         self,
@@ -54,20 +66,25 @@ class MemoryModel(StageMemory):
         precision: str,
         software: Software = TRAINER,
         runtime_bytes: float = 0.0,
+        on_host: bool = True,
     ) -> None:
         super().__init__(model, vocab_size, precision, software)
-        self.runtime_bytes = runtime_bytes
+        self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes = COMPUTE_BYTES[precision]
         self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
         self._likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._elements = cache(self._counted_elements)
         self._standing = cache(self._counted_standing)
+        self._flights: dict[tuple[object, ...], tuple[int, int]] = {}
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "MemoryModel":
+    def of(
+        cls, config: Config, vocab_size: int, wide_products: bool = False, on_host: bool = True
+    ) -> "MemoryModel":
         """That of a training; `wide_products` as of `Software`."""
         software = TRAINER.model_copy(update={"wide_products": wide_products})
-        return cls(config.model, vocab_size, config.precision.compute, software)
+        compute = config.precision.compute
+        return cls(config.model, vocab_size, compute, software, on_host=on_host)
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
@@ -83,6 +100,31 @@ class MemoryModel(StageMemory):
         running op needs beside, and one tensor each way on either side where there is another
         stage: an activation and a gradient.
         """
+        kept, working = self._held(layout, rank, microbatches)
+        weights, gradients, optimizer, host = self._state(layout, rank)
+        return Footprint(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=kept,
+            working=working + self.beside_bytes(layout, rank),
+            runtime=self.runtime_bytes,
+            host=host,
+        )
+
+    def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
+        """(bytes kept, bytes needed beside) when a rank's ops have most."""
+        sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
+        how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
+        # the same whatever is sharded: a search asks for all ways to shard one after the other
+        key = (*sizes, *how, rank, microbatches)
+        if key not in self._flights:
+            if len(self._flights) > MOST_FLIGHTS:
+                self._flights.clear()
+            self._flights[key] = self._in_flight(layout, rank, microbatches)
+        return self._flights[key]
+
+    def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         placed = placement_of(layout)
         examples, alike = self._likes(placed, layout.recompute_layers, rank)
         flight = fullest_alike(
@@ -97,18 +139,7 @@ class MemoryModel(StageMemory):
         moments = (
             (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
-        kept, working = max(moments, key=sum)
-        weights, gradients, optimizer = self._standing(
-            placed, layout.tensor, layout.data, layout.zero, rank
-        )
-        return Footprint(
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=kept,
-            working=working + self.beside_bytes(layout, rank),
-            runtime=self.runtime_bytes,
-        )
+        return max(moments, key=sum)
 
     def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
         """(pipeline rank, its peak) of the rank that needs most."""
@@ -118,12 +149,16 @@ class MemoryModel(StageMemory):
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Whether every pipeline rank's memory suffices. What stands all the time is asked first:
         most layouts of a large model fail there."""
-        placed, ranks = placement_of(layout), self.distinct_ranks(layout)
-        sizes = (layout.tensor, layout.data, layout.zero)
         room = capacity_bytes - self.runtime_bytes
-        if any(sum(self._standing(placed, *sizes, rank)) > room for rank in ranks):
+        ranks = self.distinct_ranks(layout)
+        standing = [sum(self._state(layout, rank)[:3]) for rank in ranks]
+        if max(standing) > room:
             return False
-        return all(self.peak(layout, rank, microbatches).total <= capacity_bytes for rank in ranks)
+        return all(
+            stands + sum(self._held(layout, rank, microbatches)) + self.beside_bytes(layout, rank)
+            <= room
+            for rank, stands in zip(ranks, standing, strict=True)
+        )
 
     def elements(self, layout: Layout, rank: int) -> int:
         """Parameters of a pipeline rank; a tied table counts once for each end of the model that
@@ -137,36 +172,55 @@ class MemoryModel(StageMemory):
         ends = (0 in stages, placed.stages - 1 in stages)
         return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
+    def host_bytes(self, layout: Layout, rank: int) -> int:
+        """What a pipeline rank has of its state in the host's memory."""
+        return self._state(layout, rank)[3]
+
+    def _state(self, layout: Layout, rank: int) -> tuple[int, int, int, int]:
+        """Bytes of weights, gradients and optimizer, and of what the host has of them."""
+        how = (layout.zero, layout.shards, layout.offload)
+        return self._standing(placement_of(layout), layout.tensor, rank, how)
+
     def _counted_standing(
-        self, placed: Placement, tensor: int, data: int, zero: int, rank: int
-    ) -> tuple[int, int, int]:
-        """Bytes of weights, gradients and optimizer of a pipeline rank. The buffers' alignment is
-        left out. Where compute and master type agree there is one set of weights."""
+        self, placed: Placement, tensor: int, rank: int, how: tuple[int, int, str]
+    ) -> tuple[int, int, int, int]:
+        """`_state`, `how` it is sharded and offloaded. The buffers' alignment is left out. Where
+        compute and master type agree there is one set of weights."""
+        zero, shards, offload = how
         every, train, shared = self._elements(placed, tensor, rank)
-        shards = [data if zero >= stage else 1 for stage in (3, 2, 1)]
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
-        counts = (every, train + second, train)
-        weights, gradients, optimizer = (
-            -(-count // ranks) * each
-            for count, ranks, each in zip(counts, shards, self._each_bytes, strict=True)
+        counts = (every, train + second, train + second, train)
+        weights, summed, widened, optimizer = (
+            -(-count // (shards if zero >= stage else 1)) * each
+            for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
         )
-        return weights, gradients, optimizer
+        device, host = optimizer, 0
+        if offload != "none" and not self.on_host:
+            device, host = 0, optimizer
+        if offload == "disk":
+            held = min(optimizer, 2 * CHUNK_BYTES)
+            device, host = (held, 0) if self.on_host else (0, held)
+        return weights, summed + widened, device, host
 
     @property
-    def _each_bytes(self) -> tuple[int, int, int]:
-        """Bytes of one parameter: weight, gradient, and AdamW's moments with a master."""
+    def _each_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of one parameter: weight, gradient, its copy in float32 for the optimizer where it
+        is summed in a half type, and AdamW's moments with a master."""
         summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
-        # a sum in a half type is copied to float32 for the optimizer, and both are there then
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
         masters = 3 if self.compute_bytes < WIDE_BYTES else 2
-        return self.compute_bytes, max(summed, self.compute_bytes) + widened, masters * wide
+        return self.compute_bytes, max(summed, self.compute_bytes), widened, masters * wide
 
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of a parameter in all that stands between steps, nothing sharded."""
-        return sum(self._each_bytes)
+    def parameter_bytes(self, layout: Layout) -> float:
+        """Bytes of a parameter in all that stands between steps, at least."""
+        shards, stages = layout.shards, (3, 2, 1, 1)
+        weights, summed, widened, optimizer = (
+            each / (shards if layout.zero >= stage else 1)
+            for stage, each in zip(stages, self._each_bytes, strict=True)
+        )
+        return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """What any backward of a rank needs beside its own: an activation and a gradient under way
@@ -174,20 +228,19 @@ class MemoryModel(StageMemory):
         stages = placement_of(layout).stages_of(rank)
         # with several chunks a rank may hold an end of the model and yet have both neighbours
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
-        return 2 * sides * self.parts(layout).sizes.boundary_bytes + self._whole_bytes(layout)
+        around = 2 * sides * self.parts(layout).sizes.boundary_bytes
+        return around + self._whole_bytes(layout, rank)
 
-    def _whole_bytes(self, layout: Layout) -> int:
-        """What a backward pass has whole for a moment though it is sharded: the weight that ZeRO 3
-        gathers at once, and its gradient before ZeRO 2 and 3 share it out."""
-        if layout.data == 1 or layout.zero < 2:
+    def _whole_bytes(self, layout: Layout, rank: int) -> int:
+        """What is whole for a moment though it is sharded: the gradient of a unit before ZeRO 2 and
+        3 share it out, and the weights that ZeRO 3 gathers, each unit one ahead of its use."""
+        if layout.shards == 1 or layout.zero < 2:
             return 0
-        unit = parameters.layer_elements(self.model, layout.tensor)
-        if self.software.zero_unit == "tensor":
-            up = parameters.layer(self.model)["mlp.up"]
-            assert isinstance(up, Linear)
-            unit = up.inputs * sum(up.outputs) // layout.tensor
+        place, pair = self.largest_places(placement_of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
-        return unit * (gradient + self.compute_bytes * (layout.zero == 3))
+        # a sum that proceeds while the next place is computed has a gradient of its own
+        gradients = place if self.on_host else pair
+        return gradients * gradient + pair * self.compute_bytes * (layout.zero == 3)
 
 
 Sort = tuple[tuple[tuple[str, int], ...], bool, bool]

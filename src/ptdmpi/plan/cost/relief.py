@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
+from ptdmpi.config.legality import stages_of_zero
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -20,17 +21,23 @@ Keys = dict[str, int | str | bool]
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of a run: its layout and global batch on the model that is trained."""
+    """The memory of a run: its layout and global batch on the model that is trained. `most_zero`:
+    how much of its state it may share out."""
 
     memory: MemoryModel
     layout: Layout
     batch: int
+    most_zero: int = 3
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, wide_products: bool = False) -> "Step":
-        """That of a resolved configuration; `wide_products` as of `Software`."""
-        memory = MemoryModel.of(config, vocab_size, wide_products)
-        return cls(memory, config.layout, config.batch.global_size)
+    def of(
+        cls, config: Config, vocab_size: int, wide_products: bool = False, on_host: bool = True
+    ) -> "Step":
+        """That of a resolved configuration; `wide_products` as of `Software`, `on_host` as of
+        `MemoryModel`."""
+        memory = MemoryModel.of(config, vocab_size, wide_products, on_host)
+        most_zero = max(stages_of_zero(config.run.reproducible))
+        return cls(memory, config.layout, config.batch.global_size, most_zero)
 
     @property
     def microbatches(self) -> int:
@@ -58,8 +65,9 @@ class Step:
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }
-        if fields.get("recompute_layers") == "all":
-            fields["recompute_layers"] = None
+        for key in ("recompute_layers", "shard_group"):
+            if fields.get(key) == "all":
+                fields[key] = None
         layout, ranks = replace(self.layout, **fields), self.layout.ranks * grown
         if ranks % (layout.tensor * layout.pipeline):
             return None
@@ -74,7 +82,6 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     that cost least time first; at last with more ranks. None holds another one, and no two name the
     same keys."""
     fitting: list[Keys] = []
-    whole = _least_state_bytes(step.memory)
     for grown in GROWTHS:
         for count in range(1, MOST_CHANGES + 1):
             for chosen in itertools.combinations(_steps(step, grown), count):
@@ -85,7 +92,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
                 if len(keys) < count or any(known):
                     continue
                 tried = step.changed(keys, grown)
-                if tried is None or whole > capacity_bytes * tried.model_ranks:
+                if tried is None or _least_state_bytes(tried) > capacity_bytes:
                     continue
                 if not tried.fits(capacity_bytes):
                     continue
@@ -95,9 +102,11 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
                 yield ", ".join(words), tried.largest()[1]
 
 
-def _least_state_bytes(memory: MemoryModel) -> float:
-    """Bytes of the whole model. Over t p ranks no split has less on each than their mean."""
-    return parameter_count(memory.model, memory.vocab_size) * memory.bytes_per_parameter
+def _least_state_bytes(step: Step) -> float:
+    """Mean bytes of a rank's state over those that divide the model: no split has less on each."""
+    memory = step.memory
+    count = parameter_count(memory.model, memory.vocab_size)
+    return count * memory.parameter_bytes(step.layout) / step.model_ranks
 
 
 def _toml(value: object) -> str:
@@ -118,8 +127,15 @@ def _steps(step: Step, grown: int) -> list[Keys]:
     steps: list[Keys] = []
     if layout.recompute == "none":
         steps.append({"recompute.mode": "selective"})
+    partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        steps.append({"parallel.sequence_parallel": True})
+        # it divides what a partition does, and more
+        without: Keys = {"recompute.partition_activations": False} if partitions else {}
+        steps.append({"parallel.sequence_parallel": True, **without})
+    # the update is shared out too, and no more is sent than before
+    sharded = [zero for zero in range(1, step.most_zero + 1) if zero > layout.zero]
+    sharded = sharded if layout.data * grown > 1 else []
+    steps += [{"parallel.zero": zero} for zero in sharded if zero == 1]
     smaller = _some(list(reversed(divisors(layout.micro_size)[:-1])))
     steps += [{"batch.micro_size": size} for size in smaller]
     if layout.schedule == "gpipe":
@@ -128,6 +144,15 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.layers": "all"})
     if layout.recompute != "full":
         steps.append({"recompute.mode": "full"})
+    elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
+        steps.append({"recompute.partition_activations": True})
+    # these send in each microbatch what the others send in a step
+    steps += [{"parallel.zero": zero} for zero in sharded if zero > 1]
+    if layout.shard_group is not None:
+        steps.append({"parallel.shard_group": "all"})
+    if layout.offload == "none":
+        places = ("disk",) if step.memory.on_host else ("optimizer", "disk")
+        steps += [{"parallel.offload": place} for place in places]
     for factor in _some(divisors(layout.data * grown)[1:]):
         steps.append({"parallel.tensor": layout.tensor * factor})
         steps.append({"parallel.pipeline": layout.pipeline * factor})
@@ -141,7 +166,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
         f"memory of pipeline rank {rank}, which needs most: "
         f"{size(found.total)}, and a rank has at most {size(capacity_bytes)}"
     ]
-    parts = [(name, n) for name, n in asdict(found).items() if n or name != "runtime"]
+    parts = [(name, n) for name, n in found.parts.items() if n or name != "runtime"]
     lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:

@@ -1,5 +1,6 @@
 """What a stage needs of memory for one microbatch: what it keeps, and what its ops need beside."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import Linear
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class StageMemory:
         self.software = software
         self._parts = cache(self._counted)
         self._splits = cache(self._split)
+        self.largest_places = cache(self._counted_places)
         # inventory of the op table -> what one microbatch has of it in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
         # working memory of the op table -> what an op needs of it in a stage
@@ -125,16 +128,44 @@ class StageMemory:
             freed += count * parts.layers[mode].kept
         return most
 
+    def _counted_places(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
+        """The most elements of one place of sharding on a pipeline rank, and of that at hand with
+        the one ahead (`plan.schedule.places`)."""
+        if self.software.zero_unit == "tensor":
+            up = parameters.layer(self.model)["mlp.up"]
+            assert isinstance(up, Linear)
+            return (up.inputs * sum(up.outputs) // tensor,) * 2
+        layers, last, most = self._splits(placed), placed.stages - 1, (0, 0)
+        for stage in placed.stages_of(rank):
+            held = (len(layers[stage]), (stage == 0, stage == last))
+            places = parameters.places(self.model, self.vocab_size, *held, tensor)
+            sizes = [*map(sum, places), 0]
+            pair = max(map(sum, itertools.pairwise(sizes)))
+            most = (max(most[0], *sizes), max(most[1], pair))
+        return most
+
     def parts(self, layout: Layout) -> PartBytes:
         """What the stages of a layout are made of."""
         return self._parts(
-            layout.tensor, layout.micro_size, layout.sequence_parallel, layout.pipeline > 1
+            layout.tensor,
+            layout.micro_size,
+            layout.sequence_parallel,
+            layout.partition_activations,
+            layout.pipeline > 1,
         )
 
     def _counted(
-        self, tensor: int, micro_size: int, sequence_parallel: bool, sends: bool
+        self, tensor: int, micro_size: int, divides: bool, partitions: bool, sends: bool
     ) -> PartBytes:
-        layout = Layout(tensor, 1, 1, micro_size=micro_size, sequence_parallel=sequence_parallel)
+        """`divides`: under sequence parallelism; `partitions`: what full recomputation keeps."""
+        layout = Layout(
+            tensor,
+            1,
+            1,
+            micro_size=micro_size,
+            sequence_parallel=divides,
+            partition_activations=partitions,
+        )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         return PartBytes(
             sizes,

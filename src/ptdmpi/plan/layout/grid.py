@@ -14,14 +14,18 @@ from ptdmpi.config import Config, InputError
 
 # The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
 # communicates most stands first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2,
-# takeaway 1), and the pipeline axis, with one message a microbatch, last.
-ORDER = ("tensor", "data", "pipeline")
-# Axes that cut the model: ranks at different places of one hold different parameters. On every
-# other axis the ranks hold the same ones.
-CUTTING = ("tensor", "pipeline")
-# Groups that follow from the axes: all ranks; those that hold the same parameters; and the first
-# and the last of the pipeline axis, which both hold a tied table.
-WORLD, REPLICAS, ENDS = "world", "replicas", "ends"
+# takeaway 1), and the pipeline axis, with one message a microbatch, last. The d data ranks are two
+# axes: neighbours share out state (`zero`), and groups of them hold copies of it.
+ORDER = ("tensor", "shard", "replicate", "pipeline")
+# Axes that cut the training state: ranks at different places of one hold different parts of it. On
+# every other axis the ranks hold the same.
+CUTTING = ("tensor", "shard", "pipeline")
+# Of these the ones along which every rank reads other samples.
+SAMPLING = ("shard", "replicate")
+# Groups that follow from the axes: all ranks; those that hold the same state; those that read
+# different samples for the same part of the model; and the first and the last of the pipeline axis,
+# which both hold a tied table.
+WORLD, REPLICAS, DATA, ENDS = "world", "replicas", "data", "ends"
 
 Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 0
 
@@ -30,7 +34,7 @@ Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 
 class Grid:
     """Axes by name with their sizes, the one that varies fastest first.
 
-    `Grid({"tensor": 2, "data": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
+    `Grid({"tensor": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
     InputError unless each size is at least 1.
     """
 
@@ -98,7 +102,7 @@ class Grid:
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of all groups that ranks communicate in: each axis, and what follows from them."""
-        return (*self.axes, REPLICAS, ENDS, WORLD)
+        return (*self.axes, REPLICAS, DATA, ENDS, WORLD)
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """The ranks of that one of the `groups` that `rank` is in, ascending.
@@ -107,8 +111,8 @@ class Grid:
         """
         if group == WORLD:
             return tuple(range(self.size))
-        if group == REPLICAS:
-            return self.group(rank, *self._copying)
+        if group in (REPLICAS, DATA):
+            return self.group(rank, *self._together(group))
         if group == ENDS:
             line = self.group(rank, "pipeline") if "pipeline" in self.axes else (rank,)
             ends = (line[0], line[-1])
@@ -118,39 +122,52 @@ class Grid:
     def same_as(self, group: str) -> str:
         """The axis whose groups are those of `group`, so that one communicator serves both; `group`
         itself if there is none, and for an axis, the ends and the world."""
-        if group != REPLICAS or not self._copying:
+        axes = self._together(group)
+        if not axes:
             return group
-        long = [axis for axis in self._copying if self[axis] > 1]
-        return group if len(long) > 1 else (*long, *self._copying)[0]
+        long = [axis for axis in axes if self[axis] > 1]
+        return group if len(long) > 1 else (*long, *axes)[0]
+
+    def _together(self, group: str) -> tuple[str, ...]:
+        """The axes that one of the groups replicas and data goes along; () for another group."""
+        if group == REPLICAS:
+            return tuple(axis for axis in self.axes if axis not in CUTTING)
+        return tuple(axis for axis in self.axes if group == DATA and axis in SAMPLING)
 
     @property
-    def _copying(self) -> tuple[str, ...]:
-        """The axes on which all ranks hold the same parameters."""
-        return tuple(axis for axis in self.axes if axis not in CUTTING)
+    def data_size(self) -> int:
+        """d: ranks that hold the same part of the model and read different samples."""
+        return math.prod(self[axis] for axis in self._together(DATA))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Which part of the model is held there: equal wherever the parameters are the same."""
+        """Which part of the state is held there: equal wherever it is the same."""
         return tuple(coordinates[axis] for axis in self.axes if axis in CUTTING)
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """All parts of the model, which together are the whole of it."""
+        """All parts of the state, which together are the whole of it."""
         cuts = (range(size) for axis, size in self.sizes if axis in CUTTING)
         return set(itertools.product(*cuts))
 
 
-def training_grid(**sizes: int) -> Grid:
-    """The grid of this trainer's axes, in their order; those that are not named have size 1.
+def training_grid(data: int = 1, shards: int = 1, **sizes: int) -> Grid:
+    """The grid of this trainer's axes, in their order; those that are not named have size 1. Of
+    `data` ranks `shards` neighbours share out state.
 
-    Raises ValueError for a name that is not in `ORDER`.
+    Raises ValueError for a name that is not in `ORDER`, and for shards that do not divide `data`.
     """
     unknown = sizes.keys() - set(ORDER)
     if unknown:
         raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(ORDER)}')
+    if data % shards:
+        raise ValueError(f"{shards} shards do not divide {data} data ranks")
+    sizes = {"shard": shards, "replicate": data // shards, **sizes}
     return Grid({axis: sizes.get(axis, 1) for axis in ORDER})
 
 
 def grid_of(config: Config) -> Grid:
     """The grid that a configuration trains on."""
-    parallel = config.parallel
-    return training_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, data=config.data_size)
+    parallel, layout = config.parallel, config.layout
+    return training_grid(
+        layout.data, layout.shards, tensor=parallel.tensor, pipeline=parallel.pipeline
+    )

@@ -5,7 +5,26 @@ from collections.abc import Sequence
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
 # The axis that gives way when ranks are lost: fewer replicas train the same batch.
-YIELDING = "data"
+YIELDING = "replicate"
+
+
+def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
+    """The grid with most data ranks that `ranks` living ranks can fill, where `grid` stood; None if
+    they cannot hold the model once. `begun` is that of the undisturbed run; `sequences` as below.
+
+    Copies give way first. If that does not do, state is cut into fewer shards, and into as many as
+    before where they divide the data ranks that are left.
+    """
+    shards = grid["shard"]
+    alone = grid.size // grid.data_size
+    copies = widest_data_size(ranks, alone * shards, begun.data_size // shards, sequences // shards)
+    if copies:
+        return grid.resized(YIELDING, copies)
+    data = widest_data_size(ranks, alone, begun.data_size, sequences)
+    if not data:
+        return None
+    fewer = max(n for n in range(1, min(shards, data) + 1) if data % n == 0)
+    return grid.resized("shard", fewer).resized(YIELDING, data // fewer)
 
 
 def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) -> int:

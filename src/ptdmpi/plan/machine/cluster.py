@@ -20,29 +20,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.section import Positive, Section
+from ptdmpi.plan.machine.amounts import Amount, Delay, NotNegative, PositiveNumber, Triple
 
-# not strict: TOML tells 2 from 2.0, and people who write a data sheet do not
-PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
-NotNegative = Annotated[float, Field(ge=0, strict=False)]
-
-
-# The two slips that a data sheet invites, GB for bytes and microseconds for seconds, would pass any
-# other check and be a thousand times off.
-def _amount(value: float) -> float:
-    if value < 1e6:
-        raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")
-    return value
-
-
-def _delay(value: float) -> float:
-    if value > 1:
-        raise ValueError("too long; in seconds, such as 2e-6, not in microseconds")
-    return value
-
-
-Amount = Annotated[PositiveNumber, AfterValidator(_amount)]
-Delay = Annotated[NotNegative, AfterValidator(_delay)]
-Triple = Annotated[tuple[PositiveNumber, PositiveNumber, PositiveNumber], Field(strict=False)]
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
 
@@ -90,6 +69,17 @@ class Node(Section):
     switches: Annotated[int, Field(ge=0)]
     tree_bytes_per_s: PositiveNumber = math.inf
     ll128_bytes_per_s: Triple = (math.inf, math.inf, math.inf)
+
+
+class Host(Section):
+    """What a node has beside its devices: memory that they share, a link between it and each device
+    (one direction), a disk that they share. What is left out is not known, and nothing that needs
+    it is priced."""
+
+    memory_bytes: Amount | None = None
+    memory_bytes_per_s: Amount | None = None
+    link_bytes_per_s: Amount | None = None
+    disk_bytes_per_s: Amount | None = None
 
 
 class Software(Section):
@@ -254,7 +244,22 @@ class Cluster(Section):
     node: Node
     software: Software
     efficiency: Efficiency
+    host: Host = Host()
     measured: Measured | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host is the device, so that both have one memory."""
+        return self.measured is not None and not self.measured.asynchronous
+
+    def lacks(self, offload: str) -> list[str]:
+        """The keys of `[host]` without which a layout that offloads so has no price."""
+        needed: list[str] = []
+        if offload != "none" and not self.on_host:
+            needed += ["memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"]
+        if offload == "disk":
+            needed.append("disk_bytes_per_s")
+        return [key for key in needed if getattr(self.host, key) is None]
 
 
 @dataclass(frozen=True)

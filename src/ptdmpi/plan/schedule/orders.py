@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import chunk_rule
+from ptdmpi.config.legality import chunk_rule
 from ptdmpi.plan.schedule.held import most_held
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, BACKWARD, FORWARD, OP_KINDS, Op
 from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v

@@ -53,13 +53,13 @@ class Timeline:
     """Spans of one training step on all ranks, planned or measured, in any order.
 
     `time_unit` is "s", or another word where the times are not seconds but multiples of a cost.
-    `tensor_s`: of each rank's ops, the seconds in the tensor axis' collectives.
+    `inside_s`: of each rank's ops, the seconds in collectives, by group ("tensor", "shard").
     """
 
     spans: tuple[Span, ...]
     title: str = ""
     time_unit: str = "s"
-    tensor_s: Mapping[int, float] = field(default_factory=dict)
+    inside_s: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @cached_property
     def start_s(self) -> float:
@@ -108,7 +108,7 @@ class Timeline:
             "time_unit": self.time_unit,
             "columns": _COLUMNS,
         }
-        head["tensor_s"] = {str(rank): seconds for rank, seconds in self.tensor_s.items()}
+        head["inside_s"] = {str(rank): seconds for rank, seconds in self.inside_s.items()}
         return json.dumps({**head, "spans": rows})
 
     @classmethod
@@ -119,7 +119,10 @@ class Timeline:
             if stored["columns"] != _COLUMNS:
                 raise ValueError(f"its columns are {stored['columns']}")
             spans = tuple(Span(*row) for row in stored["spans"])
-            inside = {int(rank): float(s) for rank, s in stored.get("tensor_s", {}).items()}
+            inside = {
+                int(rank): {group: float(s) for group, s in of_rank.items()}
+                for rank, of_rank in stored.get("inside_s", {}).items()
+            }
             timeline = cls(spans, stored["title"], stored["time_unit"], inside)
             legal = {*OTHER_SPANS, *(kind.span for kind in OP_KINDS.values())}
             if any(span.kind not in legal or span.end_s < span.start_s for span in spans):

@@ -10,9 +10,11 @@ from typing import Any
 
 from ptdmpi.config import Config, InputError, load, resolve
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.legality import stages_of_zero
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import Cluster, Model, load_cluster
-from ptdmpi.plan.search.search import Space, search
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show import table
 
 # section -> the keys that are chosen
@@ -81,7 +83,8 @@ def choose(
     if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     pricer = Pricer(cluster, model, config.batch.global_size, config.precision.compute)
-    return search(pricer, Space(ranks)), pricer
+    space = Space(ranks, zero=stages_of_zero(config.run.reproducible))
+    return search(pricer, space), pricer
 
 
 def settled(

@@ -12,6 +12,12 @@ from typing import Literal
 
 from ptdmpi.config import ModelConfig
 
+# Every parameter starts at a multiple of this many elements, and every shard, so that vectorised
+# kernels handle each element alike (no scalar tails) wherever it stands: its bits depend neither on
+# its neighbours nor on the rank that holds it. Norms are taken by rows of this length, which no cut
+# divides, for the same reason.
+ALIGNMENT = 256
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -159,6 +165,11 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     return parts
 
 
+def aligned(size: int) -> int:
+    """Elements that a parameter of `size` takes in a flat buffer."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def elements(parts: Iterable[Part], tensor: int = 1) -> int:
     """Elements of all these parts on one of `tensor` tensor ranks."""
     return sum(sum(part.weights(tensor)) for part in parts)
@@ -182,6 +193,22 @@ def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
     """Parameters behind the last layer on one tensor rank, a table of its own included."""
     return elements(head(model, vocab_size).values(), tensor)
+
+
+def places(
+    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+) -> list[list[int]]:
+    """What sharding gathers and sums at once, in elements on a tensor rank: the units of each place
+    (embedding, a layer, the head) of a stage with so many layers that is, as `ends` says, the first
+    or the last of the model. A tied table is a unit of its own at both places."""
+    first, last = ends
+    table = table_elements(model, vocab_size, tensor) * model.tie_embeddings
+    found = [[layer_elements(model, tensor)]] * layers
+    if first:
+        found = [[table, embedding_elements(model, vocab_size, tensor) - table], *found]
+    if last:
+        found = [*found, [table, head_elements(model, vocab_size, tensor) - table]]
+    return [[unit for unit in place if unit] for place in found]
 
 
 def rank_elements(

@@ -37,7 +37,11 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "recompute": layout.recompute,
         "sequence_parallel": layout.sequence_parallel,
         "scatter_gather": layout.scatter_gather,
+        "partition_activations": layout.partition_activations,
         "zero": layout.zero,
+        "shard_group": "all" if layout.shard_group is None else layout.shard_group,
+        "shards": layout.shards,
+        "offload": layout.offload,
         "dp_overlap": layout.dp_overlap,
         "microbatches": layout.microbatches(pricer.batch),
         "step_time_s": price.step_time_s,
@@ -48,7 +52,8 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "communication_fraction": price.communication_fraction,
         "step_parts_s": asdict(price.parts),
         "peak_memory_bytes": price.memory.total,
-        "memory_bytes": asdict(price.memory),
+        "memory_bytes": price.memory.parts,
+        "host_memory_bytes": price.memory.host,
         "capacity_bytes": price.capacity_bytes,
         "fits": price.fits,
     }
@@ -62,9 +67,13 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 def settings(entry: dict[str, Any]) -> str:
     """What a layout does beside its sizes, in a few words."""
     words = [entry["schedule"], f"recompute {entry['recompute']}"]
+    words += ["partitioned"] if entry["partition_activations"] else []
     words += ["sequence parallel"] if entry["sequence_parallel"] else []
     words += [] if entry["scatter_gather"] else ["no scatter/gather"]
-    words += [f"ZeRO {entry['zero']}"] if entry["zero"] else []
+    if entry["zero"]:
+        group = "" if entry["shard_group"] == "all" else f" in groups of {entry['shard_group']}"
+        words.append(f"ZeRO {entry['zero']}{group}")
+    words += [] if entry["offload"] == "none" else [f"offload {entry['offload']}"]
     words += ["dp overlap"] if entry["dp_overlap"] else []
     return ", ".join(words)
 
@@ -120,6 +129,8 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
     yield f"  memory {size(total)} of {size(entry['capacity_bytes'])} per rank"
     for key in MEMORY:
         yield f"  {key:<16}{size(entry['memory_bytes'][key]):>14}"
+    if entry["host_memory_bytes"]:
+        yield f"  {'on the host':<16}{size(entry['host_memory_bytes']):>14}"
     hardware = entry["hardware_tflops_per_rank"]
     yield f"  with recomputation counted {tflops(hardware)} TFLOP/s per rank"
     if "days" in entry:
@@ -144,7 +155,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
         yield "no single change makes it faster"
         return
     if why["changes_at_once"] > 1:
-        yield "no single change makes it fit; the pairs of changes that cost least time"
+        yield "what makes it fit at the least cost of time, one or two changes at once"
     else:
         yield "the single changes that help most"
     rows = []
@@ -182,7 +193,7 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
         return
     yield ""
     if result["train"] is None:
-        yield "ptdmpi train has neither ZeRO nor hidden sums over the data axis: a forecast only"
+        yield "ptdmpi train hides no messages over the data axis: a forecast only"
         return
     ranks = result["ranks"]
     yield f"to train so: mpirun -n {ranks} ptdmpi train CONFIG, and in the configuration"

@@ -1,0 +1,88 @@
+"""What a rank sends, by kind of message: counted as it leaves, or foreseen by closed forms.
+
+One convention for both, which no algorithm and no wire changes: the bytes that each of n ranks must
+send, on average, for a collective about x bytes of tensors (Thakur et al. 2005, section 4; so
+Rajbhandari et al. 2020, arXiv 1910.02054, section 7, who let n be large: 2 x for a sum).
+
+    all_reduce      2 x (n - 1) / n     each rank brings x bytes
+    all_gather        x (n - 1) / n     x are gathered on each rank
+    reduce_scatter    x (n - 1) / n     each rank brings x bytes
+    broadcast         x                 counted on every rank of the group: each passes it on
+    send              x                 counted where it is sent
+
+Tensors on wires only. Small objects, votes, heartbeats and checkpoints are not counted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# How often the bytes of a collective leave each rank, but for the rank's own n-th part of them.
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+KINDS = (*PASSES, "broadcast", "send")
+
+
+def _none() -> dict[str, int]:
+    return dict.fromkeys(KINDS, 0)
+
+
+@dataclass
+class Tally:
+    """Messages of one rank in a group of `ranks`, by kind: how many, and the x bytes that they are
+    about, whole: so that sums of them stay exact."""
+
+    ranks: int
+    messages: dict[str, int] = field(default_factory=_none)
+    whole_bytes: dict[str, int] = field(default_factory=_none)
+
+    def add(self, kind: str, size: int, messages: int = 1) -> None:
+        """Count `messages` of `kind` about `size` bytes each. Raises KeyError for another kind."""
+        self.messages[kind] += messages
+        self.whole_bytes[kind] += messages * size
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """What this rank sends of it by the convention, of all kinds; a part of a byte is left."""
+        n = self.ranks
+        return {
+            kind: PASSES[kind] * size * (n - 1) // n if kind in PASSES else size
+            for kind, size in self.whole_bytes.items()
+        }
+
+    def copy(self) -> "Tally":
+        """As it is now."""
+        return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
+
+    def since(self, earlier: "Tally") -> "Tally":
+        """What was added since it was `earlier`."""
+        return Tally(
+            self.ranks,
+            {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
+            {kind: n - earlier.whole_bytes[kind] for kind, n in self.whole_bytes.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The tallies of one rank by the name of their group: "tensor", "data", "pipeline", "ends"."""
+
+    tallies: Mapping[str, Tally] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> dict[str, dict[str, int]]:
+        """group -> kind -> bytes that this rank sends; without what there is none of."""
+        return _found({group: tally.sent_bytes for group, tally in self.tallies.items()})
+
+    @property
+    def messages(self) -> dict[str, dict[str, int]]:
+        """group -> kind -> number of messages; without what there is none of."""
+        return _found({group: tally.messages for group, tally in self.tallies.items()})
+
+    def since(self, earlier: "Traffic") -> "Traffic":
+        """What was added since it was `earlier`."""
+        found = self.tallies.items()
+        return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in found})
+
+
+def _found(numbers: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    found = {group: {kind: n for kind, n in of.items() if n} for group, of in numbers.items()}
+    return {group: of for group, of in found.items() if of}

@@ -1,0 +1,240 @@
+"""What makes a layout legal, each rule once, with the text for whoever broke it; `Layout.rules`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from ptdmpi.base.words import counted
+from ptdmpi.config.near import divisors, nearest
+
+if TYPE_CHECKING:
+    from ptdmpi.config.layout import Layout
+    from ptdmpi.config.model import ModelConfig
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+RecomputeMode = Literal["none", "selective", "full"]
+OffloadName = Literal["none", "optimizer", "disk"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
+OFFLOADS: tuple[str, ...] = get_args(OffloadName)
+# Schedules that run so many chunks per rank and no others.
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
+# Schedules that put the gradients of weights off to an op of their own.
+SPLITTING = ("zb-h1", "zb-v")
+# Forwards (and as many backwards) of a step over all stages. The order of a step is listed before
+# it runs: so many take a second or two.
+MOST_FORWARDS = 250_000
+
+
+def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
+    """What a run may share out: one that adds up gradients along one tree has each of them whole
+    until all microbatches are in."""
+    return (0, 1) if reproducible else (0, 1, 2, 3)
+
+
+class Rule(NamedTuple):
+    """One rule of legality, its short name, and the text for whoever broke it."""
+
+    name: str
+    broken: bool
+    text: Callable[[], str]
+
+
+def chunk_rule(schedule: str, virtual: int) -> Rule:
+    """1F1B and ZB-H1 run one chunk per rank, ZB-V two; any number is interleaved (Narayanan et al.
+    2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6)."""
+    chunks = CHUNKS.get(schedule, virtual)
+    return Rule(
+        "chunks",
+        virtual != chunks,
+        lambda: (
+            f'schedule = "{schedule}" has virtual = {chunks}, not {virtual}; '
+            f'legal: schedule = "interleaved" or "gpipe", or virtual = {chunks}'
+        ),
+    )
+
+
+def rules(layout: "Layout", model: "ModelConfig | None", batch: int | None) -> Iterator[Rule]:
+    """Every rule about a layout, kept or broken; those about a model or batch of None are left
+    out."""
+    chunks = chunk_rule(layout.schedule, layout.virtual)
+    yield chunks._replace(text=lambda: f"parallel.{chunks.text()}")
+    if model is not None:
+        yield from _model_rules(layout, model)
+    yield from _setting_rules(layout)
+    yield from _recompute_rules(layout, model)
+    if batch is not None:
+        yield from _batch_rules(layout, batch)
+
+
+def _model_rules(layout: "Layout", model: "ModelConfig") -> Iterator[Rule]:
+    yield _divides(layout, "heads", model.heads)
+    yield _key_heads(layout, model)
+    yield _divides(layout, "ffn_hidden", model.ffn_hidden)
+    yield Rule(
+        "sequence",
+        layout.sequence_parallel and model.seq_length % layout.tensor > 0,
+        lambda: (
+            f"sequence_parallel: parallel.tensor = {layout.tensor} does not divide "
+            f"model.seq_length = {model.seq_length}; legal nearby: "
+            f"{nearest(layout.tensor, divisors(model.seq_length))}"
+        ),
+    )
+    yield Rule(
+        "stages",
+        layout.stages > model.layers,
+        lambda: (
+            f"parallel.pipeline * virtual = {layout.stages} stages, but model.layers = "
+            f"{model.layers}; at most one stage per layer"
+        ),
+    )
+
+
+def _key_heads(layout: "Layout", model: "ModelConfig") -> Rule:
+    """Ranks beyond the key heads share one: whole ranks for each, or whole heads for each."""
+    tensor, heads = layout.tensor, model.kv_heads
+
+    def text() -> str:
+        legal = [k for k in divisors(model.heads) if not (heads % k and k % heads)]
+        return (
+            f"parallel.tensor = {tensor} neither divides model.kv_heads = {heads} nor is "
+            f"a multiple of it; legal nearby: tensor {nearest(tensor, legal)}"
+        )
+
+    uneven = heads % tensor > 0 and tensor % heads > 0
+    return Rule("kv_heads", uneven and not model.heads % tensor, text)
+
+
+def _divides(layout: "Layout", key: str, size: int) -> Rule:
+    return Rule(
+        key,
+        size % layout.tensor > 0,
+        lambda: (
+            f"parallel.tensor = {layout.tensor} does not divide model.{key} = {size}; "
+            f"legal nearby: tensor {nearest(layout.tensor, divisors(size))}"
+        ),
+    )
+
+
+def _setting_rules(layout: "Layout") -> Iterator[Rule]:
+    """What needs neither model nor batch; the sections of a configuration know the words."""
+    known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
+    for key, legal in known:
+        value = getattr(layout, key)
+        yield Rule(
+            key,
+            value not in legal,
+            partial(_unknown, key, value, legal),
+        )
+    yield Rule(
+        "zero", layout.zero not in range(4), lambda: f"zero = {layout.zero}: must be 0, 1, 2 or 3"
+    )
+    yield from _shard_rules(layout)
+
+
+def dear(layout: "Layout", batch: int) -> Iterator[str]:
+    """What of a legal layout costs more than whoever chose it may think, a warning each."""
+    microbatches = layout.microbatches(batch)
+    if layout.zero >= 2 and layout.shards > 1 and microbatches > 1:
+        gathered = "" if layout.zero == 2 else ", and gathers weights up to twice as often"
+        yield (
+            f"warning: parallel.zero = {layout.zero} sums gradients {microbatches} times a step, "
+            f"once for each microbatch{gathered}; zero = 1 sums them once, and a larger "
+            "batch.micro_size makes fewer microbatches"
+        )
+
+
+def _shard_rules(layout: "Layout") -> Iterator[Rule]:
+    group = layout.shard_group
+    yield Rule(
+        "shard_group",
+        group is not None and layout.zero == 0,
+        lambda: f"parallel.shard_group = {group} belongs to parallel.zero = 1, 2 or 3",
+    )
+    yield Rule(
+        "shard_group",
+        group is not None and layout.data % group > 0,
+        lambda: (
+            f"parallel.shard_group = {group} does not divide the data axis, {layout.data}; "
+            f'legal nearby: {nearest(group or 1, divisors(layout.data))}, or "all"'
+        ),
+    )
+    yield Rule(
+        "zero",
+        layout.zero >= 2 and layout.schedule in SPLITTING,
+        lambda: (
+            f"parallel.zero = {layout.zero} sums a layer's gradient as soon as its backward is "
+            f'over, and schedule = "{layout.schedule}" puts gradients of weights off; legal: '
+            'zero = 0 or 1, or schedule = "1f1b", "interleaved" or "gpipe"'
+        ),
+    )
+
+
+def _recompute_rules(layout: "Layout", model: "ModelConfig | None") -> Iterator[Rule]:
+    """The rules about how many layers are recomputed in full and how their inputs are kept."""
+    full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
+    yield Rule(
+        "recompute_layers",
+        not full and layers is not None,
+        lambda: 'recompute.layers belongs to recompute.mode = "full"',
+    )
+    partitions, key = layout.partition_activations, "recompute.partition_activations"
+    yield Rule(
+        "partition_mode",
+        partitions and not full,
+        lambda: f'{key} belongs to recompute.mode = "full"',
+    )
+    yield Rule(
+        "partition_sequence",
+        partitions and layout.sequence_parallel,
+        lambda: (
+            f"{key}: parallel.sequence_parallel divides activations already; legal: one of the two"
+        ),
+    )
+    if model is None:
+        return
+    of_model = counted(model.layers, "layer")
+    yield Rule(
+        "recompute_layers",
+        full and layers is not None and layers > model.layers,
+        lambda: f"recompute.layers = {layers}: the model has {of_model}",
+    )
+    size = model.seq_length * layout.micro_size * model.hidden
+    yield Rule(
+        "partition_size",
+        partitions and size % tensor > 0,
+        lambda: (
+            f"{key}: parallel.tensor = {tensor} does not divide the {size} numbers of an "
+            "activation (seq_length * micro_size * hidden); legal nearby: tensor "
+            f"{nearest(tensor, divisors(size))}, or partition_activations = false"
+        ),
+    )
+
+
+def _batch_rules(layout: "Layout", batch: int) -> Iterator[Rule]:
+    unit = layout.data * layout.micro_size
+    below = batch // unit * unit
+    yield Rule(
+        "batch",
+        batch % unit > 0,
+        lambda: (
+            f"batch.global_size = {batch} is no multiple of data * micro_size = {layout.data} * "
+            f"{layout.micro_size} = {unit}; legal nearby: "
+            f"{nearest(batch, [n for n in (below, below + unit) if n])}"
+        ),
+    )
+    most = max(1, MOST_FORWARDS // layout.stages)
+    yield Rule(
+        "length",
+        layout.microbatches(batch) > most,
+        lambda: (
+            f"batch.global_size = {batch} makes {layout.microbatches(batch)} microbatches of a "
+            f"step, and with {counted(layout.stages, 'stage')} at most "
+            f"{most} are ordered in advance; legal: a global_size of at most {most * unit}, "
+            f"or a micro_size of at least {-(-batch // (most * layout.data))}"
+        ),
+    )
+
+
+def _unknown(key: str, value: str, legal: Sequence[str]) -> str:
+    return f'{key} "{value}" is unknown; legal are {", ".join(legal)}'

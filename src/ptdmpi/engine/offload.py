@@ -1,0 +1,198 @@
+"""The optimizer's state off the device: in the host's memory, or in a file of the rank.
+
+The update is done on the host, chunk by chunk: gradients are copied to it, weights back (Ren et al.
+2021, arXiv 2101.06840, section 4). Chunks are whole multiples of ALIGNMENT, so that no bit depends
+on them. Of a file the next chunk is read and the last one written while one is updated
+(Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.config import Config, SharedInputError
+from ptdmpi.model.buffer import Storage
+from ptdmpi.plan.cost.memory import CHUNK_BYTES
+from ptdmpi.plan.shape.parameters import ALIGNMENT
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
+
+
+class Alike(NamedTuple):
+    """Flat tensors whose elements decay alike: the masters and the weights that follow them (none
+    where masters are the weights), their gradients, and the optimizer's moments."""
+
+    masters: list[Tensor]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    moments: tuple[list[Tensor], ...]
+    decay: float
+
+    def chunks(self) -> Iterator["Alike"]:
+        """The same, in order, in chunks of one tensor each."""
+        for number, masters in enumerate(self.masters):
+            # of state: a number of each kind for every element
+            each_bytes = masters.element_size() * (1 + len(self.moments))
+            length = max(1, CHUNK_BYTES // each_bytes // ALIGNMENT) * ALIGNMENT
+            for start in range(0, len(masters), length):
+                some = slice(start, start + length)
+                yield Alike(
+                    [masters[some]],
+                    [part[some] for part in self.weights[number : number + 1]],
+                    [self.gradients[number][some]],
+                    tuple([parts[number][some]] for parts in self.moments),
+                    self.decay,
+                )
+
+
+class HostUpdate:
+    """The parts of an update whose state stands in a `storage` apart from the device."""
+
+    def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
+        self.storage = storage
+        self.chunks = [chunk for group in groups for chunk in group.chunks()]
+        self._rows = [
+            [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
+            for chunk in self.chunks
+        ]
+
+    def parts(self) -> Iterator[Alike]:
+        """Each chunk as tensors on the host, to be updated before the next one is asked for; then
+        weights have followed, and what was changed is stored."""
+        for number, row in enumerate(self.storage.ahead(self._rows)):
+            chunk = self.chunks[number]
+            (kept,), (gradient,) = chunk.masters, chunk.gradients
+            master = row[0] if chunk.weights else on_host(kept)
+            moments = tuple([kind] for kind in row[-len(chunk.moments) :])
+            yield Alike([master], [], [on_host(gradient)], moments, chunk.decay)
+            for weights in chunk.weights:
+                weights.copy_(master)
+            if not chunk.weights and master is not kept:
+                kept.copy_(master)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """It, or a copy of it in the host's memory where it stands elsewhere."""
+    return tensor.to(HOST)
+
+
+class FileStorage(Storage):
+    """In one file without a name in `directory`, whose room is taken when tensors are made.
+
+    The tensors are a mapping of the file: whoever walks over pieces (checkpoints, survivors) finds
+    values as everywhere, and `let_go` gives back what that brought into memory. The update reads
+    and writes the file itself, so that an error of the disk is an exception, not a signal.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError."""
+        super().__init__(HOST, apart=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=directory)
+        # nothing is left of a run that is killed, and no other process finds it
+        os.unlink(name)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._mappings: list[tuple[int, int, mmap.mmap]] = []  # address, place in the file
+        self._rooms: list[Tensor] = []
+        # one: what it is given it does in order
+        self._thread = ThreadPoolExecutor(1, "offload")
+
+    def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The file grows by them. Raises OSError."""
+        size = sum(lengths) * dtype.itemsize
+        if size == 0:
+            return super().zeros(lengths, dtype)
+        descriptor, place = self._file.fileno(), os.fstat(self._file.fileno()).st_size
+        # at once: a disk that is full says so before the run begins
+        os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        mapping = mmap.mmap(descriptor, size, offset=place)
+        flat = torch.frombuffer(mapping, dtype=dtype)
+        self._mappings.append((flat.data_ptr(), place, mapping))
+        return list(flat.split(list(lengths)))
+
+    def let_go(self) -> None:
+        """A mapping that is shared with a file loses its memory by this, and no change of it."""
+        for _, _, mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+    def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+        """Raises OSError where the disk fails; what stands in the file is then undefined."""
+        self.let_go()
+        stored: list[Future[None]] = []
+        coming = [self._coming(rows, 0)] if rows else []
+        for number, row in enumerate(rows):
+            if number + 1 < len(rows):  # behind the writing of what stood in the same room
+                coming.append(self._coming(rows, number + 1))
+            here = coming.pop(0).result()
+            yield here
+            stored.append(self._thread.submit(self._write, row, here))
+            if len(stored) > 1:
+                stored.pop(0).result()
+        for last in stored:
+            last.result()
+
+    def _coming(self, rows: Sequence[Sequence[Tensor]], number: int) -> "Future[list[Tensor]]":
+        if not self._rooms:
+            most = max(sum(map(len, row)) for row in rows)
+            self._rooms = [torch.empty(most, dtype=rows[0][0].dtype) for _ in range(2)]
+        return self._thread.submit(self._read, rows[number], self._rooms[number % 2])
+
+    def _read(self, row: Sequence[Tensor], room: Tensor) -> list[Tensor]:
+        lengths = [len(kept) for kept in row]
+        found = list(room[: sum(lengths)].split(lengths))
+        for kept, target in zip(row, found, strict=True):
+            self._pass(os.preadv, kept, target)
+        return found
+
+    def _write(self, row: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        for kept, source in zip(row, changed, strict=True):
+            self._pass(os.pwritev, kept, source)
+
+    def _pass(
+        self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
+    ) -> None:
+        """Read or write all bytes of `kept`, which is known by where it is mapped."""
+        begin, place, _ = max(one for one in self._mappings if one[0] <= kept.data_ptr())
+        offset, data = place + kept.data_ptr() - begin, memory.numpy().data.cast("B")
+        done = 0
+        while done < len(data):
+            count = call(self._file.fileno(), [data[done:]], offset + done)
+            if count == 0:
+                raise OSError(f"file of the optimizer's state ends at {offset + done}")
+            done += count
+
+
+def storage_of(config: Config, device: torch.device) -> Storage:
+    """Where `parallel.offload` wants the optimizer's state. Raises OSError."""
+    if config.parallel.offload == "disk":
+        return FileStorage(Path(config.run.dir))
+    apart = config.parallel.offload != "none"
+    return Storage(HOST if apart else device, apart)
+
+
+def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
+    """`work()`, on every rank; where a file of one of them has no room, SharedInputError on all."""
+    if config.parallel.offload != "disk":
+        return work()
+    made: list[T] = []
+    text = None
+    try:
+        made.append(work())
+    except OSError as error:
+        text = f"rank {world.rank}: {error.strerror or error}"
+    failure = next((found for found in world.all_gather_object(text) if found), None)
+    if failure is not None:
+        raise SharedInputError(
+            f'parallel.offload = "disk" needs a file in {config.run.dir}: {failure}; legal: a '
+            'run.dir on a disk with room for the optimizer\'s state, or offload = "optimizer"'
+        )
+    return made[0]

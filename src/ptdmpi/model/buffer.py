@@ -1,0 +1,182 @@
+"""The flat buffers that a rank's parameters live in, whole or cut into shards.
+
+Weights in the compute type, master weights, gradients and moments in float32 (float64 under fp64).
+All parameters that train stand in one flat order; `zero` shards, of its tensors, 1 masters and
+moments, 2 gradients too, 3 weights too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ptdmpi.model.flat import ALL, FlatOrder, Portion, Unit
+from ptdmpi.model.parameters import Entry, Parameter, Precision
+from ptdmpi.model.random import initial
+
+
+class Storage:
+    """Where the optimizer's state stands, masters apart from the weights and moments: here in the
+    memory of `device`. `apart`: they are not on the device that trains, and the update is done
+    where they are (`offload`)."""
+
+    def __init__(self, device: torch.device, apart: bool = False) -> None:
+        self.device, self.apart = device, apart
+
+    def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors of these lengths, all zero, one behind the other. Raises OSError where there is
+        no room for them in a file."""
+        flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
+        return list(flat.split(list(lengths)))
+
+    def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+        """Row by row of tensors that stand here, as tensors in memory to look at and to change;
+        once the next one is asked for a row may be stored."""
+        yield from rows
+
+    def let_go(self) -> None:
+        """Nobody looks at these tensors now: memory that only mirrors them may be given back."""
+
+
+class ParameterBuffer(FlatOrder):
+    """All parameters of one rank: their flat order and its tensors, all zero at first. `trains`
+    false: there are no gradients. `storage`: of masters, where that is not the device's memory.
+
+    `masters` and `reduced` have a tensor for each of the units: of what this rank updates the
+    weights and the gradients. Of one type, masters are weights. `gradients` is all that gradients
+    are accumulated in, and `weights` those of all units, which `zero` = 3 does not have.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        precision: Precision,
+        device: torch.device,
+        portion: Portion,
+        unit_of: Callable[[str], str] = lambda name: ALL,
+        trains: bool = True,
+        storage: Storage | None = None,
+    ) -> None:
+        super().__init__(named, portion, unit_of)
+        self.storage = storage or Storage(device)
+        self.precision, self.device, self.trains = precision, device, trains
+        self.one_type = precision.compute == precision.master
+        # to be called when the weights have changed
+        self.followers: list[Callable[[], None]] = []
+        self.idle_weights = torch.zeros(self.frozen_size, dtype=precision.compute, device=device)
+        self._allocate()
+        for name, parameter in (*self.first.items(), *self.again.items()):
+            self._attach(name, parameter, parameter is self.again.get(name))
+
+    def _allocate(self) -> None:
+        level, shards = self.portion.sharded, self.portion.shards
+        compute, master = self.precision.compute, self.precision.master
+        zeros = partial(torch.zeros, device=self.device)
+        lengths = [(unit.stop - unit.start) // shards for unit in self.units]
+        self.weights = zeros(self.size if level < 3 else 0, dtype=compute)
+        if level == 3:
+            self.weight_parts = list(zeros(sum(lengths), dtype=compute).split(lengths))
+        else:
+            self.weight_parts = [self.own(unit, self.weights) for unit in self.units]
+        self.masters = self.weight_parts
+        if not self.one_type:
+            self.masters = self.storage.zeros(lengths, master)
+        gradient_size = self.gradient_size if self.trains else 0
+        self.gradients = zeros(gradient_size // (shards if level >= 2 else 1), dtype=master)
+        if not self.trains:
+            self.reduced = []
+        elif level >= 2:
+            more = [(unit.stop - unit.start) // shards for unit in self.gradient_units]
+            self.reduced = list(self.gradients.split(more))
+        else:
+            self.reduced = [self.own(unit, self.gradients) for unit in self.gradient_units]
+
+    def own(self, unit: Unit, flat: Tensor) -> Tensor:
+        """This rank's part of a unit in a tensor of the flat order."""
+        return flat[slice(*self.place(unit))]
+
+    def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
+        """Let a parameter stand on its part of the buffers; `again`: it is a tied one's copy."""
+        declaration = parameter.declaration
+        trains = declaration.trains
+        entry = (self.entries if trains else self.frozen)[name]
+        if not trains:
+            weight = entry.view(self.idle_weights)
+        elif self.portion.sharded == 3:
+            weight = absent(entry, self.precision.compute, self.device)
+        else:
+            weight = entry.view(self.weights)
+        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+        attached = Parameter(weight)
+        torch.utils.swap_tensors(parameter, attached)
+        parameter.declaration, parameter.entry = declaration, entry
+        if not (trains and self.trains):
+            parameter.requires_grad_(False)
+            return
+        if again:
+            parameter.second = self.second[name]
+        if self.portion.sharded < 2:
+            parameter.main_grad = (parameter.second or entry).view(self.gradients)
+        # Layers of ours add to main_grad themselves; this serves the others (the norms).
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def gradient_of(self, parameter: Parameter) -> Tensor | None:
+        """What is accumulated of its gradient on this rank: all, or the part that is reduced to
+        it, flat; None where that is nothing."""
+        if self.portion.sharded < 2:
+            return parameter.main_grad
+        held = self.own_part(parameter.second or parameter.entry)
+        return None if held is None else held.view(self.reduced)
+
+    def initialise(self, seed: int) -> None:
+        """Fill the master weights from (seed, name): the same logical tensors in every layout."""
+        for entry in (*self.entries.values(), *self.frozen.values()):
+            whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
+            self.fill(entry, whole)
+        self.refresh_weights()
+
+    def fill(self, entry: Entry, whole: Tensor) -> None:
+        """Put what this rank holds of a logical tensor into its master weights, or, where it does
+        not train, into its weights."""
+        frozen = not entry.declaration.trains
+        type_ = self.precision.compute if frozen else self.precision.master
+        local = torch.zeros(entry.shape, dtype=type_, device=self.device)
+        tensor = (self.portion.tensor_rank, self.portion.tensor_size)
+        for share in entry.declaration.held(*tensor):
+            local[share.local.index] = whole[share.logical.index].to(local)
+        if frozen:
+            entry.view(self.idle_weights).copy_(local)
+        elif (held := self.own_part(entry)) is not None:
+            held.view(self.masters).copy_(local.view(-1)[held.begin : held.end])
+            self.storage.let_go()
+
+    def refresh_weights(self, written: bool = False) -> None:
+        """Bring the weights up to date with the masters of all ranks of the shard group; all of
+        them call it. `written`: each rank's own part is up to date."""
+        for follow in self.followers:
+            follow()
+        if not (self.one_type or written):
+            for weights, masters in zip(self.weight_parts, self.masters, strict=True):
+                weights.copy_(masters)
+                self.storage.let_go()
+        if self.portion.sharded in (1, 2):
+            begun = [
+                self.portion.group.all_gather_in_place(self.weights[unit.start : unit.stop])
+                for unit in self.units
+            ]
+            for handle in begun:
+                handle.wait()
+
+
+def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for a weight that is not gathered: its shape, no memory, and NaN everywhere, so
+    that whoever uses it all the same is seen."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
+
+
+def _add_to_main_grad(parameter: Parameter) -> None:
+    # our own layers have added theirs already and hand autograd nothing
+    if parameter.grad is not None:
+        found, parameter.grad = parameter.grad, None
+        parameter.accumulate(lambda total: total.add_(found))

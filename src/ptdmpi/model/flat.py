@@ -1,0 +1,175 @@
+"""The one flat order of a rank's parameters, in units that are cut into equal shards.
+
+A unit is what is gathered or reduced as one. Of each a rank of the shard group owns an equal part
+of what `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ptdmpi.base.box import Box, runs
+from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.model.parameters import Entry, Parameter
+from ptdmpi.plan.shape.parameters import ALIGNMENT, aligned
+
+ALL = "all"  # the unit of those that need no unit of their own
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What of the model and its state a rank holds: its place on the tensor axis, and in the group
+    that shares out what `zero` shards. Alone in that group it holds all."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    zero: int = 0
+    group: Communicator = field(default_factory=OneRank)
+
+    @property
+    def sharded(self) -> int:
+        """`zero`, as far as there is anybody to share with."""
+        return self.zero if self.group.size > 1 else 0
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts units are cut."""
+        return self.group.size if self.sharded else 1
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Entries that stand together at [start, stop) of the flat order, those with weight decay
+    first, up to `decay_stop`."""
+
+    name: str
+    start: int
+    decay_stop: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """The elements [begin, end) of an entry's local tensor, row by row, and where they stand: at
+    `offset` of this rank's part of unit number `unit`."""
+
+    entry: Entry
+    begin: int
+    end: int
+    unit: int
+    offset: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    def view(self, parts: Sequence[Tensor]) -> Tensor:
+        """Them, flat, in tensors that have this rank's part of each unit."""
+        return parts[self.unit][self.offset : self.offset + self.length]
+
+    def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the local tensor that they are, each with its view in `flat`, their
+        values."""
+        done = 0
+        for box in runs(self.entry.shape, self.begin, self.end):
+            yield box, flat[done : done + box.elements].view(box.size)
+            done += box.elements
+
+
+class FlatOrder:
+    """Where the parameters of one rank stand in flat tensors, and which part of them is its own.
+
+    `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
+    weight: both occurrences share their storage, and the `second` keeps its gradient apart, so that
+    the two contributions can be reduced apart and then added. `unit_of` says which of the `units` a
+    name belongs to. Those that do not train are `frozen` and stand apart.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        portion: Portion,
+        unit_of: Callable[[str], str] = lambda name: ALL,
+    ) -> None:
+        self.portion = portion
+        self.first: dict[str, Parameter] = {}
+        self.again: dict[str, Parameter] = {}
+        for name, parameter in named:
+            (self.again if name in self.first else self.first)[name] = parameter
+        self.entries: dict[str, Entry] = {}
+        self.second: dict[str, Entry] = {}
+        self.frozen: dict[str, Entry] = {}
+        trained = {n: p for n, p in self.first.items() if p.declaration.trains}
+        self.units = self._placed(trained, unit_of)
+        self.size = self.units[-1].stop if self.units else 0
+        twice = {name: p for name, p in self.again.items() if p.declaration.trains}
+        self.gradient_size = self.size + self._end(
+            _place(twice, self.second, self.size) - self.size
+        )
+        # reduced as a unit is, though it has no weights of its own
+        second = Unit("second", self.size, self.gradient_size, self.gradient_size)
+        self.gradient_units = [*self.units, second] if twice else self.units
+        idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
+        self.frozen_size = _place(idle, self.frozen, 0)
+
+    def _placed(
+        self, parameters: Mapping[str, Parameter], unit_of: Callable[[str], str]
+    ) -> list[Unit]:
+        """Give each parameter its entry, unit by unit, in the order in which units occur."""
+        groups: dict[str, dict[str, Parameter]] = {}
+        for name, parameter in parameters.items():
+            groups.setdefault(unit_of(name), {})[name] = parameter
+        units, start = [], 0
+        for unit, group in groups.items():
+            # so the optimizer has two tensors of a unit, one slice each, whatever is in it
+            ends = [start]
+            for decay in (True, False):
+                some = {n: p for n, p in group.items() if p.declaration.decay == decay}
+                ends.append(_place(some, self.entries, ends[-1]))
+            units.append(Unit(unit, start, ends[1], start + self._end(ends[2] - start)))
+            start = units[-1].stop
+        return units
+
+    def _end(self, length: int) -> int:
+        """`length`, rounded up so that it can be cut into equal shards."""
+        grain = ALIGNMENT * self.portion.shards
+        return -(-length // grain) * grain
+
+    def place(self, unit: Unit) -> tuple[int, int]:
+        """Where this rank's part of a unit begins and ends in the flat order."""
+        share = (unit.stop - unit.start) // self.portion.shards
+        first = unit.start + share * (self.portion.group.rank if self.portion.sharded else 0)
+        return first, first + share
+
+    def decaying(self, unit: Unit) -> int:
+        """How many elements of this rank's part of a unit, from its first, have weight decay."""
+        first, last = self.place(unit)
+        return min(max(unit.decay_stop, first), last) - first
+
+    def own_part(self, entry: Entry) -> OwnPart | None:
+        """What of an entry this rank updates, and whose gradient it has once all are reduced; of
+        the second use of a tied table the gradient alone. None: nothing."""
+        number = next(n for n, u in enumerate(self.gradient_units) if entry.start < u.stop)
+        unit = self.gradient_units[number]
+        first, last = self.place(unit)
+        stop = entry.start + entry.elements
+        begin, end = (min(max(at, entry.start), stop) for at in (first, last))
+        if begin >= end:
+            return None
+        return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
+
+    def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
+        """`own_part` of all entries, or of some names."""
+        for name in self.entries if names is None else names:
+            held = self.own_part(self.entries[name])
+            if held is not None:
+                yield held
+
+
+def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
+    """Give each parameter an entry, one behind the other from `start`; returns their end."""
+    for name, parameter in parameters.items():
+        entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
+        start += aligned(parameter.numel())
+    return start

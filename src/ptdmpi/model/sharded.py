@@ -1,0 +1,244 @@
+"""What a stage does besides computing where gradients or weights are sharded (`zero` = 2, 3).
+
+A stage tells its `Walk` which place it is at: in forward, in backward, and in what is recomputed
+there. Weights are gathered one place ahead and dropped behind (3); the gradient of a place is whole
+only while it is computed, and then reduced to each rank's part (2 and 3; Rajbhandari et al. 2020,
+arXiv 1910.02054, sections 5.2 and 5.3).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.comm.communicator import Handle
+from ptdmpi.model.buffer import ParameterBuffer, absent
+from ptdmpi.model.parameters import Entry, Parameter
+from ptdmpi.plan.schedule.places import EMBEDDING, at_hand
+
+
+class Pool:
+    """Flat tensors for whole units, used again for others of their length."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self._spare: list[Tensor] = []
+
+    def take(self, length: int) -> Tensor:
+        """One of `length` elements, whatever is in it. Others that are spare are let go: of the
+        units that are not layers there is one of each length, and it would stay for the step."""
+        fitting = [flat for flat in self._spare if len(flat) == length]
+        self._spare = fitting[1:]
+        if fitting:
+            return fitting[0]
+        return torch.empty(length, dtype=self.dtype, device=self.device)
+
+    def give(self, flat: Tensor) -> None:
+        """It is not used any more."""
+        self._spare = [flat]
+
+
+class GatheredWeights:
+    """The whole weights of units that are at hand, of all stages of a rank."""
+
+    def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
+        self.buffer = buffer
+        self.pool = Pool(buffer.precision.compute, buffer.device)
+        self.units: list[list[Parameter]] = [[] for _ in buffer.units]
+        for parameter in parameters:
+            if parameter.declaration.trains:
+                self.units[_unit(buffer, parameter.entry)].append(parameter)
+        self._there: dict[int, tuple[Tensor, Handle]] = {}
+
+    def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
+        """Have units `now` there, units `ahead` under way, and no others."""
+        for unit in self._there.keys() - {*now, *ahead}:
+            self._drop(unit)
+        for unit in (*now, *ahead):
+            if unit not in self._there:
+                self._gather(unit)
+        for unit in now:
+            self._there[unit][1].wait()
+
+    def drop(self) -> None:
+        """None are there: they have changed."""
+        for unit in list(self._there):
+            self._drop(unit)
+
+    def _gather(self, number: int) -> None:
+        buffer = self.buffer
+        unit, part = buffer.units[number], buffer.weight_parts[number]
+        flat = self.pool.take(unit.stop - unit.start)
+        group = buffer.portion.group
+        flat.view(group.size, -1)[group.rank].copy_(part)
+        self._there[number] = flat, group.all_gather_in_place(flat)
+        for parameter in self.units[number]:
+            # A tensor of its own, with a version of its own: autograd, which keeps the parameter
+            # itself, would take what is gathered again for a change of what it has seen.
+            parameter.data = _placed(parameter.entry, flat, unit.start)
+
+    def _drop(self, number: int) -> None:
+        flat, handle = self._there.pop(number)
+        handle.wait()
+        for parameter in self.units[number]:
+            parameter.data = absent(parameter.entry, flat.dtype, flat.device)
+        self.pool.give(flat)
+
+
+class ReducedGradients:
+    """The whole gradients of units that are being computed, and what becomes of them."""
+
+    def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
+        self.buffer = buffer
+        self.pool = Pool(buffer.precision.master, buffer.device)
+        self.units: list[list[tuple[Parameter, Entry]]] = [[] for _ in buffer.gradient_units]
+        for parameter in parameters:
+            if parameter.declaration.trains:
+                entry = parameter.second or parameter.entry
+                self.units[_unit(buffer, entry)].append((parameter, entry))
+        self._open: dict[int, Tensor] = {}
+        self._leaving: list[tuple[int, Tensor, Handle]] = []
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """The gradients of these units are about to be computed, and those of no others."""
+        self.end()
+        for number in numbers:
+            unit = self.buffer.gradient_units[number]
+            flat = self._open[number] = self.pool.take(unit.stop - unit.start).zero_()
+            for parameter, entry in self.units[number]:
+                parameter.main_grad = _placed(entry, flat, unit.start)
+
+    def end(self) -> None:
+        """Those that were being computed are complete for this microbatch: reduce them."""
+        self._arrived()
+        for number, flat in self._open.items():
+            for parameter, _ in self.units[number]:
+                del parameter.main_grad  # so that nothing is added to it unseen
+            handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
+            self._leaving.append((number, flat, handle))
+        self._open = {}
+        # on a wire whose collectives are over when they were begun nothing is kept any longer
+        if all(handle.done() for _, _, handle in self._leaving):
+            self._arrived()
+
+    def finish(self) -> None:
+        """All that was computed has been added to this rank's part."""
+        self.end()
+        self._arrived()
+
+    def forget(self) -> None:
+        """What was not reduced is of a step that was broken off."""
+        self._open, self._leaving = {}, []
+
+    def _arrived(self) -> None:
+        group = self.buffer.portion.group
+        for number, flat, handle in self._leaving:
+            handle.wait()
+            self.buffer.reduced[number].add_(flat.view(group.size, -1)[group.rank])
+            self.pool.give(flat)
+        self._leaving = []
+
+
+class Walk:
+    """The places of one stage, in the order of its forward, and what is done at each.
+
+    `parameters` are those that a place uses; `weights` is None where they are whole (`zero` = 2),
+    `gradients` where nothing trains.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Sequence[Parameter]],
+        weights: GatheredWeights | None,
+        gradients: ReducedGradients | None,
+        buffer: ParameterBuffer,
+    ) -> None:
+        self.places = tuple(parameters)
+        self.weights, self.gradients = weights, gradients
+        # of tables that are looked up no backward needs the values
+        looked_up = all(len(one.shape) > 1 for one in parameters.get(EMBEDDING, ()))
+        self._backwards = (
+            self.places[1:] if self.places[0] == EMBEDDING and looked_up else self.places
+        )
+        trained = {
+            place: [one for one in some if one.declaration.trains]
+            for place, some in parameters.items()
+        }
+        self._uses = {
+            place: sorted({_unit(buffer, one.entry) for one in some})
+            for place, some in trained.items()
+        }
+        self._adds_to = {
+            place: sorted({_unit(buffer, one.second or one.entry) for one in some})
+            for place, some in trained.items()
+        }
+
+    def forward(self, place: str) -> None:
+        """The forward is at `place`."""
+        self._hold(self.places, place, 1)
+
+    def backward(self, place: str | None) -> None:
+        """The backward is at `place`, the one before in forward, and all behind are over; None:
+        all are."""
+        assert self.gradients is not None, "nothing trains"
+        if place is None:
+            self.gradients.end()
+            return
+        if place in self._backwards:
+            self._hold(self._backwards, place, -1)
+        self.gradients.begin(self._adds_to[place])
+
+    def finish(self) -> None:
+        """The backward is over."""
+        if self.gradients is not None:
+            self.gradients.finish()
+
+    def begin_step(self) -> None:
+        """Forget what is left of a step that was broken off."""
+        if self.gradients is not None:
+            self.gradients.forget()
+
+    def enter(self, place: str, x: Tensor) -> Tensor:
+        """`x` on its way into `place`, and its gradient on the way out of it."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            self.forward(place)
+            return x
+        return _Enter.apply(x, self, place)
+
+    def before(self, place: str) -> str | None:
+        """The place in front of `place`; None for the first."""
+        here = self.places.index(place)
+        return self.places[here - 1] if here else None
+
+    def _hold(self, places: Sequence[str], place: str, step: int) -> None:
+        if self.weights is not None:
+            _, *ahead = at_hand(places, place, step)
+            self.weights.hold(self._uses[place], [n for one in ahead for n in self._uses[one]])
+
+
+class _Enter(Function):
+    """The identity: its forward runs before all of the place's, its backward after all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:
+        ctx.walk, ctx.place = walk, place
+        walk.forward(place)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.walk.backward(ctx.walk.before(ctx.place))
+        return dy, None, None
+
+
+def _unit(buffer: ParameterBuffer, entry: Entry) -> int:
+    """The number of the unit that an entry stands in."""
+    return next(n for n, unit in enumerate(buffer.gradient_units) if entry.start < unit.stop)
+
+
+def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:
+    """The view of an entry in a flat tensor that begins at `start` of the flat order."""
+    first = entry.start - start
+    return flat[first : first + entry.elements].view(entry.shape)

@@ -1,0 +1,221 @@
+"""Messages over the data axis: sums of gradients and gathers of weights, by what is sharded.
+
+With S ranks in a shard group and d / S such groups a step of m microbatches has, on each rank,
+
+    ZeRO 0   one sum of the gradients over all d
+    ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
+             the weights behind the update
+    ZeRO 2   m reduce-scatters of each unit, each behind its backward; the rest as under 1, but unit
+             by unit
+    ZeRO 3   also a gather of each unit in front of its forward and of its backward, none behind the
+             update
+
+(Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
+section 3.2.2). A unit is the embedding, a layer, or the head, or for DeepSpeed of 2021 a tensor.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.machine.cluster import Model
+from ptdmpi.plan.machine.kernels import Group, Machine
+from ptdmpi.plan.shape import parameters
+
+VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
+
+
+class InOps(NamedTuple):
+    """Seconds of messages that belong to a stage's forward, and to its backward, of a microbatch;
+    `last_s`: of the message that nothing of the step comes behind."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    last_s: float = 0.0
+
+
+class Behind(NamedTuple):
+    """Seconds of messages behind the last backward: of gradients, and of updated weights."""
+
+    gradients_s: float = 0.0
+    weights_s: float = 0.0
+
+
+class DataAxis:
+    """Seconds of a rank's messages over the data axis, of one model on one machine.
+
+    `elements` are always the parameters of one rank.
+    """
+
+    def __init__(self, machine: Machine, model: Model) -> None:
+        self.machine, self.cluster = machine, machine.cluster
+        self.model, self.vocab_size = model.config, model.vocab_size
+        self.gradient_bytes = self.cluster.software.gradient_bytes
+        self._tensor_pair_s = cache(self._one_tensor_s)
+        self._unit_pair_s = cache(self._one_unit_s)
+        self._in_ops, self._behind = cache(self._counted_in_ops), cache(self._counted_behind)
+
+    # -- who talks to whom -----------------------------------------------------------------------
+
+    def _group(self, ranks: int, stride: int) -> Group:
+        """`ranks` of the data axis that stand `stride` ranks of a node's order apart."""
+        return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
+
+    def shard_group(self, layout: Layout) -> Group:
+        """Those that share state out: neighbours, t ranks apart."""
+        return self._group(layout.shards, layout.tensor)
+
+    def replicas(self, layout: Layout) -> Group:
+        """Those that hold copies of a rank's shard: one in each shard group."""
+        return self._group(layout.data // layout.shards, layout.tensor * layout.shards)
+
+    # -- behind the pipeline ---------------------------------------------------------------------
+
+    def behind(self, layout: Layout, elements: float) -> Behind:
+        """What follows the last backward; the tied table's sum over the pipeline's ends too."""
+        gradients_s, weights_s = self._ends_s(layout), 0.0
+        for unit, count in self._units(layout, elements):
+            one = self._behind(layout.zero, unit, self.shard_group(layout), self.replicas(layout))
+            gradients_s += count * one.gradients_s
+            weights_s += count * one.weights_s
+        return Behind(gradients_s, weights_s)
+
+    def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
+        """(elements, how many) of what travels as one behind the pipeline: all, or as many layers
+        as there would be, and the rest."""
+        if layout.zero < 2 or self.cluster.software.zero_unit == "tensor":
+            return [(elements, 1)]
+        layer = parameters.layer_elements(self.model, layout.tensor)
+        count, rest = divmod(elements, layer)
+        return [(layer, int(count)), (rest, int(rest > 0))]
+
+    def _counted_behind(self, zero: int, unit: float, shards: Group, replicas: Group) -> Behind:
+        gradients, gradients_s, weights_s = unit * self.gradient_bytes, 0.0, 0.0
+        if zero == 1:
+            gradients_s = self.machine.reduce_scatter_s(gradients, shards)
+        gradients_s += self.machine.all_reduce_s(gradients / shards.ranks, replicas)
+        if zero in (1, 2):
+            weights_s = self.machine.all_gather_s(unit * self.machine.element_bytes, shards)
+        return Behind(gradients_s, weights_s)
+
+    def _ends_s(self, layout: Layout) -> float:
+        """The first and the last stage sum the gradients of a tied table: of it or, where gradients
+        are sharded, of each rank's shard."""
+        if layout.pipeline == 1 or not self.model.tie_embeddings:
+            return 0.0
+        shards = layout.shards if layout.zero >= 2 else 1
+        table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
+        one_node = layout.ranks <= self.cluster.node.devices
+        # a pair: on one node, or each on a node of its own
+        return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
+
+    # -- in the ops ------------------------------------------------------------------------------
+
+    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool]) -> InOps:
+        """What ZeRO 2 and 3 send in each microbatch's ops of a stage of so many layers that is, as
+        `ends` says, the first or the last of the model."""
+        if layout.zero < 2 or layout.shards == 1:
+            return InOps()
+        # only 1F1B's ops alternate on one chunk: where one ends the next one begins
+        stays = int(layout.schedule == "1f1b")
+        gathers = 3 if layout.recompute == "full" else 2
+        key = (layout.zero, layout.tensor, self.shard_group(layout), layers, ends)
+        return self._in_ops(*key, stays, gathers)
+
+    def _counted_in_ops(
+        self,
+        zero: int,
+        tensor: int,
+        group: Group,
+        layers: int,
+        ends: tuple[bool, bool],
+        *how: int,
+    ) -> InOps:
+        """`how`: places that are still there when an op begins, and how often DeepSpeed gathers."""
+        stays, gathers = how
+        if self.cluster.software.zero_unit == "tensor":
+            gathered_s, summed_s = self._all_tensors_s(tensor, layers, any(ends), group)
+            if zero == 2:
+                places = parameters.places(self.model, self.vocab_size, layers, ends, tensor)
+                size = sum(map(sum, places))
+                whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
+                return InOps(0.0, whole_s, whole_s)
+            # Rajbhandari et al. 2020, section 7.2.2: the weights are let go after each use
+            return InOps(gathered_s, (gathers - 1) * gathered_s + summed_s, summed_s / (layers + 1))
+        places = parameters.places(self.model, self.vocab_size, layers, ends, tensor)
+        pairs = []
+        for units in places:
+            parts = [self._unit_pair_s(unit, group) for unit in units]
+            pairs.append((sum(part[0] for part in parts), sum(part[1] for part in parts)))
+        summed_s = sum(pair[1] for pair in pairs)
+        if zero == 2:
+            return InOps(0.0, summed_s, pairs[0][1])
+        gathered = [pair[0] for pair in pairs]
+        forward_s, backward_s = sum(gathered[stays:]), sum(gathered[: len(gathered) - stays])
+        # the first forward finds none of the weights, for they were updated
+        first_s = gathered[0]
+        return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
+
+    def least_in_ops_s(self, layout: Layout, layers: float) -> float:
+        """No microbatch's messages in the ops of a rank with so many layers take less, whatever the
+        schedule keeps; what the ends of the model have beside is left out."""
+        if layout.zero < 2 or layout.shards == 1:
+            return 0.0
+        group = self.shard_group(layout)
+        if self.cluster.software.zero_unit == "tensor":
+            gathered_s, summed_s = self._all_tensors_s(layout.tensor, 1, False, group)
+            if layout.zero == 2:
+                return 0.0
+            gathers = 3 if layout.recompute == "full" else 2
+            return layers * (gathers * gathered_s + summed_s)
+        unit = parameters.layer_elements(self.model, layout.tensor)
+        gathered_s, summed_s = self._unit_pair_s(unit, group)
+        again = 2 * max(0.0, layers - 1) if layout.zero == 3 else 0.0
+        return layers * summed_s + again * gathered_s
+
+    def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
+        """(its gathering, the sum of its gradient): a buffer of the whole unit is cleared, filled,
+        reduced and scattered, and what comes of it added to this rank's shard."""
+        machine, gradients = self.machine, elements * self.gradient_bytes
+        summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
+        summed_s += machine.stream_s(3 * gradients / group.ranks)
+        return machine.all_gather_s(elements * machine.element_bytes, group), summed_s
+
+    # -- tensor by tensor ------------------------------------------------------------------------
+
+    def layer_tensors(self, tensor: int) -> list[int]:
+        """Elements of a layer's weights, biases and norms on a tensor rank."""
+        every = parameters.layer(self.model).values()
+        return [size for part in every for size in part.weights(tensor)]
+
+    def _table_elements(self, tensor: int) -> int:
+        return parameters.table_elements(self.model, self.vocab_size, tensor)
+
+    def _all_tensors_s(
+        self, tensor: int, layers: int, has_table: bool, group: Group
+    ) -> tuple[float, float]:
+        """(gathering, summing) each tensor of a stage's layers and the vocabulary's table, one by
+        one. Small ones cost their start, so no product of sizes stands for them all."""
+        sizes = self.layer_tensors(tensor)
+        pairs = [self._tensor_pair_s(size, group) for size in sizes]
+        gathered_s, summed_s = (layers * sum(part) for part in zip(*pairs, strict=True))
+        if has_table:
+            table_s = self._tensor_pair_s(self._table_elements(tensor), group)
+            gathered_s, summed_s = gathered_s + table_s[0], summed_s + table_s[1]
+        return gathered_s, summed_s
+
+    def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
+        """(its gathering into a buffer that is cleared for it, the sum of its gradient, which is
+        then divided by d), with the copies of torch's list collectives."""
+        machine = self.machine
+        weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
+        gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
+        summed_s = machine.reduce_scatter_s(gradients, group) + machine.stream_s(2 * gradients)
+        listed_s = self._listed_s(elements, group.ranks)
+        return gathered_s + listed_s, summed_s + listed_s
+
+    def _listed_s(self, elements: int, ranks: int) -> float:
+        """torch's list collectives need a view of each rank's part, and copy it by a kernel."""
+        moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
+        copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
+        return ranks * VIEW_S + copied_s

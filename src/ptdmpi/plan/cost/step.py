@@ -1,0 +1,174 @@
+"""What a step of a layout is made of: seconds of its stages, their messages, and what follows."""
+
+from collections.abc import Sequence
+
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.activations import COMPUTE_BYTES
+from ptdmpi.plan.cost.data_axis import DataAxis
+from ptdmpi.plan.cost.ends import EndTimes
+from ptdmpi.plan.cost.layer import LayerTimes, Seconds
+from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.cost.pipeline import StageTimes
+from ptdmpi.plan.cost.update import UpdateTimes
+from ptdmpi.plan.layout.stages import placement_of
+from ptdmpi.plan.machine.cluster import Cluster, Model
+from ptdmpi.plan.machine.measured import machine_of
+from ptdmpi.plan.schedule.orders import KINDS
+
+
+class StepTimes:
+    """Seconds of the parts of steps of one model on one cluster; shapes in common are priced
+    once."""
+
+    def __init__(self, cluster: Cluster, model: Model, precision: str) -> None:
+        cluster.device.peak(precision)  # refused here, before anything is made of it
+        self.cluster, self.model = cluster, model
+        self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
+        self.data, self.update = DataAxis(self.machine, model), UpdateTimes(self.machine)
+        self.memory = MemoryModel(
+            model.config,
+            model.vocab_size,
+            precision,
+            cluster.software,
+            cluster.device.runtime_bytes,
+            cluster.on_host,
+        )
+        self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
+
+    def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
+        """The parts of the model on a tensor rank: a layer, and embedding and head."""
+        key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
+        if key not in self._layers:
+            told = (self.machine, self.model, layout)
+            self._layers[key] = LayerTimes(*told), EndTimes(*told)
+        return self._layers[key]
+
+    def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
+        """(forward, backward) of each stage."""
+        layer, ends = self.kernels(layout)
+        # a layer that is recomputed runs (part of) its forward once more, in front of its backward
+        layer_backward = layer.split_backward if splits(layout) else layer.backward
+        again = layer_backward + layer.recomputed(layout)
+        most = layout.recompute_layers
+        alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
+        stages = []
+        for own in self.memory.split(layout):
+            # of the first `most` layers of the model those that this stage holds
+            recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
+            key = (len(own), recomputed)
+            if key not in alike:
+                backward = again * recomputed
+                if recomputed < len(own):
+                    backward = backward + layer_backward * (len(own) - recomputed)
+                alike[key] = (layer.forward * len(own), backward)
+            stages.append(alike[key])
+        forward, back = stages[0]
+        stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
+        forward, back = stages[-1]
+        stages[-1] = (forward + ends.head_forward, back + ends.head_backward)
+        return stages
+
+    def weight_seconds(self, layout: Layout) -> list[Seconds]:
+        """The part of each stage's backward that its W is; [] where no backward is split."""
+        if not splits(layout):
+            return []
+        layer, ends = self.kernels(layout)
+        stages = [layer.weights * len(own) for own in self.memory.split(layout)]
+        stages[0] = stages[0] + ends.embedding_backward
+        stages[-1] = stages[-1] + ends.head_weights
+        return stages
+
+    def stage_times(self, layout: Layout) -> StageTimes:
+        seconds, p = self.stage_seconds(layout), layout.pipeline
+        count = len(seconds)
+        # ways[s]: from stage s - 1 to s, and of the gradient back; none in front of the first stage
+        # and none behind the last, so that one list serves both directions
+        ways = [0.0] * (count + 1)
+        if p > 1:
+            devices = self.cluster.node.devices
+            far = [_crosses_nodes(layout, stage, devices) for stage in range(1, count)]
+            way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
+            placed = placement_of(layout)
+            ways[1:-1] = [
+                0.0 if placed.rank_of(stage - 1) == placed.rank_of(stage) else way_s[crosses]
+                for stage, crosses in enumerate(far, 1)
+            ]
+        sent = self.in_ops_s(layout, seconds)
+        return StageTimes(
+            tuple(part.total + more[0] for (part, _), more in zip(seconds, sent, strict=True)),
+            tuple(part.total + more[1] for (_, part), more in zip(seconds, sent, strict=True)),
+            tuple(ways[:-1]),
+            tuple(ways[1:]),
+            self.cluster.software.overlap_pipeline,
+            placement_of(layout),
+            tuple(part.total for part in self.weight_seconds(layout)),
+        )
+
+    def in_ops_s(
+        self, layout: Layout, seconds: Sequence[tuple[Seconds, Seconds]]
+    ) -> list[tuple[float, float]]:
+        """What sharding adds to each stage's forward and backward of a microbatch. A device that
+        sends while it computes waits for what takes longer than the op."""
+        last = len(seconds) - 1
+        added = []
+        for stage, (own, (forward, backward)) in enumerate(
+            zip(self.memory.split(layout), seconds, strict=True)
+        ):
+            sent = self.data.in_ops(layout, len(own), (stage == 0, stage == last))
+            hidden = (forward.total, backward.total) if layout.dp_overlap else (0.0, 0.0)
+            added.append(
+                (
+                    max(0.0, sent.forward_s - hidden[0]),
+                    max(0.0, sent.backward_s - hidden[1]),
+                )
+            )
+        return added
+
+    def _way_s(self, layout: Layout, crosses: bool) -> float:
+        """Each tensor rank sends the whole tensor, or, scattered, its part, which the receiving
+        node's ranks gather (Narayanan et al. 2021, section 4.1)."""
+        layer, _ = self.kernels(layout)
+        size = layer.boundary_bytes
+        scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
+        if not scatter:
+            return self.machine.send_s(size, crosses_nodes=crosses)
+        part_s = self.machine.send_s(size / layout.tensor, crosses_nodes=crosses)
+        return part_s + self.machine.all_gather_s(size, layer.group)
+
+    def after_s(self, layout: Layout) -> tuple[float, float]:
+        """(exposed data axis, optimizer) behind the pipeline's last backward, on the rank with most
+        parameters."""
+        layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
+        elements = max(self.memory.elements(layout, rank) for rank in ranks)
+        behind = self.data.behind(layout, elements)
+        data_s = sum(behind)
+        if layout.dp_overlap:
+            forward, backward = self.stage_seconds(layout)[0]
+            own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
+            # gradients go behind the last microbatch's backward, but those of the last layer come
+            # too late; weights in front of the next step's forward, but those of the first layer
+            hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
+            data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
+            # of what is sent in each microbatch's ops the last message has nothing to go behind
+            sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1))
+            data_s += sent.last_s
+        return data_s, self.update.optimizer_s(layout, elements)
+
+
+def splits(layout: Layout) -> bool:
+    """Whether the schedule has a backward in two parts."""
+    return KINDS[layout.schedule].splits
+
+
+def _crosses_nodes(layout: Layout, stage: int, devices: int) -> bool:
+    """Whether any data rank's message from stage - 1 to stage leaves its node, which has
+    so many devices."""
+    row = layout.tensor * layout.data
+    placed = placement_of(layout)
+    here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
+    # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
+    if here != there and row % devices == 0:
+        return True
+    return any(
+        (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
+    )

@@ -1,0 +1,155 @@
+"""What a search may choose from: every legal layout, and the settings of each."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ptdmpi.config.layout import Layout, default_schedule
+from ptdmpi.config.legality import MOST_FORWARDS, OFFLOADS, RECOMPUTE_MODES, chunk_rule
+from ptdmpi.config.near import divisors
+from ptdmpi.plan.cost.price import Pricer
+
+# Chunks per rank, and stages, that are looked at: what further ones would save of the bubble is
+# little, and each costs messages.
+MOST_CHUNKS, MOST_STAGES = 64, 256
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the search may choose from; None leaves a setting to it."""
+
+    ranks: int
+    schedule: str | None = None
+    recompute: str | None = None
+    sequence_parallel: bool | None = None
+    scatter_gather: bool | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    shard_group: int | Literal["all", "node"] | None = None
+    offload: str | None = None
+    dp_overlap: bool = False
+    partition_activations: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of a Layout, as `groups` takes them; `variants` takes them the other way."""
+        scatter_gather = self.scatter_gather is not False
+        return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
+
+
+def of_a_node(pricer: Pricer, layout: Layout) -> int:
+    """How many ranks of a data axis stand on one node."""
+    return min(layout.data, max(1, pricer.cluster.node.devices // layout.tensor))
+
+
+class Sharding(NamedTuple):
+    """What a layout shares out over its data axis, and where the optimizer's state stands."""
+
+    zero: int = 0
+    shard_group: int | None = None
+    offload: str = "none"
+
+    def of(self, layout: Layout) -> Layout:
+        """The layout with it."""
+        if self == (layout.zero, layout.shard_group, layout.offload):
+            return layout
+        zero, shard_group, offload = self
+        return replace(layout, zero=zero, shard_group=shard_group, offload=offload)
+
+
+def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
+    """What is looked at: groups of all data ranks or of those of a node, and places that the
+    cluster file knows. One data rank shares nothing out: one stage stands for all."""
+    stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
+    if layout.data > 1:
+        # a group of all data ranks has no number of its own, one of one rank shares nothing out
+        sizes = {n for n in _group_sizes(space, pricer, layout) if n > 1 and layout.data % n == 0}
+        shared = [None if size == layout.data else size for size in sorted(sizes)]
+        stages = [(0, None)] if 0 in space.zero else []
+        stages += [(zero, group) for zero in space.zero if zero for group in shared]
+    places: list[str] = ["none"]
+    if space.offload is not None:
+        places = [space.offload]
+    else:
+        known = [place for place in OFFLOADS[1:] if not pricer.cluster.lacks(place)]
+        # nothing moves to the host's memory that is there
+        places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
+    ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
+    scheduled = replace(layout, schedule=space.schedule or layout.schedule)
+    return [way for way in ways if not way.of(scheduled).breaks("zero", "shard_group")]
+
+
+def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
+    if isinstance(space.shard_group, int):
+        return {space.shard_group}
+    wanted = {"all": layout.data, "node": of_a_node(pricer, layout)}
+    return set(wanted.values()) if space.shard_group is None else {wanted[space.shard_group]}
+
+
+def sharding_words(layout: Layout, before: Layout | None = None) -> str:
+    """How options of the command line say it; of another layout only what is other there."""
+    before = before or Layout(1, 1, 1)
+    words = [f"--zero {layout.zero}"] if layout.zero != before.zero else []
+    if layout.shard_group != before.shard_group:
+        words.append(f"--shard-group {layout.shard_group or 'all'}")
+    if layout.offload != before.offload:
+        words.append(f"--offload {layout.offload}")
+    return ", ".join(words)
+
+
+def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
+    """Every legal layout at v = 1, which stands for all v."""
+    config, batch = pricer.model.config, pricer.batch
+    modes = RECOMPUTE_MODES if space.recompute is None else (space.recompute,)
+    for tensor in divisors(math.gcd(space.ranks, config.heads)):
+        parallel: tuple[bool, ...] = (False, True) if tensor > 1 else (False,)
+        if space.sequence_parallel is not None:
+            parallel = (space.sequence_parallel and tensor > 1,)
+        for pipeline in divisors(space.ranks // tensor):
+            data = space.ranks // tensor // pipeline
+            # asked before layouts are made: most of the space of a large batch ends here
+            if pipeline > config.layers or batch % data:
+                continue
+            for micro_size in divisors(batch // data):
+                base = Layout(tensor, pipeline, data, 1, micro_size, **space.settings)
+                for sequence_parallel in parallel:
+                    for mode in modes:
+                        shared = mode == "full" and tensor > 1 and not sequence_parallel
+                        layout = replace(
+                            base,
+                            sequence_parallel=sequence_parallel,
+                            recompute=mode,
+                            partition_activations=space.partition_activations and shared,
+                        )
+                        if layout.is_legal(config, batch):
+                            yield layout
+
+
+def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
+    """The layouts of a group: every v that is looked at, under the schedule asked for or its
+    default. One stage alone has nothing to interleave."""
+    most = 1
+    if group.pipeline > 1:
+        p, microbatches = group.pipeline, group.microbatches(batch)
+        ordered = MOST_FORWARDS // (p * microbatches)  # what the rule of legality allows
+        most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
+    for virtual in range(1, most + 1):
+        kind = space.schedule or default_schedule(virtual)
+        if chunk_rule(kind, virtual).broken:
+            continue
+        yield replace(group, virtual=virtual, schedule=kind)
+
+
+def variants(space: Space, layout: Layout) -> Iterator[Layout]:
+    """The layout and what else its sizes allow: GPipe, whole messages. None needs less memory:
+    GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
+    kinds, scatters = [layout.schedule], [layout.scatter_gather]
+    if layout.pipeline > 1 and space.schedule is None:
+        kinds.append("gpipe")
+    whole = layout.tensor > 1 and layout.pipeline > 1 and not layout.sequence_parallel
+    if whole and space.scatter_gather is None:
+        scatters.append(False)
+    yield layout
+    for kind, scatter in [*itertools.product(kinds, scatters)][1:]:
+        yield replace(layout, schedule=kind, scatter_gather=scatter)

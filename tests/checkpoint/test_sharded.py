@@ -1,0 +1,140 @@
+"""Checkpoints of runs that are sharded over the data axis: read by every other layout, and the
+other way round; each element is written once, and what goes on has the same losses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdmpi.checkpoint import examine as check
+from ptdmpi.checkpoint.manifest import read_manifest
+from ptdmpi.checkpoint.save import Checkpoints
+from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
+from tests._configs import layout
+from tests._engines import build, course, microbatches
+from tests._runs import tensors
+from tests.parallel import parallel
+
+CHANGES = {"model.dropout": 0.1, "model.layers": 4, "run.steps": 6, "batch.micro_size": 1}
+ONE_KEY_HEAD = {"model.kind": "qwen3", "model.kv_heads": 1, "model.ffn_hidden": 48}
+each_zero = pytest.mark.parametrize("zero", [1, 2, 3])
+
+
+def sharded(zero: int, group: int | str = "all", **sizes: int) -> dict[str, Any]:
+    return {**layout(**sizes), "parallel.zero": zero, "parallel.shard_group": group}
+
+
+def stepped(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of these steps."""
+    rank = engine.axes["data"].rank
+    found = [engine.step(k, microbatches(engine.config, k, rank)) for k in range(first, last)]
+    return [(one.loss, one.grad_norm) for one in found]
+
+
+def checkpoints(engine: Engine, path: Path) -> Checkpoints:
+    return Checkpoints(path, engine.state, engine.axes, course(engine.config))
+
+
+def saved(engine: Engine, path: Path, step: int) -> Path:
+    checkpoints(engine, path).save(step)
+    return path / f"step-{step:08d}"
+
+
+def assert_whole(world: World, path: Path) -> None:
+    """Each element is written once, and `checkpoint verify` has nothing to say."""
+    world.on_root(lambda: tensors(path))
+    assert world.on_root(lambda: check.problems(path)) == []
+
+
+def assert_equal(world: World, first: Path, second: Path) -> None:
+    found = world.on_root(lambda: [str(one) for one in check.differences(first, second)])
+    assert found == []
+
+
+@parallel(ranks=[4], limit_s=200)
+@pytest.mark.parametrize(
+    ("zero", "sizes", "group", "changes"),
+    [
+        (1, {"d": 4}, "all", {"precision.compute": "bf16"}),
+        (3, {"d": 4}, 2, {}),
+        (2, {"t": 2, "d": 2}, "all", {"model.tie_embeddings": False}),
+        (3, {"p": 2, "d": 2}, "all", {"precision.compute": "fp16"}),
+        (1, {"p": 2, "v": 2, "d": 2}, "all", {}),
+        (2, {"d": 4}, 2, ONE_KEY_HEAD),
+        (3, {"t": 2, "d": 2}, "all", ONE_KEY_HEAD),
+    ],
+)
+def test_every_layout_reads_what_every_layout_wrote(comm, tmp_path, zero, sizes, group, changes):
+    """Sharded, written, read by an unsharded run of another layout, written again, and so on."""
+    world, settings = World(comm), {**CHANGES, **changes}
+    first = build(world, {**settings, **sharded(zero, group, **sizes)})
+    stepped(first, 0, 2)
+    path = saved(first, tmp_path / "first", 2)
+    assert_whole(world, path)
+    for number, wanted in enumerate(
+        [
+            layout(t=2, p=2),
+            sharded(zero, group, **sizes),
+            sharded(zero % 3 + 1, t=2, d=2),
+            sharded(1, 2, d=4),
+        ]
+    ):
+        engine = build(world, {**settings, **wanted})
+        source = tmp_path / (f"copy{number - 1}" if number else "first")
+        progress, skipped = checkpoints(engine, source).resume("auto")
+        assert progress is not None and progress.step == 2 and not skipped
+        copied = saved(engine, tmp_path / f"copy{number}", 2)
+        assert_whole(world, copied)
+        assert_equal(world, path, copied)
+
+
+@parallel(ranks=[2, 4], limit_s=200)
+@each_zero
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_resumed_run_has_the_same_losses(comm, tmp_path, zero, compute):
+    """In the same layout the same bits; with `zero` = 1 also those of the unsharded run, which
+    takes turns with it."""
+    world, d = World(comm), comm.size
+    settings = {**CHANGES, "precision.compute": compute}
+    straight = build(world, {**settings, **sharded(zero, d=d)})
+    saved_at = 2
+    expected = stepped(straight, 0, saved_at)
+    saved(straight, tmp_path, saved_at)
+    expected += stepped(straight, saved_at, 5)
+
+    resumed = build(world, {**settings, **sharded(zero, d=d)})
+    checkpoints(resumed, tmp_path).resume("auto")
+    assert stepped(resumed, saved_at, 5) == expected[saved_at:]
+    if zero == 1:
+        plain = build(world, {**settings, **layout(d=d)})
+        assert stepped(plain, 0, saved_at) == expected[:saved_at]
+        path = saved(plain, tmp_path / "plain", saved_at)
+        assert_equal(world, path, tmp_path / path.name)
+        checkpoints(plain, tmp_path).resume("auto")
+        assert stepped(plain, saved_at, 5) == expected[saved_at:]
+
+
+@parallel(ranks=[4])
+@each_zero
+@pytest.mark.parametrize(("group", "shards"), [("all", 4), (2, 2)])
+def test_shares_are_even_and_boxes_few(comm, tmp_path, zero, group, shards):
+    """Each cut of a unit adds three boxes to one tensor of each kind: the rest of a row stands
+    alone on both sides."""
+    world = World(comm)
+    # not too small: vectors stand together, each on a row of its own, which is mostly padding then
+    engine = build(world, {**CHANGES, **sharded(zero, group, d=4), "model.hidden": 128})
+    path = saved(engine, tmp_path, 1)
+
+    def counted() -> tuple[int, list[float]]:
+        tensors = read_manifest(path).tensors.values()
+        sizes = [one.stat().st_size for one in sorted(path.glob("rank*"))]
+        return sum(len(one.pieces) for one in tensors), [size / max(sizes) for size in sizes]
+
+    boxes, shares = world.on_root(counted)
+    assert len(shares) == 4 and min(shares) > 0.8
+    whole = build(world, {**CHANGES, **layout(d=4), "model.hidden": 128})
+    more = boxes - len(list(whole.state.pieces()))
+    cuts = len(engine.buffer.units) * (shards - 1)
+    # ranks of other groups share the writing, and cut a shard once more
+    assert more <= len(engine.state.kinds) * 3 * cuts + 4

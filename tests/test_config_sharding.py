@@ -1,0 +1,59 @@
+"""Sharding and offload in the configuration: what is refused, what is warned of, in which words."""
+
+from dataclasses import replace
+
+import pytest
+
+from ptdmpi.config import InputError, resolve
+from ptdmpi.config.legality import dear
+from tests._configs import small, tree
+
+SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"parallel.zero": 4}, "parallel.zero = 4: Input should be less than or equal to 3"),
+        (
+            {"parallel.shard_group": 2},
+            "parallel.shard_group = 2 belongs to parallel.zero = 1, 2 or",
+        ),
+        (
+            {**SHARDED, "parallel.shard_group": 3},
+            "parallel.shard_group = 3 does not divide the data axis, 4; legal nearby: 1 or 2 or 4",
+        ),
+        ({**SHARDED, "parallel.schedule": "zb-h1"}, "legal: zero = 0 or 1, or schedule = "),
+        ({**SHARDED, "run.reproducible": True}, "legal: zero = 0 or 1"),
+    ],
+)
+def test_sharding_that_makes_no_sense_is_refused(changes, line):
+    with pytest.raises(InputError) as caught:
+        resolve(tree(changes), 4)
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "node_ranks", "group"),
+    [(1, 2, 2), (1, 3, 2), (2, 2, 1), (1, 8, "all"), (2, 8, "all")],
+)
+def test_the_shards_of_a_node(tensor, node_ranks, group):
+    """As many data ranks as stand on a node, and divide the axis."""
+    changes = {**SHARDED, "parallel.shard_group": "node", "parallel.tensor": tensor}
+    config = resolve(tree(changes), 8 if tensor == 1 else 4 * tensor, node_ranks)
+    assert config.parallel.shard_group == group
+    assert resolve(tree(changes), 8).parallel.shard_group == "all"  # one node is taken to have all
+
+
+def test_many_microbatches_are_warned_of():
+    layout = small({**SHARDED, "parallel.shard_group": 2}, 4).layout
+    assert layout.shards == 2 and layout.sharding == "ZeRO 3 in 2 shards"
+    (line,) = dear(layout, 8)
+    assert line.startswith("warning: parallel.zero = 3 sums gradients 2 times a step")
+    assert not list(dear(layout, 4)) and not list(dear(replace(layout, zero=1), 8))
+
+
+def test_offload_is_said_too():
+    changes = {**SHARDED, "parallel.offload": "disk"}
+    assert small(changes, 2).layout.sharding == "ZeRO 3 in 2 shards, offload disk"
+    assert small({"parallel.offload": "optimizer"}).layout.sharding == "offload optimizer"

@@ -1,0 +1,205 @@
+"""`python -m benchmarks.network.page`: the tables and pictures of docs/ptd-vs-zero3.md.
+
+The simulated part is the planner's; the measured one is what `benchmarks.network.ptd_zero3` left.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import ROOT
+from benchmarks.network.case import PTD_P, ZERO_3, Compared
+from benchmarks.network.nodes import NodeLink
+from benchmarks.planning.rows import PublishedRun, published
+from benchmarks.planning.validate_plan import predicted
+from benchmarks.turns import spread
+from ptdmpi.base.disk import write_whole
+
+PAGE = ROOT / "docs/ptd-vs-zero3.md"
+PICTURES = ROOT / "docs/pictures"
+RESULTS = Path(__file__).parent / "results/ptd_zero3.json"
+COLORS = {PTD_P: "#1f4e8c", ZERO_3: "#c8511b"}
+
+
+def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
+    """Way -> its published runs in the order of Table 2, and the TFLOP/s per GPU predicted."""
+    return {
+        way: [
+            (row, predicted(row).hardware_tflops_per_rank)
+            for row in published()
+            if row.dataset == f"Table 2, {way}"
+        ]
+        for way in (PTD_P, ZERO_3)
+    }
+
+
+def simulated_lines() -> Iterator[str]:
+    """Table 2 in Markdown: each model and scale, published and simulated, and the ratios."""
+    yield (
+        "| model | GPUs | batch | ZeRO-3: b | published | simulated | PTD-P: t, p, d | published "
+        "| simulated | PTD-P / ZeRO-3 published | simulated |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    ways = table_2()
+    for (ptd, ptd_guess), (zero, zero_guess) in zip(ways[PTD_P], ways[ZERO_3], strict=True):
+        sizes = ptd.layout
+        yield (
+            f"| {zero.name.split()[1]} | {_both(zero.layout.ranks, sizes.ranks)} "
+            f"| {_both(zero.batch, ptd.batch)} "
+            f"| {zero.layout.micro_size} | {zero.value:.0f} | {zero_guess:.0f} "
+            f"| {sizes.tensor}, {sizes.pipeline}, {sizes.data} | {ptd.value:.0f} | {ptd_guess:.0f} "
+            f"| {ptd.value / zero.value:.2f} | {ptd_guess / zero_guess:.2f} |"
+        )
+
+
+def _both(zero: int, ptd: int) -> str:
+    return f"{zero}" if zero == ptd else f"{zero}; {ptd}"
+
+
+def measured_lines(results: dict[str, Any]) -> Iterator[str]:
+    """What was measured, in Markdown; ratios are taken round by round."""
+    case, here = results["case"], results["machine"]
+    yield (
+        f"GPT l={case['layers']} h={case['hidden']} a={case['heads']} s={case['seq_length']} "
+        f"V={case['vocab_size']}, fp32, on {here['cores']} cores ({here['cpu']}), "
+        f"{case['rounds']} rounds, {results['measured'][:10]}:"
+    )
+    yield from ("", "![tokens/s over the batch](pictures/ptd-vs-zero3.png)", "")
+    yield "| ranks | link | batch | PTD-P tokens/s | ZeRO-3 tokens/s | PTD-P / ZeRO-3 |"
+    yield "|---|---|---|---|---|---|"
+    for run in results["runs"]:
+        for row in run["rows"]:
+            ptd, zero = (row["ways"][way]["tokens_per_s"] for way in (PTD_P, ZERO_3))
+            ratios = [one / other for one, other in zip(ptd, zero, strict=True)]
+            yield (
+                f"| {run['ranks']} | {NodeLink(**run['link'])} | {row['batch']} | {_rates(ptd)} "
+                f"| {_rates(zero)} | {spread(ratios)} |"
+            )
+    formula = Compared(**case).zero_bytes / 1e6
+    yield ""
+    yield "What the link did for MPI, and what crossed it in a step, both ways together, from the"
+    yield f"smallest batch to the largest, in MB (3 psi elements are {formula:.1f}):"
+    yield ""
+    sizes = list(results["runs"][0]["one_way_s"])
+    yield _cells(["ranks", "link", *(_size(int(size)) for size in sizes), PTD_P, ZERO_3])
+    yield "|---|---|" + "---|" * (len(sizes) + 2)
+    for run in results["runs"]:
+        times = [_rate(int(size), run["one_way_s"][size]) for size in sizes]
+        sent = [_range(run["rows"], way) for way in (PTD_P, ZERO_3)]
+        yield _cells([str(run["ranks"]), str(NodeLink(**run["link"])), *times, *sent])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rates(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def _size(size: int) -> str:
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if size >> shift:
+            return f"{size >> shift} {unit}"
+    return f"{size} bytes"
+
+
+def _rate(size: int, seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if size < 1 << 20 else f"{size * 8e-6 / seconds:.0f} Mbit/s"
+
+
+def _range(rows: Sequence[dict[str, Any]], way: str) -> str:
+    """From the smallest batch to the largest."""
+    sent = [row["ways"][way]["sent_bytes"] / 1e6 for row in rows]
+    return f"{sent[0]:.1f} to {sent[-1]:.1f}"
+
+
+def draw_simulated(path: Path) -> None:
+    """Figure 10 of the paper: TFLOP/s per GPU over GPUs, published as circles, simulated as
+    crosses on a line."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7.6, 3.2), dpi=110, layout="constrained")
+    models = ("174.6B", "529.6B")
+    panels = canvas.subplots(1, 2, sharey=True)
+    for axes, model in zip(panels, models, strict=True):
+        for way, rows in table_2().items():
+            own = [pair for pair in rows if pair[0].name.split()[1] == model]
+            at = [row.layout.ranks for row, _ in own]
+            guesses = [guess for _, guess in own]
+            color = COLORS[way]
+            points = [row.value for row, _ in own]
+            axes.plot(at, points, "o", color=color, label=f"{way}, published")
+            axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{way}, simulated")
+        axes.set_title(f"GPT of {model}, Selene", loc="left", fontsize=10)
+    for axes in panels:  # the scale that they share is known
+        _finish(axes, "GPUs", "TFLOP/s per GPU")
+    canvas.savefig(path)
+
+
+def draw_measured(results: dict[str, Any], path: Path) -> None:
+    """Tokens/s over the batch, a panel for each number of ranks; bars from least to greatest."""
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7.6, 3.4), dpi=110, layout="constrained")
+    counts = sorted({run["ranks"] for run in results["runs"]})
+    for axes, ranks in zip(canvas.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):
+        for run in (run for run in results["runs"] if run["ranks"] == ranks):
+            link = NodeLink(**run["link"])
+            for way, color in COLORS.items():
+                rates = [row["ways"][way]["tokens_per_s"] for row in run["rows"]]
+                middle = [statistics.median(values) for values in rates]
+                below = [m - min(values) for m, values in zip(middle, rates, strict=True)]
+                above = [max(values) - m for m, values in zip(middle, rates, strict=True)]
+                axes.errorbar(
+                    [row["batch"] for row in run["rows"]],
+                    middle,
+                    yerr=[below, above],
+                    fmt="o-" if link.rate_mbit else "x--",
+                    color=color,
+                    linewidth=1.0,
+                    capsize=2,
+                    label=f"{way}, {link}",
+                )
+        axes.set_xscale("log", base=2)
+        batches = results["case"]["batches"]
+        axes.set_xticks(batches, map(str, batches))
+        axes.set_title(f"{ranks} ranks on two nodes", loc="left", fontsize=10)
+        _finish(axes, "batch (sequences)", "tokens/s")
+    canvas.savefig(path)
+
+
+def _finish(axes: Any, across: str, up: str) -> None:
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.legend(frameon=False, fontsize=7)
+
+
+def replaced(text: str, name: str, lines: Iterator[str]) -> str:
+    """`text` with the lines between `<!-- NAME -->` and `<!-- end of NAME -->` put anew."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{PAGE.name} has no place for {name}")
+    return before + begin + "\n".join(["", *lines, "", ""]) + end + after
+
+
+def main() -> None:
+    text = replaced(PAGE.read_text(encoding="utf-8"), "simulated", simulated_lines())
+    draw_simulated(PICTURES / "table-2.png")
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text(encoding="utf-8"))
+        text = replaced(text, "measured", measured_lines(results))
+        draw_measured(results, PICTURES / "ptd-vs-zero3.png")
+    write_whole(PAGE, text)
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

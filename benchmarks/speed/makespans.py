@@ -1,0 +1,108 @@
+"""The runner beside the simulator: steps of stages that sleep, and what an op costs the host.
+
+    . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
+
+prints for each schedule how long a step of the runner takes over what the simulator foresees, and
+of ops that do nothing the microseconds that the host needs for each. A sleep is short work that
+needs no core, so ranks may outnumber cores; whatever else runs on them is measured, too.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from mpi4py import MPI
+
+from ptdmpi.comm.communicator import OneRank
+from ptdmpi.comm.world import World
+from ptdmpi.engine.runner import Runner
+from ptdmpi.model.stage import Boundary
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.layout.grid import Grid
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.program import post_early, programs
+from ptdmpi.plan.schedule.simulate import Costs, simulate
+from ptdmpi.watch.stopwatch import Place, Stopwatch
+
+OP_S = 0.03  # of F, I and W; a B is two of them
+MICROBATCHES = 8
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
+
+
+class Sleeper:
+    """A stage whose ops sleep for `op_s`; its activations are small."""
+
+    in_flight = 0
+
+    def __init__(self, number: int, stages: int, op_s: float) -> None:
+        self.first, self.last, self.op_s = number == 0, number == stages - 1, op_s
+        self.boundary = Boundary((4, 1, 8), TensorAxis(OneRank()), False)
+
+    def _slept(self, times: int, silent: bool) -> torch.Tensor | None:
+        if self.op_s:
+            time.sleep(times * self.op_s)
+        return None if silent else torch.zeros(self.boundary.shape)
+
+    def forward_microbatch(self, microbatch: int, x: object) -> torch.Tensor | None:
+        return self._slept(1, self.last)
+
+    def backward_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+        return self._slept(2, self.first)
+
+    def input_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+        return self._slept(1, self.first)
+
+    def weight_microbatch(self, microbatch: int, nothing: object) -> None:
+        self._slept(1, True)
+
+
+@dataclass(frozen=True)
+class Makespan:
+    """Seconds of a step on `ranks` pipeline ranks, and microseconds of the host per op and message
+    where ops do nothing."""
+
+    schedule: str
+    ranks: int
+    taken_s: float
+    simulated_s: float
+    per_action_us: float
+
+    def __str__(self) -> str:
+        over = self.taken_s / self.simulated_s - 1
+        return (
+            f"{self.schedule:<12} p={self.ranks}  {self.taken_s:.4f} s, simulated "
+            f"{self.simulated_s:.4f} s: {over:+.2%}; {self.per_action_us:.0f} us per action"
+        )
+
+
+def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
+    """The quickest of `repeats` steps of each schedule on all ranks; every rank calls it alike."""
+    axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
+    axis = axes["pipeline"]
+    for kind, virtual in SCHEDULES:
+        schedule = build(kind, comm.size, virtual, MICROBATCHES)
+        program = programs(schedule)[axis.rank]
+        program = post_early(program) if axis.posts_early else program
+        taken = {OP_S: math.inf, 0.0: math.inf}
+        for op_s in taken:
+            own = schedule.stages_of(axis.rank)
+            stages = {number: Sleeper(number, schedule.stages, op_s) for number in own}
+            runner = Runner(stages, axis, torch.float32, torch.device("cpu"))
+            for _ in range(repeats):
+                watch = Stopwatch(comm.rank, Place(), axes.clock)
+                comm.Barrier()
+                began_s = time.perf_counter()
+                runner.run(schedule, program, watch)
+                own_s = time.perf_counter() - began_s
+                taken[op_s] = min(taken[op_s], comm.allreduce(own_s, MPI.MAX))
+        simulated_s = simulate(schedule, Costs(OP_S, 2 * OP_S)).makespan_s
+        per_action_us = 1e6 * taken[0.0] / len(program)
+        yield Makespan(kind, comm.size, taken[OP_S], simulated_s, per_action_us)
+
+
+if __name__ == "__main__":
+    for row in rows(MPI.COMM_WORLD):
+        if MPI.COMM_WORLD.rank == 0:
+            print(row, flush=True)

@@ -1,0 +1,81 @@
+"""Other trainers, each in a folder of its own, pinned, beside the project's torch: installed when a
+row asks for one."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.launch import ROOT
+
+FOLDER = ROOT / ".peers"
+LIMIT_S = 600.0
+# Complete but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
+PINS: dict[str, tuple[str, ...]] = {
+    "deepspeed": (
+        "deepspeed==0.19.0",
+        "einops==0.8.2",
+        "hjson==3.1.0",
+        "msgpack==1.2.4",
+        "py-cpuinfo==9.0.0",
+    ),
+    "torchtitan": (
+        "torchtitan==0.3.0",
+        "docstring_parser==0.18.0",
+        "spmd_types==0.2.3",
+        "typeguard==4.6.0",
+        "tyro==1.0.17",
+    ),
+}
+
+
+class PeerMissing(Exception):
+    """A peer cannot be installed here; the message says why."""
+
+
+def install(tool: str) -> None:
+    """Make `tool` ready to be imported, where it is not yet. Raises PeerMissing."""
+    pins = PINS.get(tool, ())
+    place = FOLDER / tool
+    listed = place / "pins.txt"
+    if not pins or (listed.exists() and listed.read_text().split() == list(pins)):
+        return
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as work:
+        fresh = Path(work) / tool
+        _pip(["--target", str(fresh), *pins])
+        (fresh / "pins.txt").write_text("\n".join(pins) + "\n")
+        if place.exists():
+            place.rename(Path(work) / "old")
+        fresh.rename(place)
+
+
+def _pip(words: Sequence[str]) -> None:
+    """Raises PeerMissing with pip's errors."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # what has no wheel is built with the project's setuptools, for setup scripts ask for torch
+    flags = ["--no-deps", "--no-build-isolation", "--no-compile", "--root-user-action=ignore"]
+    try:
+        done = subprocess.run(
+            [*command, *flags, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PeerMissing(f"pip did not end within {LIMIT_S:.0f} s") from None
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise PeerMissing((errors or done.stderr.splitlines() or ["pip failed"])[-1])
+
+
+def environment(tool: str) -> dict[str, str]:
+    """What the processes of `tool` have in their environment beside the usual."""
+    if tool not in PINS:
+        return {}
+    # its own versions come before the project's
+    return {"PYTHONPATH": os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])}

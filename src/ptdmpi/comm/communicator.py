@@ -71,6 +71,7 @@ class Communicator(ABC):
         self.tally = Tally(self.size)
         self.busy = ""
         self._waits: Total | None = None
+        self._begun: set[_UnderWay] = set()
 
     @contextlib.contextmanager
     def counting(self, waits: Total) -> Iterator[None]:
@@ -81,6 +82,11 @@ class Communicator(ABC):
             yield
         finally:
             self._waits = None
+
+    def under_way(self) -> "list[_UnderWay]":
+        """Collectives that were begun and that nobody has waited for to their end, each with its
+        tensors: the wire may still write there, also when whoever began them has failed."""
+        return list(self._begun)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -222,7 +228,11 @@ class Communicator(ABC):
         tensors = [one for one in arguments if isinstance(one, Tensor)]
         self.tally.add(name, max(one.nbytes for one in tensors))
         handle = self.timed(name, work, *arguments)
-        return handle if handle is DONE else _UnderWay(self, name, handle)
+        if handle is DONE:
+            return handle
+        begun = _UnderWay(self, name, handle, tensors)
+        self._begun.add(begun)
+        return begun
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
     # The smaller tensor of a gather or scatter may be its own place in the larger one.
@@ -247,16 +257,23 @@ class Communicator(ABC):
 
 
 class _UnderWay:
-    """A collective that was begun: waiting for it is time in it, as beginning it was."""
+    """A collective that was begun: waiting for it is time in it, as beginning it was. Until then
+    its group keeps it and its tensors, whoever else lets go of them."""
 
-    def __init__(self, group: Communicator, name: str, handle: Handle) -> None:
-        self._group, self._name, self._handle = group, name, handle
+    def __init__(
+        self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
+    ) -> None:
+        self._group, self.name, self._handle, self._tensors = group, name, handle, tensors
 
     def wait(self) -> None:
-        self._group.timed(self._name, self._handle.wait)
+        self._group.timed(self.name, self._handle.wait)
+        self._group._begun.discard(self)
 
     def done(self) -> bool:
-        return self._handle.done()
+        done = self._handle.done()
+        if done:
+            self._group._begun.discard(self)
+        return done
 
 
 class OneRank(Communicator):
@@ -268,7 +285,7 @@ class OneRank(Communicator):
         self.rank, self.size = 0, 1
         self.tally = Tally(1)
         self.clock, self.group = HOST, ""
-        self.busy, self._waits = "", None
+        self.busy, self._waits, self._begun = "", None, set()
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")

@@ -64,7 +64,8 @@ def contradiction(space: Space) -> str:
     told = [[*replace(plain, zero=zero).mistakes(None, None)] for zero in space.zero]
     if space.shard_group == "node" and space.zero == (0,):
         told = [[*found, groups_need_zero("node")] for found in told]
-    return "; ".join(min(told, key=len))
+    fewest = min(told, key=len)  # of the stages that it may take, any
+    return "; ".join(fewest)
 
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:

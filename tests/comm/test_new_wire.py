@@ -96,17 +96,17 @@ def test_a_step_that_is_broken_off_with_collectives_under_way(comm, zero, kinds)
     with patch.object(Walk, "backward", out_of_luck()), pytest.raises(RuntimeError, match="luck"):
         steps_of(engine, 1)
     gc.collect()
-    assert {begun.name for begun in group.under_way()} == kinds
+    assert {begun.name for begun in group.under_way} == kinds
     found = steps_of(engine, 2)
     gc.collect()
     assert Unfinished.dropped == 0
     for one, known in zip(found, expected, strict=True):
         assert (one.loss, one.grad_norm) == (known.loss, known.grad_norm)
     # nobody but the wire wants what is left of the step that was broken off
-    assert {begun.name for begun in group.under_way()} == {"reduce_scatter"}
-    for begun in group.under_way():
+    assert {begun.name for begun in group.under_way} == {"reduce_scatter"}
+    for begun in list(group.under_way):
         begun.wait()
-    assert not any(one.under_way() for one in engine.axes.groups.values())
+    assert not any(one.under_way for one in engine.axes.groups.values())
 
 
 def _data_plane(engine: Engine) -> list:

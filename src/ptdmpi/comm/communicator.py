@@ -52,7 +52,8 @@ class Communicator(ABC):
 
     MPI carries the control messages on every wire. `busy` names the collective that this rank is
     in, and is empty outside; another thread may read it. `tally` counts what this rank sends of
-    tensors; one thread sends.
+    tensors; one thread sends. `under_way` keeps the collectives that nobody has waited for to their
+    end, with their tensors: the wire may still write there when whoever began them has failed.
 
     A wire says of itself: `exact`, that sums are taken in ascending rank order, in float32 at
     least, so that they depend neither on how a tensor is cut into messages nor on the library's
@@ -71,7 +72,7 @@ class Communicator(ABC):
         self.tally = Tally(self.size)
         self.busy = ""
         self._waits: Total | None = None
-        self._begun: set[_UnderWay] = set()
+        self.under_way: set[_UnderWay] = set()
 
     @contextlib.contextmanager
     def counting(self, waits: Total) -> Iterator[None]:
@@ -82,11 +83,6 @@ class Communicator(ABC):
             yield
         finally:
             self._waits = None
-
-    def under_way(self) -> "list[_UnderWay]":
-        """Collectives that were begun and that nobody has waited for to their end, each with its
-        tensors: the wire may still write there, also when whoever began them has failed."""
-        return list(self._begun)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -228,11 +224,7 @@ class Communicator(ABC):
         tensors = [one for one in arguments if isinstance(one, Tensor)]
         self.tally.add(name, max(one.nbytes for one in tensors))
         handle = self.timed(name, work, *arguments)
-        if handle is DONE:
-            return handle
-        begun = _UnderWay(self, name, handle, tensors)
-        self._begun.add(begun)
-        return begun
+        return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
     # The smaller tensor of a gather or scatter may be its own place in the larger one.
@@ -257,22 +249,22 @@ class Communicator(ABC):
 
 
 class _UnderWay:
-    """A collective that was begun: waiting for it is time in it, as beginning it was. Until then
-    its group keeps it and its tensors, whoever else lets go of them."""
+    """A collective that was begun: waiting for it is time in it, as beginning it was."""
 
     def __init__(
         self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
     ) -> None:
         self._group, self.name, self._handle, self._tensors = group, name, handle, tensors
+        group.under_way.add(self)
 
     def wait(self) -> None:
         self._group.timed(self.name, self._handle.wait)
-        self._group._begun.discard(self)
+        self._group.under_way.discard(self)
 
     def done(self) -> bool:
         done = self._handle.done()
         if done:
-            self._group._begun.discard(self)
+            self._group.under_way.discard(self)
         return done
 
 
@@ -285,7 +277,7 @@ class OneRank(Communicator):
         self.rank, self.size = 0, 1
         self.tally = Tally(1)
         self.clock, self.group = HOST, ""
-        self.busy, self._waits, self._begun = "", None, set()
+        self.busy, self._waits, self.under_way = "", None, set()
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")

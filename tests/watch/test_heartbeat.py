@@ -212,6 +212,23 @@ def test_a_rank_in_a_collective_is_told_by_its_group(comm, tmp_path, shards, gro
     assert culprits(table, ranks, 0.0) == [0, 1, 2]
 
 
+@pytest.mark.long
+def test_a_hang_of_a_sharded_rank(tmp_path):
+    """Its own group waits for it in the midst of an op; the other one at the sum over both."""
+    sizes = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 4}
+    sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "batch.micro_size": 2}
+    act = "time.sleep(99)"
+    more = {**sizes, **sharded, "run.stall_s": 8.0}
+    done = run_patched(tmp_path, act, "B0.0", 3, **more)
+    assert done.returncode not in (0, 2, 75)
+    assert f"held up by rank 3 ({HOST})" in log(tmp_path / "run")
+    table = rows_of(tmp_path)
+    assert re.match(r"B0\.0 +\d+ s +<-- here$", table[3])
+    assert re.match(r"B0\.0, in \w+ \(shard\) +\d+ s +3$", table[2])
+    for rank in (0, 1):
+        assert re.match(rf"reduce, in all_reduce \(replicate\) +\d+ s +{rank + 2}$", table[rank])
+
+
 def judge(stall_s: float) -> tuple[Judge, list[str]]:
     said: list[str] = []
     return Judge(Ranks(training_grid(data=2), ["a", "b"]), stall_s, said.append), said

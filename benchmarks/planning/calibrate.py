@@ -1,8 +1,10 @@
-"""`make calibrate`: what software reaches of the data sheets, from three published files alone.
+"""`make calibrate`: what software reaches of the data sheets, from published files alone.
 
 Writes `src/ptdmpi/presets/efficiency.toml`. Links come from NCCL's all-reduce times within a node;
-products and memory from the times of one layer (Korthikanti et al. 2022, Table 4) and of a small
-model on one GPU (Narayanan et al. 2021, Figure 7). Nothing else is looked at.
+products and memory from the times of one layer (Korthikanti et al. 2022, Table 4), of a small model
+on one GPU (Narayanan et al. 2021, Figure 7) and of products on an A100 (those beside Anthony et al.
+2024, arXiv 2401.14489); other devices from what their best products reach (Bekman). `FILES` are all
+that is read.
 """
 
 from collections.abc import Iterator
@@ -22,6 +24,10 @@ from ptdmpi.plan.machine.kernels import Machine
 OUTPUT = ROOT / "src/ptdmpi/presets/efficiency.toml"
 RINGS = "vtrain_nccl_allreduce_lut_sample"
 LAYERS = "korthikanti2022_table4_layer"
+SMALL = "narayanan2021_figures"  # of which Figure 7 alone is looked at
+PRODUCTS = "eleutherai_cookbook_gemm"
+DEVICES = "bekman_matmul_flops"
+FILES = (RINGS, LAYERS, SMALL, PRODUCTS, DEVICES)
 HEADER = """\
 # What software reaches of the data sheets. Written by `make calibrate` from published files alone
 # (benchmarks/planning/calibrate.py says which); no value is set by hand.
@@ -64,14 +70,22 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
         parallel = "Sequence" in row["experiment"]
-        layout = Layout(int(row["t"]), 1, 1, 1, int(row["b"]), sequence_parallel=parallel)
-        layer = LayerTimes(machine, model, layout)
         mode = "none"
         if "ecompute" in row["experiment"] and "no recompute" not in row["experiment"]:
             mode = "full" if "full" in row["experiment"] else "selective"
         elif "Selective" in row["experiment"]:
             mode = "selective"
-        backward = layer.backward + layer.recomputed(mode)
+        layout = Layout(
+            int(row["t"]),
+            1,
+            1,
+            1,
+            int(row["b"]),
+            recompute=mode,
+            sequence_parallel=parallel,
+        )
+        layer = LayerTimes(machine, model, layout)
+        backward = layer.backward + layer.recomputed(layout)
         name = f"Table 4, {row['experiment']}"
         yield f"{name}, forward", layer.forward.total, float(row["forward_ms"]) * 1e-3
         yield f"{name}, backward", backward.total, float(row["backward_ms"]) * 1e-3
@@ -80,7 +94,7 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
     """(name, predicted, measured) of Figure 7. It does not say whether its FLOP/s count what is
     recomputed: `recomputation` is "counted", as the file takes it, or "not counted"."""
-    for row in published():
+    for row in published(SMALL):
         if row.calibrates:
             price = Pricer(cluster, row.model, row.batch, "fp16").price(row.layout)
             measured_s = row.step_time_s
@@ -89,10 +103,19 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
             yield f"Figure 7, b={row.layout.micro_size}", price.step_time_s, measured_s
 
 
+def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
+    """(name, predicted, measured) of products of matrices."""
+    machine = Machine(cluster, "fp16", 2)
+    for row in read(PRODUCTS):
+        batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
+        measured_s = 2e-12 * batch * m * n * k / float(row["tflops"])
+        yield f"Product, {row['product']}", machine.gemm_s(m, n, k, batch), measured_s
+
+
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
-    return [*layer_rows(newer), *small_rows(cluster, recomputation)]
+    return [*layer_rows(newer), *small_rows(cluster, recomputation), *product_rows(cluster)]
 
 
 def kernels(
@@ -131,7 +154,20 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     reading = min(("counted", "not counted"), key=lambda reading: found[reading, size][0])
     values = found[reading, size][1]
     older = {**values, **links("v100", volta.node.link_bytes_per_s, known)}
-    return {"a100": values, "v100": older}, reading
+    return {"a100": values, "v100": older, **others(values)}, reading
+
+
+def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Devices of which no layer is published: what the best products reach there of their peak, set
+    beside what they reach on an A100, is what a layer's products do."""
+    reached = {
+        row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
+    }
+    of_a100 = reached.pop("a100")
+    return {
+        name: {**values, "gemm_fraction": values["gemm_fraction"] * share / of_a100}
+        for name, share in reached.items()
+    }
 
 
 def main() -> None:

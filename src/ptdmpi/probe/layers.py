@@ -92,8 +92,7 @@ class Layers:
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
         """The cluster `tree` with its fractions, launches, updates and steps as measured."""
-        with self.bench.phase("whole layers", len(self.cases)):
-            taken = [self._take(case, 1) for case in self.cases]
+        taken = self.taken()
         small, large = (pick(taken, key=lambda one: one.elements) for pick in (min, max))
         per_element_s = (large.optimizer_s - small.optimizer_s) / (large.elements - small.elements)
         per_element_s = max(per_element_s, 1e-12)
@@ -118,6 +117,11 @@ class Layers:
                 shared = [self._take(case.scaled(tensor), tensor) for case in self.cases]
             tree = self._fitted(tree, (("efficiency", "link_fraction"),), shared, tensor)
         return tree
+
+    def taken(self) -> list[Taken]:
+        """Each case, timed on one rank each."""
+        with self.bench.phase("whole layers", len(self.cases)):
+            return [self._take(case, 1) for case in self.cases]
 
     def _tensor(self) -> int:
         local = self.world.local_size

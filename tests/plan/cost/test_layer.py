@@ -65,3 +65,18 @@ def test_lists_of_parts_cost_by_their_number():
     assert many - few > small * 3 * 256 * each_s
     newer = Pricer(load_cluster("dgx-h100"), MODEL, 512, "bf16")
     assert sum(newer.data.in_ops(layouts[1], 2, (True, True))[:2]) < many / 8
+
+
+def test_no_layer_is_faster_than_its_host(machine):
+    """17 kernels and messages forwards at t = 8, 35 backwards; what takes longer is as before."""
+    small, layout = load_model("l=4,h=1024,a=16"), Layout(8, 1, 1)
+    layer = LayerTimes(machine, small, layout)
+    assert layer.launches == (17, 35)
+    launch_s = SELENE.software.launch_s
+    assert layer.forward.total == pytest.approx(17 * launch_s)
+    assert layer.backward.launched.compute == pytest.approx(35 * launch_s - layer.backward.messages)
+    pricer = Pricer(SELENE, small, 8, "fp16")
+    forward, backward = pricer.stage_seconds(layout)[0]
+    assert forward.total > 4 * 17 * launch_s and backward.total > 4 * 35 * launch_s
+    large = LayerTimes(machine, load_model("l=4,h=12288,a=96"), layout)
+    assert large.forward.total == large.forward.compute + large.forward.messages

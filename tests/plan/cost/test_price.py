@@ -105,7 +105,8 @@ def test_zero_divides_what_it_says():
     assert at[1].gradients == pytest.approx(at[0].gradients * (2 + 4 / 64) / 6)
     largest = 4 * 5120**2  # elements of the first linear behind the attention, 2 bytes each
     whole = [memory.working - at[0].working for memory in at]
-    assert whole == pytest.approx([0, 0, 2 * largest, 4 * largest])
+    # a gradient and the flat copy that a list collective makes of it, and then a weight
+    assert whole == pytest.approx([0, 0, 4 * largest, 6 * largest])
 
 
 def test_a_drawn_step_ends_with_the_data_axis_and_the_optimizer():
@@ -158,7 +159,7 @@ def test_a_trillion_parameters_are_priced_in_seconds():
 def test_published_runs():
     """What docs/planning.md says; the bars are what is reached, with a little room."""
     reached = {row[0]: row[2] for row in error_table()[1:]}
-    bars = {"Table 1": 3, "Table 2, PTD-P": 2, "Table 2, ZeRO-3": 12, "Figures 11 to 18": 6}
+    bars = {"Table 1": 2.1, "Table 2, PTD-P": 2, "Table 2, ZeRO-3": 12.5, "Figures 11 to 18": 6}
     for dataset, bar in bars.items():
         assert float(reached[dataset].rstrip("%")) < bar, dataset
     verdicts = [row[-1] for row in best_table()[1:]]

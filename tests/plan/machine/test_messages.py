@@ -62,7 +62,7 @@ def test_a_slow_fabric_and_a_lone_rank_count():
     assert nccl.all_reduce_s(size, fabric(4, step_s=1e-3)) > 4e-3
     # one rank of each node: LL128 reaches 0.7 of the rate, so large messages take Simple
     lone = Fabric(8, 8, 24.8e9, LINK_S, 3e-6, 105e9)
-    expected = 7 * 9.6e-6 + 7 / 8 * (1 << 32) / 24.8e9
+    expected = 1.9 * 7 * 9.6e-6 + 7 / 8 * (1 << 32) / 24.8e9
     assert nccl.all_gather_s(1 << 32, lone) == pytest.approx(expected)
 
 
@@ -71,3 +71,13 @@ def test_more_bytes_never_take_less():
     for group in (fabric(2), fabric(16), fabric(64, 1, 24.8e9), fabric(512)):
         times = [nccl.all_reduce_s(1.19**power, group) for power in range(20, 140)]
         assert times == sorted(times)
+
+
+def test_small_parts_take_ll():
+    """16 KB over 192 nodes: 191 of 1535 steps over the network, others 1.8 times a node's."""
+    many = fabric(192, step_s=2e-6)
+    steps_s = 191 * 2.7e-6 + 1344 * 0.47e-6 * 1.8
+    assert nccl.all_gather_s(16384, many) == pytest.approx(steps_s, rel=0.01)
+    # a quarter of the rate, and no more than 19 GB/s: a megabyte takes LL128 again
+    size = 1 << 27
+    assert nccl.all_gather_s(size, fabric(2)) < 15 / 16 * size / 19e9

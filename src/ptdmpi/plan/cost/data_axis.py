@@ -18,9 +18,11 @@ from functools import cache
 from typing import NamedTuple
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.activations import WIDE_BYTES
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import ALIGNMENT
 
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
@@ -73,7 +75,7 @@ class DataAxis:
 
     def behind(self, layout: Layout, elements: float) -> Behind:
         """What follows the last backward; the tied table's sum over the pipeline's ends too."""
-        gradients_s, weights_s = self._ends_s(layout), 0.0
+        gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         for unit, count in self._units(layout, elements):
             one = self._behind(layout.zero, unit, self.shard_group(layout), self.replicas(layout))
             gradients_s += count * one.gradients_s
@@ -97,6 +99,14 @@ class DataAxis:
         if zero in (1, 2):
             weights_s = self.machine.all_gather_s(unit * self.machine.element_bytes, shards)
         return Behind(gradients_s, weights_s)
+
+    def _norms_s(self, layout: Layout, elements: float) -> float:
+        """The norms of rows of sharded gradients are gathered, for no cut divides a row."""
+        if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
+            return 0.0
+        return self.machine.all_gather_s(
+            elements / ALIGNMENT * WIDE_BYTES, self.shard_group(layout)
+        )
 
     def _ends_s(self, layout: Layout) -> float:
         """The first and the last stage sum the gradients of a tied table: of it or, where gradients

@@ -25,20 +25,30 @@ FUSED_SOFTMAX, PLAIN_SOFTMAX = (3.0, 4.0), (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time in kernels, and in messages over the tensor axis that the kernels wait for."""
+    """Time in kernels, in messages over the tensor axis that the kernels wait for, and of the host
+    that launches both. What the host has no time left for is computed later."""
 
     compute: float = 0.0
     messages: float = 0.0
+    host: float = 0.0
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.compute + other.compute, self.messages + other.messages)
+        return Seconds(
+            self.compute + other.compute, self.messages + other.messages, self.host + other.host
+        )
 
     def __mul__(self, times: int) -> "Seconds":
-        return Seconds(self.compute * times, self.messages * times)
+        return Seconds(self.compute * times, self.messages * times, self.host * times)
 
     @property
     def total(self) -> float:
-        return self.compute + self.messages
+        return max(self.compute + self.messages, self.host)
+
+    @property
+    def launched(self) -> "Seconds":
+        """The same with the time that the device waits for its host in `compute`."""
+        waits_s = max(0.0, self.host - self.compute - self.messages)
+        return Seconds(self.compute + waits_s, self.messages)
 
 
 @dataclass(frozen=True)
@@ -207,7 +217,7 @@ class LayerTimes(TensorRank):
         # branch and residual are read, their sum is written, and where dropout acts its mask
         residuals = 2 * self._stream(local * (3 * e + self.mask))
         compute = products + norms + merged + activation + residuals + self.core_forward_s
-        return Seconds(compute, 2 * self._sum_s)
+        return Seconds(compute, 2 * self._sum_s, self._host_s(self._forward_launches))
 
     @cached_property
     def backward(self) -> Seconds:
@@ -224,7 +234,8 @@ class LayerTimes(TensorRank):
         linears = sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
-        return Seconds(compute, self._backward_messages_s())
+        host_s = self._host_s(self._backward_launches)
+        return Seconds(compute, self._backward_messages_s(), host_s)
 
     @cached_property
     def weights(self) -> Seconds:
@@ -232,13 +243,15 @@ class LayerTimes(TensorRank):
         linear is gathered for it: the column-parallel ones' input, the others' gradient."""
         compute = sum(self._weight_gradient(w, self.tokens) for w in self.linears)
         gathers = len(self.linears) if self.layout.sequence_parallel else 0
-        return Seconds(compute, gathers * self._gather_s)
+        launches = gathers * (self.layout.tensor > 1) + self._weight_launches
+        return Seconds(compute, gathers * self._gather_s, self._host_s(launches))
 
     @cached_property
     def split_backward(self) -> Seconds:
         """Both parts of a split backward: no weight's gradient hides the sums of the first one."""
-        own = Seconds(self.backward.compute - self.weights.compute, 2 * self._sum_s)
-        return own + self.weights
+        compute = self.backward.compute - self.weights.compute
+        host_s = self._host_s(self._backward_launches - self._weight_launches)
+        return Seconds(compute, 2 * self._sum_s, host_s) + self.weights
 
     def _backward_messages_s(self) -> float:
         """Two sums, in front of each column-parallel linear, whose weight gradient may hide its
@@ -262,4 +275,57 @@ class LayerTimes(TensorRank):
         if mode == "full":
             gather_s = self._gather_s if layout.partition_activations else 0.0
             return self.forward + Seconds(0.0, gather_s)
-        return Seconds(self.core_forward_s if mode == "selective" else 0.0)
+        if mode == "selective":
+            return Seconds(self.core_forward_s, host=self._host_s(self._core_launches(False)))
+        return Seconds()
+
+    # -- what the host launches ------------------------------------------------------------------
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Kernels and messages of a forward and of a backward."""
+        return self._forward_launches, self._backward_launches
+
+    def _host_s(self, launches: int) -> float:
+        return launches * self.machine.launch_s
+
+    @property
+    def _unfused(self) -> bool:
+        return self.software.attention == "unfused" or self.model.attention_softcap > 0.0
+
+    def _core_launches(self, backward: bool) -> int:
+        """Products, softmax and dropout of attention, or one kernel."""
+        if not self._unfused:
+            return 1
+        return (4 if backward else 2) + 1 + self.software.dropout
+
+    @property
+    def _norm_count(self) -> int:
+        return (4 if self.model.block_norm == "sandwich" else 2) + self.model.qk_norm
+
+    @property
+    def _message_launches(self) -> int:
+        """Of a forward; a backward with sequence parallelism gathers two inputs beside."""
+        return (self.layout.tensor > 1) * (4 if self.layout.sequence_parallel else 2)
+
+    @property
+    def _forward_launches(self) -> int:
+        """Kernels of `forward`, as they stand there: linears and the bias of the first, norms,
+        heads side by side, activation, two residuals; and messages."""
+        bias = int(self.qkv.bias and self.software.attention == "unfused")
+        kernels = len(self.linears) + bias + self._norm_count + 1 + 1 + 2
+        return kernels + self._core_launches(False) + self._message_launches
+
+    @property
+    def _backward_launches(self) -> int:
+        inputs = sum(1 + weight.bias for weight in self.linears)
+        kernels = inputs + self._weight_launches + 3 * self._norm_count + 2 + 1
+        kernels += 2 * (self.mask > 0) + self._core_launches(True)
+        gathers = 2 * (self.layout.tensor > 1) * self.layout.sequence_parallel
+        return kernels + self._message_launches + gathers
+
+    @property
+    def _weight_launches(self) -> int:
+        """A product, and the kernel that adds it where it does not do so itself."""
+        adds = not (self.software.adds_in_place and self.e == self.g)
+        return len(self.linears) * (1 + adds)

@@ -240,6 +240,8 @@ class MemoryModel(StageMemory):
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         # a sum that proceeds while the next place is computed has a gradient of its own
         gradients = place if self.on_host else pair
+        if self.software.zero_unit == "tensor":
+            gradients += place  # torch's list collectives work on a copy of the whole
         return gradients * gradient + pair * self.compute_bytes * (layout.zero == 3)
 
 

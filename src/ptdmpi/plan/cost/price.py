@@ -94,8 +94,11 @@ class Pricer(StepTimes):
     def rough_work_s(self, layout: Layout) -> float:
         """The part of it that does not depend on what is sharded."""
         (layer, ends), config = self.kernels(layout), self.model.config
-        each = layer.forward.total + layer.backward.total
-        each += layer.recomputed(layout).total
+        back = layer.split_backward if splits(layout) else layer.backward
+        # of layers of which only some are recomputed: as if none of them were
+        if layout.recompute_layers is None:
+            back = back + layer.recomputed(layout)
+        each = layer.forward.total + back.total
         microbatches, p = layout.microbatches(self.batch), layout.pipeline
         # the mean rank stands in the middle: half of the others fill before it, half drain after;
         # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s

@@ -48,7 +48,9 @@ class StepTimes:
         layer, ends = self.kernels(layout)
         # a layer that is recomputed runs (part of) its forward once more, in front of its backward
         layer_backward = layer.split_backward if splits(layout) else layer.backward
-        again = layer_backward + layer.recomputed(layout)
+        layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
+        again = (layer_backward + recomputed_s).launched
+        layer_backward = layer_backward.launched
         most = layout.recompute_layers
         alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
         stages = []
@@ -60,7 +62,7 @@ class StepTimes:
                 backward = again * recomputed
                 if recomputed < len(own):
                     backward = backward + layer_backward * (len(own) - recomputed)
-                alike[key] = (layer.forward * len(own), backward)
+                alike[key] = (layer_forward * len(own), backward)
             stages.append(alike[key])
         forward, back = stages[0]
         stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
@@ -73,7 +75,7 @@ class StepTimes:
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
-        stages = [layer.weights * len(own) for own in self.memory.split(layout)]
+        stages = [layer.weights.launched * len(own) for own in self.memory.split(layout)]
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
         return stages

@@ -82,6 +82,11 @@ class Host(Section):
     disk_bytes_per_s: Amount | None = None
 
 
+# This trainer's forward and backward of a layer too small to compute, on one thread of an AMD EPYC:
+# 0.41 and 0.57 ms for 37 launches (benchmarks/planning/host_time.py).
+TRAINER_LAUNCH_S = 26e-6
+
+
 class Software(Section):
     """What the training program does on this cluster, where programs differ.
 
@@ -94,7 +99,9 @@ class Software(Section):
     sent on stays in its memory until its backward pass. `adds_in_place`: products add to the
     gradients of weights, and embeddings row by row. `tied_gradients_apart`: where one rank has both
     ends of the model, a tied table has a gradient for each of them. `wide_products`: half types are
-    multiplied in float32, on widened copies, as on a CPU without instructions for them.
+    multiplied in float32, on widened copies, as on a CPU without instructions for them. `launch_s`:
+    the host's time in the program for each kernel or message of a layer, which no layer is faster
+    than.
     """
 
     attention: Literal["unfused", "flash"]
@@ -109,6 +116,7 @@ class Software(Section):
     adds_in_place: bool
     tied_gradients_apart: bool
     wide_products: bool = False
+    launch_s: Delay = TRAINER_LAUNCH_S
 
     @model_validator(mode="before")
     @classmethod

@@ -16,6 +16,12 @@ from ptdmpi.plan.machine.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
+TILE_DEPTH = 32  # of the summed dimension that a tile takes at once (of NVIDIA's kernels: or 64)
+# Tensor cores want rows of 16 bytes (NVIDIA, "Matrix multiplication background", tensor core
+# requirements); without them 273 of 398 TFLOP/s are reached (stas00/ml-engineering,
+# training/performance, final recommendations: 4096 x 10922 on H100, and 10944, 2 % apart as the
+# multiples of 32 among its neighbours are from those of 64).
+ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 FLASH_BLOCK = 128  # of queries (Dao 2023, arXiv 2307.08691, section 3.3)
 
 
@@ -42,6 +48,11 @@ class Machine:
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
 
+    @property
+    def launch_s(self) -> float:
+        """What the host needs to launch a kernel or a message of a layer."""
+        return self.cluster.software.launch_s
+
     def stream_s(self, moved_bytes: float) -> float:
         """One kernel that reads and writes so many bytes and computes next to nothing."""
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
@@ -65,13 +76,15 @@ class Machine:
     def _gemm_s(self, m: int, n: int, k: int, batch: int) -> float:
         processors = self.cluster.device.multiprocessors
         moved_bytes = batch * (m * k + k * n + m * n) * self.element_bytes
-        best = math.inf
+        best, step = math.inf, 1
+        if self.element_bytes == 2:  # tensor cores
+            step = TILE_DEPTH
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
                 # the last wave is as long as the others, however few tiles it has
                 waves = -(-tiles * split // processors)
-                depth = -(-k // split)
+                depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
                 # float32 parts are written, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
@@ -79,6 +92,10 @@ class Machine:
                 # enough for all: to cut the summed dimension would only add sums
                 if tiles >= processors:
                     break
+        if self.element_bytes == 2 and any(side * 2 % ROW_BYTES for side in (m, n, k)):
+            best /= UNALIGNED
+        # tiles are written when their last step is done
+        best += batch * m * n * self.element_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 
     @cached_property

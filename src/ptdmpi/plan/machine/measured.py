@@ -54,6 +54,11 @@ class MeasuredMachine(Machine):
             return max(self._overhead_s, work_s)
         return self._overhead_s + work_s
 
+    @property
+    def launch_s(self) -> float:
+        """Launches are part of each measured kernel, and of what is fitted to whole layers."""
+        return 0.0
+
     def stream_s(self, moved_bytes: float) -> float:
         table = self.measured.stream
         rate = interpolate(moved_bytes, table.moved_bytes, table.bytes_per_s)

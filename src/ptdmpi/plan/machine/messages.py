@@ -21,12 +21,13 @@ class Collective(IntEnum):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a ring or a tree moves its bytes: "LL128" or "Simple"."""
+    """How a ring or a tree moves its bytes: "LL", "LL128" or "Simple"."""
 
     link_steps: float  # a step over a link, in steps of a ring with LL128
     hop_s: float  # a step over the network
     share: float  # of the rate
     lone_share: float  # of the rate, where a node has one rank of the group
+    most: float = math.inf  # bytes per second that it reaches, however many adapters there are
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,14 @@ class Fabric:
         return max(protocol.hop_s, self.network_step_s)
 
 
-RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0))
+# LL has a flag beside each 4 bytes: a quarter of the rate, and 19 GB/s where the hosts are AMD's,
+# the nodes more than two (of Intel 20.4); its steps over a link take 1.8 times those on one node.
+LL = Protocol(0.47 * 1.8 / 1.9, 2.7e-6, 0.25, 0.25, 19.0e9)
+RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # of the rate of a ring
-# A ring of Simple over several nodes waits longer where a rank's part fills its buffers.
+# A ring of Simple over several nodes waits longer where a rank's part fills its buffers. NCCL says
+# so of sums alone, whose rings compete with trees; a scatter and a gather are halves of one.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
 # Of the rate of trees, in tenths, by the logarithm of the size: 64 bytes, 128, ... 128 MiB.
 TREE_TENTHS = (
@@ -93,9 +98,9 @@ def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)
     latency_s += (steps - network_steps) * protocol.link_steps * fabric.link_step_s
-    if summing and protocol is RINGS[1] and size >= fabric.ranks * PLATEAU_BYTES_PER_RANK:
+    if protocol is RINGS[1] and size >= fabric.ranks * PLATEAU_BYTES_PER_RANK:
         latency_s *= PLATEAU
-    rate = fabric.rate * fabric.share(protocol)
+    rate = min(fabric.rate * fabric.share(protocol), protocol.most)
     if protocol is RINGS[0]:
         rate = min(rate, fabric.ll128_rates[kind])
     return latency_s + steps / fabric.ranks * size / rate

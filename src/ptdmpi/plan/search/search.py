@@ -29,6 +29,7 @@ from ptdmpi.plan.search.space import (
     Space,
     chunked,
     groups,
+    least_recomputed,
     sharding_words,
     shardings,
     variants,
@@ -101,10 +102,16 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The legal variants that fit; where the first does not, no other one does."""
+    """The legal variants that fit; where the first does not, no other one does. Of those that
+    recompute nothing and do not fit, with as few layers recomputed as fit."""
+    first_fits = True
     for way, one in enumerate(variants(space, layout)):
-        if pricer.fits(one):
+        fits = first_fits and pricer.fits(one)
+        first_fits = fits if way == 0 else first_fits
+        if fits:
             yield one
+        elif one.recompute == "none" and space.recompute is None:
+            yield from least_recomputed(pricer, space, one)
         elif way == 0:
             return
 

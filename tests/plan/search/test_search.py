@@ -41,6 +41,15 @@ def shared(pricer, t, d):
     return itertools.product(stages, ("none", "optimizer"))
 
 
+def partial(pricer, layout):
+    """The layout with fewer layers recomputed: the fewest that fit, one by one, and one more."""
+    if pricer.fits(replace(layout, recompute="none")):
+        return ()
+    counts = range(1, pricer.model.config.layers)
+    some = (replace(layout, recompute_layers=count) for count in counts)
+    return itertools.islice((one for one in some if pricer.fits(one)), 2)
+
+
 def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=False):
     """Prices of all layouts that training accepts, by trying all settings."""
     found = []
@@ -56,11 +65,10 @@ def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=Fa
                     layout = Layout(*sizes, dp_overlap=dp_overlap)
                     if not layout.is_legal(pricer.model.config, pricer.batch):
                         continue
-                    counts = range(1, pricer.model.config.layers) if mode == "full" else ()
-                    for count in (None, *(counts if partly else ())):
-                        for (zero, group), place in shared(pricer, t, d):
-                            sharding = {"zero": zero, "shard_group": group, "offload": place}
-                            found.append(replace(layout, recompute_layers=count, **sharding))
+                    for (zero, group), place in shared(pricer, t, d):
+                        sharding = {"zero": zero, "shard_group": group, "offload": place}
+                        one = replace(layout, **sharding)
+                        found += [one, *(partial(pricer, one) if partly and mode == "full" else ())]
     return [pricer.price(layout) for layout in set(found)]
 
 

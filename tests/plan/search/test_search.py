@@ -35,8 +35,11 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
 
 def shared(pricer, t, d):
     """Every way to shard over a data axis: over all of it, or over what a node has of it."""
-    node = min(d, max(1, pricer.cluster.node.devices // t))
-    groups = {None} | ({node} if 1 < node < d and d % node == 0 else set())
+    near = pricer.cluster.node.devices // t
+    sizes = [size for size in range(1, d + 1) if d % size == 0 and size <= max(1, near)]
+    inside = [size for size in sizes if size > 1 and (near % size == 0 or d <= near)]
+    node = max(inside or sizes)
+    groups = {None} | ({node} if 1 < node < d else set())
     stages = [(0, None), *itertools.product((1, 2, 3), groups)] if d > 1 else [(0, None)]
     return itertools.product(stages, ("none", "optimizer"))
 

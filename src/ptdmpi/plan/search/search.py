@@ -102,17 +102,15 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The legal variants that fit; where the first does not, no other one does. Of those that
-    recompute nothing and do not fit, with as few layers recomputed as fit."""
-    first_fits = True
+    """The legal variants that fit; where the first does not, no other one does. Of those on one
+    stage that recompute nothing and do not fit, with as few layers recomputed as fit: on several
+    stages, those that recompute would keep the others waiting."""
     for way, one in enumerate(variants(space, layout)):
-        fits = first_fits and pricer.fits(one)
-        first_fits = fits if way == 0 else first_fits
-        if fits:
+        if pricer.fits(one):
             yield one
-        elif one.recompute == "none" and space.recompute is None:
-            yield from least_recomputed(pricer, space, one)
         elif way == 0:
+            if one.recompute == "none" and space.recompute is None and one.pipeline == 1:
+                yield from least_recomputed(pricer, space, one)
             return
 
 

@@ -90,14 +90,6 @@ def answer(
         every = f"{interval_s / 60:.1f} min"
         count = f"{max(1, round(interval_s / step_time_s))}"
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", told])
-    span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
-    panel = Panel(
-        "minutes of training between saves",
-        "share of the time that counts",
-        {"useful": [(one / 60, failures.useful(one)) for one in span]},
-        mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
-        logarithmic="x",
-    )
     return Answer(
         f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
@@ -119,9 +111,21 @@ def answer(
             "useful": useful,
         },
         f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
-        [panel],
+        [_curve(failures)],
         (
             f"a save of {state / 1e12:.2f} TB takes {failures.save_s:.0f} s, a restart "
             f"{restart_s:.0f} s; Young's interval would be {failures.young_s / 60:.0f} min",
         ),
+    )
+
+
+def _curve(failures: Failures) -> Panel:
+    best_s = failures.best_s
+    span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
+    return Panel(
+        "minutes of training between saves",
+        "share of the time that counts",
+        {"useful": [(one / 60, failures.useful(one)) for one in span]},
+        mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
+        logarithmic="x",
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ptdmpi.base.words import short
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.presets import model_presets
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Told
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -29,7 +29,7 @@ def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: in
 
 def days_answer(
     pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
-) -> Answer:
+) -> Told:
     """The utilisation of a training of so many days, or the days at a utilisation, of the model's
     FLOPs; both where neither is given is bad input. Raises InputError."""
     if (taken is None) == (utilisation is None):
@@ -59,7 +59,7 @@ def days_answer(
     ]
     shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
     line = [(100 * u, days(count, tokens, ranks, peak * u, MODEL_FLOPS)) for u in shares]
-    return Answer(
+    return Told(
         f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
         f"of {pricer.cluster.device.name}.",
@@ -112,7 +112,7 @@ def optimal(flops: float) -> float:
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
-def size_answer(flops: float) -> Answer:
+def size_answer(flops: float) -> Told:
     """The size of a model for a budget, the presets next to it, and what another size costs."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
@@ -131,7 +131,7 @@ def size_answer(flops: float) -> Answer:
         entries.append({"preset": name, "parameters": count, "tokens": tokens})
     span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
     curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
-    return Answer(
+    return Told(
         f"{flops:.3g} FLOPs train best {short(best)} parameters on "
         f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
         rows,

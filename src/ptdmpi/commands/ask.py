@@ -11,7 +11,7 @@ from ptdmpi.commands.plan import Number, published_batch, usual_precision
 from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import inverse, network, partition, restarts, sweep
-from ptdmpi.plan.ask.answer import Told
+from ptdmpi.plan.ask.answer import Reply
 from ptdmpi.plan.ask.ranks import answer as cheapest
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model
@@ -44,7 +44,7 @@ class SizeList(click.ParamType[list[int]]):
         return sorted(set(map(int, parts)))
 
 
-def _told(function: Callable[..., Told]) -> Any:
+def _told(function: Callable[..., Reply]) -> Any:
     """A question with its ways to be answered: text, --json, --png."""
 
     def tell(as_json: bool, png: Path | None, **options: Any) -> None:
@@ -70,7 +70,7 @@ def _pricer(model: str, cluster: str, batch: int | None = None) -> Pricer:
 
 @click.group(cls=CommandGroup, short_help="Cost, deadline, restarts, network, sizes: answers.")
 def command() -> None:
-    """Told what is asked before node-hours are spent, by the predictions of ptdmpi plan.
+    """Answer what is asked before node-hours are spent, by the predictions of ptdmpi plan.
 
     docs/questions.md has an example of each, with its picture.
     """
@@ -93,7 +93,7 @@ def how_many(
     tokens: float,
     days: float | None,
     price: float | None,
-) -> Told:
+) -> Reply:
     """How many ranks: the cheapest by a deadline."""
     return cheapest(_pricer(model, cluster, batch), ranks, tokens, days, price)
 
@@ -115,7 +115,7 @@ def how_often(
     node_days: float,
     write_gb_s: float,
     restart_minutes: float,
-) -> Told:
+) -> Reply:
     """How often to save, and what failures cost."""
     pricer = _pricer(model, cluster, batch)
     note("ptdmpi ask: searching the layout, whose steps are counted")
@@ -131,7 +131,7 @@ def how_often(
 @BATCH
 @click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that share the full rate.")
 @_told
-def what_if(model: str, cluster: str, ranks: int, batch: int | None, pod: int | None) -> Told:
+def what_if(model: str, cluster: str, ranks: int, batch: int | None, pod: int | None) -> Reply:
     """A slower, tapered or two-tier network."""
     return network.answer(_pricer(model, cluster, batch), ranks, pod)
 
@@ -151,7 +151,7 @@ def over(
     batch: int | None,
     batches: list[int] | None,
     lengths: list[int] | None,
-) -> Told:
+) -> Reply:
     """Other batches or sequence lengths."""
     if (batches is None) == (lengths is None):
         raise InputError("give --batches or --lengths, one of the two")
@@ -169,7 +169,7 @@ def over(
 @click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="t.")
 @click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="b; default: 1.")
 @_told
-def why(model: str, cluster: str, tensor: int, micro_size: int) -> Told:
+def why(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
     """Why weights are cut by columns, then rows."""
     return partition.answer(_pricer(model, cluster, 1), tensor, micro_size)
 
@@ -189,7 +189,7 @@ def inverse_of(
     tokens: float,
     days: float | None,
     utilisation: float | None,
-) -> Told:
+) -> Reply:
     """Utilisation from days, days from utilisation."""
     return inverse.days_answer(_pricer(model, cluster, 1), ranks, tokens, days, utilisation)
 
@@ -197,6 +197,6 @@ def inverse_of(
 @command.command("size")
 @click.option("--flops", required=True, type=Number(), help="Of the whole training.")
 @_told
-def how_large(flops: float) -> Told:
+def how_large(flops: float) -> Reply:
     """The size of a model for a budget."""
     return inverse.size_answer(flops)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.near import divisors
-from ptdmpi.plan.ask.answer import Panel, Told
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.shape.parameters import Linear, layer
@@ -59,8 +59,8 @@ def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 
 
-def answer(pricer: Pricer, tensor: int, micro_size: int) -> Told:
-    """Of one layer's MLP and microbatch on t ranks. Raises InputError for t that do not divide."""
+def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
+    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for t that do not divide."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:
@@ -84,7 +84,7 @@ def answer(pricer: Pricer, tensor: int, micro_size: int) -> Told:
         time, ratio = f"{took_s[way.name] * 1e3:.2f} ms", took_s[way.name] / min(took_s.values())
         amount = f"{moved[way.name] / 1e6:.1f} MB"
         rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
-    return Told(
+    return Reply(
         f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP and a "
         f"microbatch, any other way at least {second / first:.2f} times that: nothing goes "
         f"between the two products, and nothing {columns['g']} wide.",

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from ptdmpi.config.errors import InputError
-from ptdmpi.plan.ask.answer import Panel, Told
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count
 
@@ -27,7 +27,7 @@ CURVE = 60  # points of a curve
 
 @dataclass(frozen=True)
 class Failures:
-    """Of one job, in seconds: `between_s` of failures, `save_s` that a save keeps training waiting,
+    """What fails of one job, in seconds: `between_s` of failures, `save_s` that a save keeps training waiting,
     `restart_s` from a failure to the first step again."""
 
     between_s: float
@@ -68,8 +68,8 @@ def answer(
     node_days: float,
     bytes_per_s: float,
     restart_s: float,
-) -> Told:
-    """Of a training on `ranks` whose nodes each fail every `node_days`, with files written at
+) -> Reply:
+    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files written at
     `bytes_per_s` all together. Raises InputError where the state of the model fails to be saved
     between two failures."""
     nodes = -(-ranks // pricer.cluster.node.devices)
@@ -90,7 +90,7 @@ def answer(
         every = f"{interval_s / 60:.1f} min"
         count = f"{max(1, round(interval_s / step_time_s))}"
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", told])
-    return Told(
+    return Reply(
         f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
         f"time counts.",

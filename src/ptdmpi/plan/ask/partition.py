@@ -60,7 +60,8 @@ def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
 
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
-    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for t that do not divide."""
+    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for a t that
+    does not divide."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:

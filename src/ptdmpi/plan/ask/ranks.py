@@ -19,8 +19,8 @@ LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is shared out and 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole training costs in its best layout; `megawatt_hours` is None where the cluster file has
-    no power."""
+    """What a whole training costs in its best layout; `megawatt_hours` is None where the cluster
+    file has no power."""
 
     price: Price
     days: float

@@ -27,8 +27,8 @@ CURVE = 60  # points of a curve
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails of one job, in seconds: `between_s` of failures, `save_s` that a save keeps training waiting,
-    `restart_s` from a failure to the first step again."""
+    """How one job fails, in seconds: `between_s` of failures, `save_s` that a save keeps training
+    waiting, `restart_s` from a failure to the first step again."""
 
     between_s: float
     save_s: float
@@ -69,9 +69,9 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files written at
-    `bytes_per_s` all together. Raises InputError where the state of the model fails to be saved
-    between two failures."""
+    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files
+    written at `bytes_per_s` all together. Raises InputError where the state of the model fails to
+    be saved between two failures."""
     nodes = -(-ranks // pricer.cluster.node.devices)
     state = STATE_BYTES * parameter_count(pricer.model.config, pricer.model.vocab_size)
     failures = Failures(node_days * DAY_S / nodes, state / bytes_per_s, restart_s)

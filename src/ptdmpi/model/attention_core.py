@@ -71,7 +71,8 @@ def attention(
 
 
 def _by_products(q: Tensor, scores: Scores) -> bool:
-    return scores.causal and kernels.attention_by_products(q.device.type, q.dtype) and _long_on_cpu(q)
+    known = kernels.attention_by_products(q.device.type, q.dtype)
+    return known and scores.causal and _long_on_cpu(q)
 
 
 def _long_on_cpu(q: Tensor) -> bool:

@@ -51,7 +51,7 @@ def test_a_split_backward_takes_its_two_parts(gpt3, sequence_parallel):
         times, layer = gpt3.stage_times(split), gpt3.kernels(split)[0]
         for parts in zip(times.input_s, times.weight_s, times.backward_s, strict=True):
             assert 0 < parts[1] < parts[0] and parts[0] + parts[1] == pytest.approx(parts[2])
-        assert sum(times.backward_s) >= sum(whole.backward_s)
+        assert sum(times.backward_s) >= sum(whole.backward_s) * (1 - 1e-12)
         assert layer.split_backward.compute == pytest.approx(layer.backward.compute)
         assert layer.weights.messages == pytest.approx(4 * layer._gather_s * sequence_parallel)
         price = gpt3.price(split)

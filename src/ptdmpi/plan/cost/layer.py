@@ -217,7 +217,7 @@ class LayerTimes(TensorRank):
         # branch and residual are read, their sum is written, and where dropout acts its mask
         residuals = 2 * self._stream(local * (3 * e + self.mask))
         compute = products + norms + merged + activation + residuals + self.core_forward_s
-        return Seconds(compute, 2 * self._sum_s, self._host_s(self._forward_launches))
+        return Seconds(compute, 2 * self._sum_s, self.machine.host_s(self._forward_launches))
 
     @cached_property
     def backward(self) -> Seconds:
@@ -234,7 +234,7 @@ class LayerTimes(TensorRank):
         linears = sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
-        host_s = self._host_s(self._backward_launches)
+        host_s = self.machine.host_s(self._backward_launches)
         return Seconds(compute, self._backward_messages_s(), host_s)
 
     @cached_property
@@ -244,13 +244,13 @@ class LayerTimes(TensorRank):
         compute = sum(self._weight_gradient(w, self.tokens) for w in self.linears)
         gathers = len(self.linears) if self.layout.sequence_parallel else 0
         launches = gathers * (self.layout.tensor > 1) + self._weight_launches
-        return Seconds(compute, gathers * self._gather_s, self._host_s(launches))
+        return Seconds(compute, gathers * self._gather_s, self.machine.host_s(launches))
 
     @cached_property
     def split_backward(self) -> Seconds:
         """Both parts of a split backward: no weight's gradient hides the sums of the first one."""
         compute = self.backward.compute - self.weights.compute
-        host_s = self._host_s(self._backward_launches - self._weight_launches)
+        host_s = self.machine.host_s(self._backward_launches - self._weight_launches)
         return Seconds(compute, 2 * self._sum_s, host_s) + self.weights
 
     def _backward_messages_s(self) -> float:
@@ -276,7 +276,9 @@ class LayerTimes(TensorRank):
             gather_s = self._gather_s if layout.partition_activations else 0.0
             return self.forward + Seconds(0.0, gather_s)
         if mode == "selective":
-            return Seconds(self.core_forward_s, host=self._host_s(self._core_launches(False)))
+            return Seconds(
+                self.core_forward_s, host=self.machine.host_s(self._core_launches(False))
+            )
         return Seconds()
 
     # -- what the host launches ------------------------------------------------------------------
@@ -285,9 +287,6 @@ class LayerTimes(TensorRank):
     def launches(self) -> tuple[int, int]:
         """Kernels and messages of a forward and of a backward."""
         return self._forward_launches, self._backward_launches
-
-    def _host_s(self, launches: int) -> float:
-        return launches * self.machine.launch_s
 
     @property
     def _unfused(self) -> bool:
@@ -305,13 +304,12 @@ class LayerTimes(TensorRank):
 
     @property
     def _message_launches(self) -> int:
-        """Of a forward; a backward with sequence parallelism gathers two inputs beside."""
+        """Sums of a forward, or scatters and gathers in their place."""
         return (self.layout.tensor > 1) * (4 if self.layout.sequence_parallel else 2)
 
     @property
     def _forward_launches(self) -> int:
-        """Kernels of `forward`, as they stand there: linears and the bias of the first, norms,
-        heads side by side, activation, two residuals; and messages."""
+        """As kernels stand in `forward`; heads side by side, activation, residuals: 1 + 1 + 2."""
         bias = int(self.qkv.bias and self.software.attention == "unfused")
         kernels = len(self.linears) + bias + self._norm_count + 1 + 1 + 2
         return kernels + self._core_launches(False) + self._message_launches

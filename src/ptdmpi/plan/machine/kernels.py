@@ -48,10 +48,9 @@ class Machine:
         self.memory_rate = device.memory_bytes_per_s * reached.memory_fraction
         self._gemms: dict[tuple[int, int, int, int], float] = {}
 
-    @property
-    def launch_s(self) -> float:
-        """What the host needs to launch a kernel or a message of a layer."""
-        return self.cluster.software.launch_s
+    def host_s(self, launches: int) -> float:
+        """What the host needs to launch so many kernels and messages of a layer."""
+        return launches * self.cluster.software.launch_s
 
     def stream_s(self, moved_bytes: float) -> float:
         """One kernel that reads and writes so many bytes and computes next to nothing."""

@@ -26,6 +26,7 @@ class Space:
     recompute_layers: int | None = None  # under "full"; where the mode is free, so are they
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
+    first_layers: int | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
@@ -123,6 +124,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                             sequence_parallel=sequence_parallel,
                             recompute=mode,
                             recompute_layers=layers,
+                            first_layers=space.first_layers if pipeline > 1 else None,
                             partition_activations=space.partition_activations and shared,
                         )
                         if layout.is_legal(config, batch):
@@ -140,6 +142,8 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
         if chunk_rule(kind, virtual).broken:
+            continue
+        if (group.first_layers or 1) > layers - group.pipeline * virtual + 1:
             continue
         yield replace(group, virtual=virtual, schedule=kind)
 
@@ -176,3 +180,18 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
             fewest = middle + 1
     if most < layers:
         yield replace(full, recompute_layers=most)
+
+
+def fewer_first(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
+    """The layout with as many layers in its first stage as fit, where those of the even split do
+    not because of the embedding, or of the microbatches that the first rank holds more of."""
+    if layout.pipeline == 1 or space.first_layers is not None:
+        return
+    second = pricer.memory.peak(layout, 1, layout.microbatches(pricer.batch))
+    if second.total > pricer.capacity_bytes:  # it gets no fewer
+        return
+    for first in range(len(pricer.memory.split(layout)[0]) - 1, 0, -1):
+        fewer = replace(layout, first_layers=first)
+        if pricer.fits(fewer):
+            yield fewer
+            return

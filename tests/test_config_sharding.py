@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError, resolve
-from ptdmpi.config.legality import dear
+from ptdmpi.config.legality import dear, shards_of_a_node
 from tests._configs import small, tree
 
 SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
@@ -18,6 +18,10 @@ SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
         (
             {"parallel.shard_group": 2},
             "parallel.shard_group = 2 belongs to parallel.zero = 1, 2 or",
+        ),
+        (
+            {"parallel.shard_group": "node"},
+            'parallel.shard_group = "node" belongs to parallel.zero = 1, 2 or 3; legal with zero',
         ),
         (
             {**SHARDED, "parallel.shard_group": 3},
@@ -38,11 +42,20 @@ def test_sharding_that_makes_no_sense_is_refused(changes, line):
     [(1, 2, 2), (1, 3, 2), (2, 2, 1), (1, 8, "all"), (2, 8, "all")],
 )
 def test_the_shards_of_a_node(tensor, node_ranks, group):
-    """As many data ranks as stand on a node, and divide the axis."""
+    """As many data ranks as stand on a node, and divide the axis; see below for others."""
     changes = {**SHARDED, "parallel.shard_group": "node", "parallel.tensor": tensor}
     config = resolve(tree(changes), 8 if tensor == 1 else 4 * tensor, node_ranks)
     assert config.parallel.shard_group == group
     assert resolve(tree(changes), 8).parallel.shard_group == "all"  # one node is taken to have all
+
+
+@pytest.mark.parametrize(
+    ("data", "near", "group"),
+    [(6, 4, 2), (12, 8, 4), (12, 9, 3), (6, 8, 6), (8, 3, 2), (5, 4, 1), (4, 0, 1), (1, 1, 1)],
+)
+def test_groups_stay_inside_a_node_where_any_do(data, near, group):
+    """Groups of 3 on nodes of 4 would have a rank of their second group on each of two nodes."""
+    assert shards_of_a_node(data, near) == group
 
 
 def test_many_microbatches_are_warned_of():

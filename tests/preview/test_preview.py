@@ -90,6 +90,14 @@ def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     assert found["memory"]["fits"] is None and "mistake" not in found
 
 
+def test_shard_groups_are_of_the_nodes_that_were_started_on(corpus):
+    """As the run would choose them: 4 ranks on nodes of 2."""
+    asked = configured(corpus, {"parallel.zero": 3, "parallel.shard_group": "node"})
+    asked["batch"].update(global_size=8, micro_size=1)
+    assert "ZeRO 3 in 2 shards" in preview(asked, RankCount(4, "as were started", 2))["layout"]
+    assert "ZeRO 3 in 4 shards" in preview(asked, RankCount(4, "given", 0))["layout"]
+
+
 def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
     asked = configured(corpus, {"run.dir": str(tmp_path / "run"), "precision.compute": "fp32"})
     found = preview(asked, ONE, "cpu-avx2")["time"]

@@ -29,7 +29,7 @@ from ptdmpi.plan.search.advice import (
     microbatch_model,
 )
 from ptdmpi.plan.search.search import search
-from ptdmpi.plan.search.space import Space, of_a_node
+from ptdmpi.plan.search.space import Space, contradiction, of_a_node
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.terminal.program import Command
@@ -176,6 +176,8 @@ def command(
         raise InputError("give --ranks, or a --layout with d")
     space = Space(options["ranks"], **{key: options[key] for key in SETTINGS})
     fixed = given if options["layout"] else None
+    if fixed is None and (found := contradiction(space)):
+        raise InputError(found)
     doing = "searching layouts" if fixed is None else f"pricing {fixed}"
     where = f"{counted(options['ranks'], 'rank')} of {machine.name}"
     note(f"ptdmpi plan: {doing} of {shape.name} on {where}, batch {batch}")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.near import divisors
+from ptdmpi.config.legality import shards_of_a_node
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
@@ -68,8 +68,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     group = parallel.shard_group
     if group == "node":
         # tensor ranks are neighbours (`plan.layout.grid`), so a node has so many of the data axis
-        near = (node_ranks or ranks) // parallel.tensor
-        group = max(size for size in divisors(data) if size <= max(1, near))
+        group = shards_of_a_node(data, (node_ranks or ranks) // parallel.tensor)
     return config.replace("parallel", data=data, shard_group="all" if group == data else group)
 
 

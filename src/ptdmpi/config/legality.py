@@ -32,6 +32,15 @@ def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
     return (0, 1) if reproducible else (0, 1, 2, 3)
 
 
+def shards_of_a_node(data: int, near: int) -> int:
+    """The largest shard group that divides `data` ranks, of which a node has `near`: one that stays
+    inside a node if there is any, else (3 to a node, d = 8) one no larger than a node."""
+    if data <= near:
+        return data
+    sizes = [size for size in divisors(data) if size <= max(1, near)]
+    return max(sizes, key=lambda size: (size > 1 and near % size == 0, size))
+
+
 class Rule(NamedTuple):
     """One rule of legality, its short name, and the text for whoever broke it."""
 
@@ -153,12 +162,21 @@ def dear(layout: "Layout", batch: int) -> Iterator[str]:
         )
 
 
+def groups_need_zero(group: int | str) -> str:
+    """What is wrong with a shard group (a number, or "node") where nothing is sharded."""
+    said = f'"{group}"' if isinstance(group, str) else group
+    return (
+        f"parallel.shard_group = {said} belongs to parallel.zero = 1, 2 or 3; legal with zero = 0: "
+        'shard_group = "all"'
+    )
+
+
 def _shard_rules(layout: "Layout") -> Iterator[Rule]:
     group = layout.shard_group
     yield Rule(
         "shard_group",
         group is not None and layout.zero == 0,
-        lambda: f"parallel.shard_group = {group} belongs to parallel.zero = 1, 2 or 3",
+        lambda: groups_need_zero(group or 1),
     )
     yield Rule(
         "shard_group",

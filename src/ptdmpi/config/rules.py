@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.legality import stages_of_zero
+from ptdmpi.config.legality import groups_need_zero, stages_of_zero
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.section import Section
@@ -190,6 +190,8 @@ def _layout_mistakes(
         recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(),
         data,
     )
+    if parallel.shard_group == "node" and parallel.zero == 0:  # of the layout it is not known yet
+        yield groups_need_zero("node")
     yield from layout.mistakes(
         model if isinstance(model, ModelConfig) else None, known.global_size if known else None
     )

@@ -48,7 +48,7 @@ def preview(
     `cluster` by name or file: instead of `run.cluster`. Raises InputError as the run would, for
     whatever does not depend on the machine.
     """
-    config = checked(tree, ranks.count)
+    config = checked(tree, ranks.count, ranks.local or None)
     train, valid = open_datasets(config)
     masked = masked_samples(config, train[0]) if config.model.masked else None
     vocab_size = vocabulary(config, train[0], masked)

@@ -35,10 +35,22 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
 
 def shared(pricer, t, d):
     """Every way to shard over a data axis: over all of it, or over what a node has of it."""
-    node = min(d, max(1, pricer.cluster.node.devices // t))
-    groups = {None} | ({node} if 1 < node < d and d % node == 0 else set())
+    near = pricer.cluster.node.devices // t
+    sizes = [size for size in range(1, d + 1) if d % size == 0 and size <= max(1, near)]
+    inside = [size for size in sizes if size > 1 and (near % size == 0 or d <= near)]
+    node = max(inside or sizes)
+    groups = {None} | ({node} if 1 < node < d else set())
     stages = [(0, None), *itertools.product((1, 2, 3), groups)] if d > 1 else [(0, None)]
     return itertools.product(stages, ("none", "optimizer"))
+
+
+def partial(pricer, layout):
+    """The layout with fewer layers recomputed: the fewest that fit, one by one, and one more."""
+    if pricer.fits(replace(layout, recompute="none")):
+        return ()
+    counts = range(1, pricer.model.config.layers)
+    some = (replace(layout, recompute_layers=count) for count in counts)
+    return itertools.islice((one for one in some if pricer.fits(one)), 2)
 
 
 def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=False):
@@ -56,11 +68,10 @@ def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=Fa
                     layout = Layout(*sizes, dp_overlap=dp_overlap)
                     if not layout.is_legal(pricer.model.config, pricer.batch):
                         continue
-                    counts = range(1, pricer.model.config.layers) if mode == "full" else ()
-                    for count in (None, *(counts if partly else ())):
-                        for (zero, group), place in shared(pricer, t, d):
-                            sharding = {"zero": zero, "shard_group": group, "offload": place}
-                            found.append(replace(layout, recompute_layers=count, **sharding))
+                    for (zero, group), place in shared(pricer, t, d):
+                        sharding = {"zero": zero, "shard_group": group, "offload": place}
+                        one = replace(layout, **sharding)
+                        found += [one, *(partial(pricer, one) if partly and mode == "full" else ())]
     return [pricer.price(layout) for layout in set(found)]
 
 

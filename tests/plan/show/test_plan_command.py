@@ -216,6 +216,15 @@ def test_small_models_are_not_rounded_away():
         (("--ranks", "8", "--shard-group", "0"), '--shard-group 0: must be "all", "node" or'),
         (("--layout", "d=4", "--zero", "1", "--shard-group", "3"), "does not divide the data axis"),
         (("--layout", "d=4", "--shard-group", "2"), "shard_group = 2 belongs to parallel.zero"),
+        (("--ranks", "12", "--zero", "3", "--shard-group", "5"), "5 does not divide the data axis"),
+        (("--ranks", "8", "--zero", "0", "--shard-group", "2"), "2 belongs to parallel.zero = 1"),
+        (("--ranks", "8", "--zero", "0", "--shard-group", "node"), '"node" belongs to parallel.z'),
+        (("--ranks", "8", "--zero", "2", "--schedule", "zb-v"), "puts gradients of weights off"),
+        (("--ranks", "8", "--recompute", "none", "--partition-activations"), "belongs to recomput"),
+        (
+            ("--ranks", "8", "--sequence-parallel", "--partition-activations"),
+            "divides activations already",
+        ),
         (("--layout", "d=1", "--offload", "disk"), "has no price without host.disk_bytes_per_s"),
     ],
 )

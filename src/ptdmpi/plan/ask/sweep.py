@@ -66,8 +66,8 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Answer:
     left = [f"{p.batch if over == 'batch' else p.model.config.seq_length:,}" for p in pricers]
     left = [size for size in left if size not in {row[0] for row in rows}]
     return Answer(
-        f"On {where} most tokens per second come at a {over} of {best[0]:,}: {best[1]:,.0f} per "
-        f"rank; at {last[0]:,} it is {last[1] / best[1]:.0%} of that.",
+        f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: {best[1]:,.0f} per "
+        f"rank; at {last[0]:,.0f} it is {last[1] / best[1]:.0%} of that.",
         rows,
         {"ranks": ranks, "choices": entries},
         f"{pricers[0].model.name} on {where}: by {over}",

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ptdmpi.config.layout import Layout, default_schedule
-from ptdmpi.config.legality import MOST_FORWARDS, OFFLOADS, RECOMPUTE_MODES, chunk_rule
+from ptdmpi.config.legality import (
+    CHUNKS,
+    MOST_FORWARDS,
+    OFFLOADS,
+    RECOMPUTE_MODES,
+    chunk_rule,
+    groups_need_zero,
+    shards_of_a_node,
+)
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Pricer
 
@@ -40,9 +48,31 @@ class Space:
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
 
+def contradiction(space: Space) -> str:
+    """Which of the settings asked for cannot go together on any layout; empty where they can."""
+    group = space.shard_group if isinstance(space.shard_group, int) else None
+    schedule = space.schedule or "1f1b"
+    plain = Layout(
+        tensor=1,
+        pipeline=1,
+        data=space.ranks,  # what divides the data axis of any layout divides this one
+        virtual=CHUNKS.get(schedule, 1),
+        schedule=schedule,
+        recompute=space.recompute or "full",
+        sequence_parallel=bool(space.sequence_parallel),
+        partition_activations=space.partition_activations,
+        shard_group=group,
+    )
+    told = [[*replace(plain, zero=zero).mistakes(None, None)] for zero in space.zero]
+    if space.shard_group == "node" and space.zero == (0,):
+        told = [[*found, groups_need_zero("node")] for found in told]
+    fewest = min(told, key=len)  # of the stages that it may take, any
+    return "; ".join(fewest)
+
+
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
-    """How many ranks of a data axis stand on one node."""
-    return min(layout.data, max(1, pricer.cluster.node.devices // layout.tensor))
+    """The shard group that `parallel.shard_group = "node"` would be."""
+    return shards_of_a_node(layout.data, pricer.cluster.node.devices // layout.tensor)
 
 
 class Sharding(NamedTuple):

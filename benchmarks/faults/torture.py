@@ -1,12 +1,14 @@
 """Kill, damage and starve runs on purpose, start them again, and count what was lost.
 
     python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
+        [--layouts "zero-3 groups"]
 
 In each trial a training is disturbed, the cause is taken away, and the same command is given again
 until the run is done. Its parameters, moments and losses must then be those of an undisturbed run,
 to the bit, and nothing that it had reported as saved may be lost. A refusal (exit code 2 and one
 line) counts apart, and is right only where the disk is full or read-only, or where no complete
-checkpoint is left. Exit code 1 if anything was lost.
+checkpoint is left. Each trial is one line, with its layout in short words; at the end stand counts
+by fault and by kind of layout. Exit code 1 if anything was lost.
 """
 
 import argparse
@@ -16,11 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from benchmarks.faults.layouts import KINDS, LAYOUTS, REMOUNTED, SHRINKING, ULFM, Deck
 from benchmarks.faults.rank import PLACES
+from benchmarks.faults.tally import Outcome, table
 from benchmarks.faults.training import (
     EVERY_STEPS,
     STEPS,
@@ -37,42 +42,25 @@ from ptdmpi.checkpoint import directory as files
 NOWHERE = ("none", 1, 0)
 ATTEMPTS = 3
 TMPFS_MB = 16
-LAYOUTS = (
-    ("p=2", 2, ("parallel.pipeline=2",)),
-    ("d=2", 2, ("parallel.data=2",)),
-    ("t=2,d=2", 4, ("parallel.tensor=2", "parallel.data=2")),
-    ("zero=1", 2, ("parallel.zero=1",)),
-    ("zero=3", 2, ("parallel.zero=3",)),
-    ("zero=2,shard_group=2", 4, ("parallel.zero=2", "parallel.shard_group=2")),
-)
-WEIGHTS = (5, 5, 2, 3, 3, 1)  # how often each of them is tried
-ULFM = ("--with-ft", "ulfm")
-SHRINKING = (
-    ("d=2", 2, ()),
-    ("d=4", 4, ()),
-    ("p=2,d=2", 4, ("parallel.pipeline=2",)),
-    ("zero=1", 4, ("parallel.zero=1",)),
-)
 
 
 class Lost(Exception):
     """What a trial has lost, in one line."""
 
 
-@dataclass
-class Count:
-    trials: int = 0
-    survived: int = 0
-    refused: int = 0
-    lost: list[str] = field(default_factory=list)
-
-
 class Torture:
     """Trials in one folder; all that is random comes from one seed."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
+        """`kinds`: those of layouts that are tried."""
         self.folder = folder
         self.random = random.Random(seed)
+        self.decks = {
+            "any": Deck(self.random, LAYOUTS, kinds),
+            "remounted": Deck(self.random, REMOUNTED, kinds),
+            "shrinking": Deck(self.random, SHRINKING, kinds),
+        }
+        self.drawn: Way | None = None
         self.references: dict[str, Path] = {}
         self.refused = False
         self.training: StartedRun | None = None
@@ -87,13 +75,12 @@ class Torture:
         if self.training is not None and self.training.process.poll() is None:
             self.training.end()
 
-    def case(self) -> Way:
-        """A layout, with asynchronous saving in half of the cases; four ranks are rarer."""
-        name, ranks, settings = self.random.choices(LAYOUTS, WEIGHTS)[0]
-        return Way(name, ranks, (*settings, f"checkpoint.asynchronous={self.coin()}"))
-
-    def coin(self) -> str:
-        return self.random.choice(["true", "false"])
+    def case(self, deck: str = "any") -> Way:
+        """A layout, with asynchronous saving in half of the cases."""
+        way = self.decks[deck].deal()
+        asynchronous = self.random.choice(["true", "false"])
+        self.drawn = way
+        return replace(way, settings=(*way.settings, f"checkpoint.asynchronous={asynchronous}"))
 
     def reference(self, case: Way) -> Path:
         """The run directory of an undisturbed run in this layout; it keeps all checkpoints."""
@@ -154,10 +141,9 @@ class Torture:
 
     def shrink(self, run: Path) -> None:
         """SIGKILL to one rank while it trains: the others finish the run without a new start."""
-        name, ranks, settings = self.random.choice(SHRINKING)
-        settings = (*settings, "run.on_failure=shrink", "run.reproducible=true")
-        settings = (*settings, f"checkpoint.asynchronous={self.coin()}")
-        case = Way(f"shrink-{name}", ranks, settings, ULFM)
+        case = self.case("shrinking")
+        settings = (*case.settings, "run.on_failure=shrink", "run.reproducible=true")
+        case = replace(case, name=f"shrink-{case.name}", settings=settings)
         self.reference(case)
         training = self.start(case, run, NOWHERE)
         training.wait_for_step(self.random.randrange(1, STEPS - 5))
@@ -217,9 +203,11 @@ class Torture:
 
         self.damage(run, change)
 
-    def starve(self, run: Path, begin: Callable[[Path], None], end: Callable[[Path], None]) -> None:
+    def starve(
+        self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
+    ) -> None:
         """The disk cannot be written from some moment on; in half the trials for a while only."""
-        case = self.case()
+        case = self.case(deck)
         self.reference(case)
         run.mkdir()
         mount = ("mount", "-t", "tmpfs", "-o", f"size={TMPFS_MB}m", "torture", str(run))
@@ -246,10 +234,10 @@ class Torture:
             subprocess.run(("umount", str(run)), check=True)
 
     def full(self, run: Path) -> None:
-        self.starve(run, _fill, lambda run: (run / "filler").unlink())
+        self.starve(run, "any", _fill, lambda run: (run / "filler").unlink())
 
     def read_only(self, run: Path) -> None:
-        self.starve(run, lambda run: _remount(run, "ro"), lambda run: _remount(run, "rw"))
+        self.starve(run, "remounted", partial(_remount, how="ro"), partial(_remount, how="rw"))
 
 
 def _fill(run: Path) -> None:
@@ -289,18 +277,20 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
     }
 
 
-def trial(torture: Torture, work: Callable[[Path], None], count: Count, number: str) -> None:
-    run = torture.folder / f"run-{number}"
-    torture.refused = False
-    count.trials += 1
+def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: int) -> Outcome:
+    """What comes of doing `work`."""
+    run = torture.folder / f"run-{fault}-{number}"
+    torture.refused, torture.drawn = False, None
+    why = ""
     try:
         work(run)
+        shutil.rmtree(run)
     except Lost as lost:
-        count.lost.append(f"{number}: {lost}")
-        return
-    shutil.rmtree(run)
-    count.refused += torture.refused
-    count.survived += not torture.refused
+        why = str(lost)
+    if torture.drawn is None:
+        raise RuntimeError(f"{fault} has drawn no layout")
+    came = "lost" if why else "refused" if torture.refused else "survived"
+    return Outcome(fault, number, torture.drawn, came, why)
 
 
 def can_mount() -> bool:
@@ -316,20 +306,19 @@ def can_shrink() -> bool:
     return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
 
 
-def table(counts: dict[str, Count]) -> str:
-    lines = [f"{'kind':14} {'trials':>6} {'survived':>8} {'refused':>7} {'lost':>4}"]
-    total = Count()
-    for kind, count in counts.items():
-        lines.append(_row(kind, count))
-        total.trials += count.trials
-        total.survived += count.survived
-        total.refused += count.refused
-        total.lost += count.lost
-    return "\n".join([*lines, _row("all", total)])
-
-
-def _row(kind: str, count: Count) -> str:
-    return f"{kind:14} {count.trials:6} {count.survived:8} {count.refused:7} {len(count.lost):4}"
+def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
+    """Those of the faults that can be tried here; why others cannot is printed."""
+    mounted, decks = ("full", "read-only"), {"kill-shrink": "shrinking", "read-only": "remounted"}
+    mountable = not set(mounted) & set(faults) or can_mount()
+    for fault in faults:
+        if not torture.decks[decks.get(fault, "any")].cards:
+            print(f"{fault}: left out; there are no such layouts for it")
+        elif fault in mounted and not mountable:
+            print(f"{fault}: left out; a small tmpfs wants to be mounted, and that needs root")
+        elif fault == "kill-shrink" and not can_shrink():
+            print(f"{fault}: left out; this MPI has no ULFM")
+        else:
+            yield fault
 
 
 def main() -> None:
@@ -338,35 +327,31 @@ def main() -> None:
     )
     parser.add_argument("--scale", type=float, default=1.0, help="share of all trials")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kinds", help="some of them, such as 'kill-one flip'")
+    parser.add_argument("--kinds", help="some kinds of faults, such as 'kill-one flip'")
+    parser.add_argument("--layouts", help="some kinds of layouts, such as 'zero-3 groups'")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ptdmpi-torture-") as place:
-        torture = Torture(Path(place) / "torture", options.seed)
-        chosen = kinds(torture)
-        names = options.kinds.split() if options.kinds else list(chosen)
-        if set(names) - chosen.keys():
-            parser.error(f"--kinds: legal are {' '.join(chosen)}")
-        if {"full", "read-only"} & set(names) and not can_mount():
-            print(
-                "full, read-only: left out; a small tmpfs wants to be mounted, and that needs root"
-            )
-            names = [name for name in names if name not in ("full", "read-only")]
-        if "kill-shrink" in names and not can_shrink():
-            print("kill-shrink: left out; this MPI has no ULFM")
-            names.remove("kill-shrink")
-        counts: dict[str, Count] = {}
-        for name in names:
-            number, work = chosen[name]
-            counts[name] = Count()
-            for k in range(max(1, round(number * options.scale))):
-                try:
-                    trial(torture, work, counts[name], f"{name}-{k}")
-                finally:
-                    torture.end()
-            print("\n".join([_row(name, counts[name]), *counts[name].lost]), flush=True)
-        print(table(counts))
-        if any(count.lost for count in counts.values()):
-            sys.exit(1)
+    layouts = options.layouts.split() if options.layouts else KINDS
+    if not set(layouts) <= set(KINDS):
+        parser.error(f"--layouts: legal are {' '.join(KINDS)}")
+    folder = Path(tempfile.mkdtemp(prefix="ptdmpi-torture-"))
+    torture = Torture(folder / "torture", options.seed, layouts)
+    chosen = kinds(torture)
+    names = options.kinds.split() if options.kinds else list(chosen)
+    if not set(names) <= chosen.keys():
+        parser.error(f"--kinds: legal are {' '.join(chosen)}")
+    outcomes: list[Outcome] = []
+    for name in possible(torture, names):
+        number, work = chosen[name]
+        for k in range(max(1, round(number * options.scale))):
+            try:
+                outcomes.append(trial(torture, work, name, k))
+            finally:
+                torture.end()
+            print(outcomes[-1].line(), flush=True)
+    print(f"\n{table(outcomes)}")
+    if any(one.came == "lost" for one in outcomes):
+        sys.exit(f"runs that were lost, and the undisturbed ones, are kept in {torture.folder}")
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checkpoints of runs that are sharded over the data axis: read by every other layout, and the
 other way round; each element is written once, and what goes on has the same losses."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from ptdmpi.checkpoint import examine as check
 from ptdmpi.checkpoint.manifest import read_manifest
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
+from ptdmpi.config.files import to_toml
+from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.engine.engine import Engine
+from ptdmpi.evaluate.scoring import Request, score
+from ptdmpi.generate.generator import Prompt, generate
+from ptdmpi.generate.sampling import GREEDY
+from ptdmpi.inference.model import open_inference
 from tests._configs import layout
 from tests._engines import build, course, microbatches
 from tests._runs import tensors
@@ -113,6 +120,36 @@ def test_a_resumed_run_has_the_same_losses(comm, tmp_path, zero, compute):
         assert_equal(world, path, tmp_path / path.name)
         checkpoints(plain, tmp_path).resume("auto")
         assert stepped(plain, saved_at, 5) == expected[saved_at:]
+
+
+@parallel(ranks=[4])
+def test_who_asks_a_model_does_not_know_that_it_was_sharded(comm, tmp_path):
+    """Scores, texts and what leaves for Hugging Face are those of the same state, written without
+    shards."""
+    world, settings = World(comm), {**CHANGES, "model.dropout": 0.0, "run.dir": str(tmp_path)}
+    hybrid = {**sharded(3, 2, d=4), "parallel.offload": "disk", "precision.compute": "bf16"}
+    engine = build(world, {**settings, **hybrid})
+    for name in ("hybrid", "plain"):
+        world.on_root((tmp_path / name).mkdir)
+    stepped(engine, 0, 2)
+    saved(engine, tmp_path / "hybrid/checkpoints", 2)
+    plain = build(world, {**settings, **layout(p=2, d=2), "precision.compute": "bf16"})
+    checkpoints(plain, tmp_path / "hybrid/checkpoints").resume("auto")
+    saved(plain, tmp_path / "plain/checkpoints", 2)
+    for name, one in (("hybrid", engine), ("plain", plain)):
+        text = to_toml(one.config)
+        world.on_root(partial((tmp_path / name / "config.toml").write_text, text))
+    alone = world.first(1)
+    if alone is None:
+        return
+    answers = []
+    for name in ("hybrid", "plain"):
+        model, _ = open_inference(tmp_path / name, alone, None, None)
+        scores = score(model, [Request([5, 17, 3, 90, 42], 1), Request([7, 7, 100], 2)])
+        texts = generate(model, [Prompt([3, 1, 4], 9)], GREEDY, {0})
+        to_hf(tmp_path / name, tmp_path / name / "hf")
+        answers.append((scores, texts, (tmp_path / name / "hf/model.safetensors").read_bytes()))
+    assert answers[0] == answers[1]
 
 
 @parallel(ranks=[4])

@@ -1,5 +1,9 @@
 """Wires for tests: those of the trainer, and one that is as unlike `mpi` as a device's would be."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -7,6 +11,8 @@ from torch import Tensor
 from ptdmpi.comm.clock import Mark
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.config import wires as config
+from ptdmpi.model.sharded import Walk
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}
 HALF = (torch.bfloat16, torch.float16)
@@ -62,12 +68,67 @@ class FastCommunicator(Communicator):
         return Later(self.control.Irecv(_bytes(arrived), peer), arrived, flat)
 
 
+class Unfinished(Later):
+    """Under way until somebody waits for it. `dropped`: of how many everybody let go before."""
+
+    dropped = 0
+    over = False
+
+    def wait(self) -> None:
+        super().wait()
+        self.over = True
+
+    def done(self) -> bool:
+        return self.over
+
+    def __del__(self) -> None:
+        Unfinished.dropped += not self.over
+
+
+class SlowCommunicator(FastCommunicator):
+    """Gathers and reductions are never over by themselves."""
+
+    def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        return _slow(super()._all_gather(result, flat))
+
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        return _slow(super()._reduce_scatter(result, flat))
+
+
+def _slow(begun: Later) -> Unfinished:
+    return Unfinished(begun.request, begun.arrived, begun.target)
+
+
+def out_of_luck() -> Callable[[Walk, str | None], None]:
+    """`Walk.backward`, of which the third call fails: the gradient of the last place is being
+    reduced, and the weights of those to come are on their way."""
+    places: list[str | None] = []
+    usual = Walk.backward
+
+    def backward(walk: Walk, place: str | None) -> None:
+        places.append(place)
+        if len(places) == 3:
+            raise RuntimeError("out of luck")
+        usual(walk, place)
+
+    return backward
+
+
 def _wide(flat: Tensor) -> Tensor:
     return flat.detach().to(torch.float32 if flat.dtype in HALF else flat.dtype, copy=True)
 
 
 def _bytes(flat: Tensor):
     return flat.detach().view(torch.uint8).numpy()
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The one entry that each of these costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fast", "slow"):
+            patch.setitem(config.WIRES, name, f"{__name__}:{name.title()}Communicator")
+        yield
 
 
 # Every wire that must keep the contract: a new one is one more entry.

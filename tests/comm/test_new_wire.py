@@ -1,7 +1,7 @@
 """A new wire costs one class and one entry: with these it is named, split and trained on."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import gc
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,21 +9,19 @@ import torch
 from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.config.wires import WIRES
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.sharded import Walk
 from ptdmpi.plan.layout.grid import grid_of
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, steps_of
-from tests.comm._wires import FastCommunicator, LateClock
+from tests.comm._wires import (
+    FastCommunicator,
+    LateClock,
+    Unfinished,
+    out_of_luck,
+    registered,
+)
 from tests.parallel import parallel
-
-
-@contextmanager
-def registered() -> Iterator[None]:
-    """The one entry."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(WIRES, "fast", "tests.comm._wires:FastCommunicator")
-        yield
 
 
 def test_names():
@@ -80,6 +78,35 @@ def test_trained_on(comm, changes):
     clock.settle()
     kinds = {span.kind for result in results for span in result.spans}
     assert {"forward", "backward", "reduce", "optimizer"} <= kinds
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize(
+    ("zero", "kinds"), [(2, {"reduce_scatter"}), (3, {"all_gather", "reduce_scatter"})]
+)
+def test_a_step_that_is_broken_off_with_collectives_under_way(comm, zero, kinds):
+    """Sharded, and in the midst of the backward pass. What was begun keeps its memory until it is
+    over, and the next steps have the bits of a run in which nothing has failed."""
+    changes = {**layout(d=2), "parallel.zero": zero, "batch.micro_size": 4}
+    expected = steps_of(_engine(comm, changes, wire_named("mpi")), 2)
+    with registered():
+        engine = _engine(comm, changes, wire_named("slow"))
+    group = engine.axes["shard"]
+    Unfinished.dropped = 0
+    with patch.object(Walk, "backward", out_of_luck()), pytest.raises(RuntimeError, match="luck"):
+        steps_of(engine, 1)
+    gc.collect()
+    assert {begun.name for begun in group.under_way} == kinds
+    found = steps_of(engine, 2)
+    gc.collect()
+    assert Unfinished.dropped == 0
+    for one, known in zip(found, expected, strict=True):
+        assert (one.loss, one.grad_norm) == (known.loss, known.grad_norm)
+    # nobody but the wire wants what is left of the step that was broken off
+    assert {begun.name for begun in group.under_way} == {"reduce_scatter"}
+    for begun in list(group.under_way):
+        begun.wait()
+    assert not any(one.under_way for one in engine.axes.groups.values())
 
 
 def _data_plane(engine: Engine) -> list:

@@ -5,6 +5,8 @@ has one microbatch; else microbatches are summed over ranks first, and equality 
 groups of data ranks (hybrid) the order of the sum over the ranks is another one too.
 """
 
+from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine import engine as engines
+from ptdmpi.model.documents import Documents
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of, whole_weights
 from tests.engine.test_frozen import PartlyFrozen
@@ -79,6 +82,67 @@ def assert_close(plain, found, tolerance):
 @pytest.mark.parametrize("shape", SOME_OR_ALL)
 def test_one_microbatch_has_the_bits_of_unsharded(comm, zero, shape):
     assert_same_bits(*both(World(comm), zero, {"d": comm.size}, SHAPES[shape]))
+
+
+# of packed rows: where attention and positions begin anew
+PACKED = torch.tensor([[0] * 16, [0] * 5 + [1] + [2] * 10, [4] * 8 + [3] * 8, [0] * 9 + [1] * 7])
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("shape", ["tied", "llama", "recomputed"])
+def test_documents_have_the_bits_of_unsharded(comm, shape):
+    """Each rank's rows are packed otherwise."""
+
+    def packed(zero: int):
+        changes = {**layout(d=2), **ONE, **SHAPES[shape], "parallel.zero": zero}
+        engine = build(World(comm), changes)
+        found = []
+        for step in range(2):
+            (batch,) = microbatches(engine.config, step, comm.rank)
+            documents = Documents.of(PACKED.roll(comm.rank + step, 0))
+            result = engine.step(step, [replace(batch, documents=documents)])
+            found.append((result.loss, result.grad_norm))
+        return found, whole_weights(engine)
+
+    plain = packed(0)
+    for zero in (1, 2, 3):
+        assert_same_bits(plain, packed(zero))
+    whole = trained(World(comm), {**layout(d=2), **ONE, **SHAPES[shape]}, 2)
+    assert plain[0] != whole[0]
+
+
+@parallel(ranks=[2, 4])
+def test_an_overflow_is_skipped_by_all_alike(comm):
+    """fp16's scale falls and grows as unsharded, and with the same bits in one group. With 4 ranks
+    there are two groups, whose sums have another order."""
+    changes = {**layout(d=comm.size), **ONE, "batch.global_size": 4 * comm.size}
+    changes |= {"precision.compute": "fp16", "precision.initial_loss_scale": 2.0**22}
+    changes["precision.loss_scale_window"] = 2
+
+    def scaled(more):
+        engine = build(World(comm), changes | more)
+        results = []
+        for step in range(6):
+            before = [part.clone() for part in (*engine.state.flats, *engine.buffer.weight_parts)]
+            results.append(engine.step(step, microbatches(engine.config, step, comm.rank)))
+            after = (*engine.state.flats, *engine.buffer.weight_parts)
+            same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            assert same == results[-1].skipped == results[-1].overflow
+        scales = [(one.loss_scale, one.skipped) for one in results]
+        return scales, ([(one.loss, one.grad_norm) for one in results], whole_weights(engine))
+
+    scales, plain = scaled({})
+    assert [skipped for _, skipped in scales[:2]] == [True, True]
+    assert any(later > scale for (scale, _), (later, _) in pairwise(scales))
+    for zero in (1, 2, 3):
+        again, found = scaled({"parallel.zero": zero, "parallel.shard_group": 2})
+        assert again == scales
+        if comm.size == 2:
+            assert str(found[0]) == str(plain[0])  # norms that are not a number are equal, too
+            assert_same_bits(([], plain[1]), ([], found[1]))
+        else:
+            losses = [[loss for loss, _ in one[0]] for one in (found, plain)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @parallel(ranks=[4])

@@ -1,9 +1,21 @@
 """Which live state goes on after a loss, and who hands it to whom."""
 
+import gc
+from unittest.mock import patch
+
 import pytest
 
+from ptdmpi.comm.world import World
+from ptdmpi.model.sharded import Walk
 from ptdmpi.plan.layout.grid import Grid, training_grid
+from ptdmpi.train.checks import checked
 from ptdmpi.train.live import Account, live_step, routes
+from ptdmpi.train.loop import Loop
+from ptdmpi.train.recover import Survivors
+from ptdmpi.watch.requests import StopRequest
+from tests._runs import configuration, corpus
+from tests.comm._wires import Unfinished, out_of_luck, registered
+from tests.parallel import parallel
 
 
 def _accounts(grid: Grid, steps: dict[int, int], spare: int = 0) -> list[Account]:
@@ -46,3 +58,28 @@ def test_ranks_keep_what_they_hold_and_holders_share_the_work():
     fresh = [*accounts, *[Account()] * 3]
     sources = {source for source, target in routes(fresh, after, [5, 6, 7, 3, 4, 8], 9)[:3]}
     assert sources == {0, 1}
+
+
+@parallel(ranks=[2])
+def test_what_is_under_way_outlives_the_loop(comm, tmp_path):
+    """Weights are gathered and gradients reduced by a wire that takes its time when a step fails:
+    it may still write into their memory when the loop and its engine are gone."""
+    world = World(comm)
+    world.on_root(lambda: corpus(tmp_path))
+    changes = {"comm.wire": "slow", "parallel.zero": 3, "run.steps": 2}
+    failing = patch.object(Walk, "backward", out_of_luck())
+    with StopRequest() as signals, registered(), failing:
+        config = world.on_root(lambda: checked(configuration(tmp_path, changes), world.size))
+        survivors = Survivors(config, world, signals)
+        survivors.loop = Loop(config, world, signals)
+        Unfinished.dropped = 0
+        with pytest.raises(RuntimeError, match="luck"):
+            survivors.loop.run()
+        survivors._put_away()
+        world.last_words = print  # else it keeps the heartbeat, and by this the groups
+        gc.collect()
+    assert Unfinished.dropped == 0
+    left = [begun for groups in survivors.stranded[1:] for one in groups for begun in one]
+    assert {begun.name for begun in left} == {"all_gather", "reduce_scatter"}
+    for begun in left:
+        begun.wait()

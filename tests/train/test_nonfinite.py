@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
+from ptdmpi.model.stage import TIED_NAME
 from ptdmpi.train.nonfinite import Skips, examine
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
@@ -100,6 +101,78 @@ def test_the_last_gradient_is_named(comm, reproducible):
     _, finding = broken(comm, REPLICAS | {"run.reproducible": reproducible}, where)
     assert (finding.rank, finding.what) == (3, f"gradient of {name}")
     assert (finding.microbatch, finding.samples) == (5, (13,))
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_whatever_is_sharded_the_same_is_named(comm, zero):
+    is_named_alike(comm, zero)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("zero", [2, *(pytest.param(z, marks=pytest.mark.long) for z in (0, 1, 3))])
+def test_whatever_is_sharded_in_groups_the_same_is_named(comm, zero):
+    is_named_alike(comm, zero)
+
+
+def is_named_alike(comm, zero: int) -> None:
+    """One group of two ranks, and two of them: the last rank's value is broken, and named also
+    where that is in the part of the sums of another, or in its own part that others gather."""
+    changes = layout(d=comm.size) | {"parallel.zero": zero, "model.layers": 2}
+    changes |= {"parallel.shard_group": 2} if zero else {}
+    engine = build(World(comm), changes | {"batch.micro_size": 4 // comm.size})
+    steps_of(engine, 1)
+    last, (stage,) = comm.size - 1, engine.stages.values()
+    layer, mine = stage.layers["1"], comm.rank == last
+    weights = dict(stage.named_logical_parameters())
+
+    def named() -> tuple[int, str, int]:
+        batches = microbatches(engine.config, 1, engine.axes["data"].rank)
+        before = [part.clone() for part in engine.state.flats]
+        assert engine.step(1, batches).skipped
+        same = zip(engine.state.flats, before, strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in same)
+        finding = examine(engine, 1, batches)
+        return finding.rank, finding.what, finding.microbatch
+
+    def here(op: str) -> bool:
+        return mine and engine.place.doing.op == op
+
+    def spoiled(module, inputs, output):
+        return output * math.inf if here("F0.1") else None
+
+    hook = layer.mlp.up.register_forward_hook(spoiled)
+    assert named() == (last, "output of layers.1.mlp.up", 2 * last + 1)
+    hook.remove()
+
+    forward = stage.forward_microbatch
+
+    def lost(microbatch, x):
+        forward(microbatch, x)
+        if here("F0.1"):
+            stage.losses[microbatch] = stage.losses[microbatch] * math.nan
+
+    stage.forward_microbatch = lost
+    assert named() == (last, "loss", 2 * last + 1)
+    stage.forward_microbatch = forward
+
+    for name in ("layers.1.attention.qkv.weight", TIED_NAME):
+        weight = weights[name]
+        accumulate = weight.accumulate
+
+        def overflows(add, weight=weight, accumulate=accumulate):
+            accumulate(add)
+            if here("B0.1"):
+                weight.main_grad.view(-1)[0] = math.inf
+
+        weight.accumulate = overflows
+        assert named() == (last, f"gradient of {name}", 2 * last + 1)
+        weight.accumulate = accumulate
+
+    down = weights["layers.1.mlp.down.weight"]
+    if mine:
+        engine.buffer.own_part(down.entry).view(engine.buffer.masters)[0] = math.nan
+    assert named() == (last, "weight layers.1.mlp.down.weight", -1)
 
 
 @parallel(ranks=[2])

@@ -7,9 +7,12 @@ import time
 
 import pytest
 
+from ptdmpi.comm.world import World
 from ptdmpi.plan.layout.grid import training_grid
-from ptdmpi.watch.heartbeat import Judge
-from ptdmpi.watch.whereabouts import Ranks, Report
+from ptdmpi.watch.heartbeat import Heartbeat, Judge
+from ptdmpi.watch.requests import StopRequest
+from ptdmpi.watch.stopwatch import Place
+from ptdmpi.watch.whereabouts import Ranks, Report, Seen, culprits, describe, waits_for
 from tests._runs import configuration, corpus, log, loop, records
 from tests.parallel import mpirun, parallel
 
@@ -161,6 +164,69 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
         assert mine > 1.0
     else:  # a busy machine may have kept it from being there in time
         assert waited_s > 0.5 and mine < made.lookout.durations[0] - 0.5
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_own_work_is_without_waiting_for_other_data_ranks(comm, tmp_path, zero):
+    """Rank 1 takes half a second longer; sharded, rank 0 waits for it in the midst of its ops."""
+
+    def patch(made):
+        (stage,) = made.engine.stages.values()
+        if comm.rank == 1:
+            block = stage.layers["1"]
+            block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.5))
+
+    changes = {"parallel.zero": zero, "run.steps": 1, "batch.global_size": 2}
+    with loop(comm, tmp_path, changes, patch) as made:
+        made.run()
+        (mine,) = made.lookout.place.compute_s
+        whole_s = made.lookout.durations[0]
+    if comm.rank == 1:
+        assert mine > 0.5
+    else:
+        assert mine < whole_s - 0.4
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize(
+    ("shards", "group", "words", "others"),
+    [
+        (1, "replicate", "data", {0, 1, 2}),
+        (4, "shard", "data", {0, 1, 2}),
+        (2, "shard", "shard", {2}),
+        (2, "replicate", "replicate", {1}),
+    ],
+)
+def test_a_rank_in_a_collective_is_told_by_its_group(comm, tmp_path, shards, group, words, others):
+    """And waits for those of the group, on the data axis as a whole or on one of its two."""
+    world, grid = World(comm), training_grid(data=4, shards=shards)
+    axes, ranks = world.split(grid), Ranks(grid, [HOST] * 4)
+    heart = Heartbeat(axes, ranks, Place(), StopRequest(), tmp_path, None, 1.0)
+    elsewhere = {rank: Seen(report(1.0), 0.0) for rank in range(4)}
+    told: list[Report] = []
+    axes[group].timed("all_gather", lambda: told.append(heart._report()))
+    assert describe(told[0]).endswith(f", in all_gather ({words})")
+    table = {**elsewhere, 3: Seen(told[0], 0.0)}
+    assert set(waits_for(3, table, ranks)) == others
+    assert culprits(table, ranks, 0.0) == [0, 1, 2]
+
+
+@pytest.mark.long
+def test_a_hang_of_a_sharded_rank(tmp_path):
+    """Its own group waits for it in the midst of an op; the other one at the sum over both."""
+    sizes = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 4}
+    sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "batch.micro_size": 2}
+    act = "time.sleep(99)"
+    more = {**sizes, **sharded, "run.stall_s": 8.0}
+    done = run_patched(tmp_path, act, "B0.0", 3, **more)
+    assert done.returncode not in (0, 2, 75)
+    assert f"held up by rank 3 ({HOST})" in log(tmp_path / "run")
+    table = rows_of(tmp_path)
+    assert re.match(r"B0\.0 +\d+ s +<-- here$", table[3])
+    assert re.match(r"B0\.0, in \w+ \(shard\) +\d+ s +3$", table[2])
+    for rank in (0, 1):
+        assert re.match(rf"reduce, in all_reduce \(replicate\) +\d+ s +{rank + 2}$", table[rank])
 
 
 def judge(stall_s: float) -> tuple[Judge, list[str]]:

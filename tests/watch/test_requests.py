@@ -62,6 +62,34 @@ def test_a_signal_on_one_rank_stops_all_after_the_step(comm, tmp_path):
     assert comm.rank or (run / "done").read_text() == '{"steps": 7}\n'
 
 
+@parallel(ranks=[4])
+def test_a_sharded_run_goes_on_with_the_same_losses(comm, tmp_path):
+    """Two groups of two ranks, and state in files, which are gone with the processes."""
+    sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "parallel.offload": "disk"}
+    sharded |= {"precision.compute": "bf16", "run.steps": 4, "model.dropout": 0.1}
+    with loop(comm, tmp_path, {**sharded, "run.dir": str(tmp_path / "straight")}) as made:
+        made.run()
+
+    def patch(made):
+        made.engine.step = after(made.engine.step, 2, usr1 if comm.rank == 3 else nothing)
+
+    with loop(comm, tmp_path, sharded, patch) as made:
+        stops(made)
+    with loop(comm, tmp_path, sharded) as made:
+        assert made.first == 2
+        made.run()
+    if comm.rank == 0:
+        straight, stopped = (
+            [
+                (one["step"], one["loss"], one["grad_norm"])
+                for one in records(tmp_path / name)
+                if "loss" in one
+            ]
+            for name in ("straight", "run")
+        )
+        assert stopped == straight and len(stopped) == 4
+
+
 @parallel(ranks=[2])
 def test_a_signal_during_the_start_stops_before_a_step(comm, tmp_path):
     with loop(comm, tmp_path, PIPELINE, lambda made: usr1() if comm.rank else None) as made:

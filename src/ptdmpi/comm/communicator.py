@@ -52,7 +52,8 @@ class Communicator(ABC):
 
     MPI carries the control messages on every wire. `busy` names the collective that this rank is
     in, and is empty outside; another thread may read it. `tally` counts what this rank sends of
-    tensors; one thread sends.
+    tensors; one thread sends. `under_way` keeps the collectives that nobody has waited for to their
+    end, with their tensors: the wire may still write there when whoever began them has failed.
 
     A wire says of itself: `exact`, that sums are taken in ascending rank order, in float32 at
     least, so that they depend neither on how a tensor is cut into messages nor on the library's
@@ -71,6 +72,7 @@ class Communicator(ABC):
         self.tally = Tally(self.size)
         self.busy = ""
         self._waits: Total | None = None
+        self.under_way: set[_UnderWay] = set()
 
     @contextlib.contextmanager
     def counting(self, waits: Total) -> Iterator[None]:
@@ -222,7 +224,7 @@ class Communicator(ABC):
         tensors = [one for one in arguments if isinstance(one, Tensor)]
         self.tally.add(name, max(one.nbytes for one in tensors))
         handle = self.timed(name, work, *arguments)
-        return handle if handle is DONE else _UnderWay(self, name, handle)
+        return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
     # The smaller tensor of a gather or scatter may be its own place in the larger one.
@@ -249,14 +251,21 @@ class Communicator(ABC):
 class _UnderWay:
     """A collective that was begun: waiting for it is time in it, as beginning it was."""
 
-    def __init__(self, group: Communicator, name: str, handle: Handle) -> None:
-        self._group, self._name, self._handle = group, name, handle
+    def __init__(
+        self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
+    ) -> None:
+        self._group, self.name, self._handle, self._tensors = group, name, handle, tensors
+        group.under_way.add(self)
 
     def wait(self) -> None:
-        self._group.timed(self._name, self._handle.wait)
+        self._group.timed(self.name, self._handle.wait)
+        self._group.under_way.discard(self)
 
     def done(self) -> bool:
-        return self._handle.done()
+        done = self._handle.done()
+        if done:
+            self._group.under_way.discard(self)
+        return done
 
 
 class OneRank(Communicator):
@@ -268,7 +277,7 @@ class OneRank(Communicator):
         self.rank, self.size = 0, 1
         self.tally = Tally(1)
         self.clock, self.group = HOST, ""
-        self.busy, self._waits = "", None
+        self.busy, self._waits, self.under_way = "", None, set()
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")

@@ -22,7 +22,7 @@ from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.plan.layout.grid import DATA, WORLD, Coordinates, Grid
+from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
 from ptdmpi.terminal.program import mendable_paths
 
 T = TypeVar("T")
@@ -59,10 +59,7 @@ class Axes:
         """What this rank has sent so far, as a copy. Groups that share a communicator are one, by
         the name of the axis; an axis that has all data ranks goes by the name of these."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
-        data = self.grid.same_as(DATA)
-        return Traffic(
-            {DATA if name == data else name: self.groups[name].tally.copy() for name in own}
-        )
+        return Traffic({self.grid.called(name): self.groups[name].tally.copy() for name in own})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ptdmpi.commands.plan import Number, published_batch, usual_precision
 from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import inverse, network, partition, restarts, sweep
-from ptdmpi.plan.ask.answer import Answer
+from ptdmpi.plan.ask.answer import Reply
 from ptdmpi.plan.ask.ranks import answer as cheapest
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model
@@ -32,7 +32,7 @@ BATCH = click.option(
 TOKENS = click.option("--tokens", required=True, type=Number(), help="Of the whole training.")
 
 
-class Sizes(click.ParamType[list[int]]):
+class SizeList(click.ParamType[list[int]]):
     """Whole numbers with commas between them."""
 
     name = "sizes"
@@ -44,7 +44,7 @@ class Sizes(click.ParamType[list[int]]):
         return sorted(set(map(int, parts)))
 
 
-def _told(function: Callable[..., Answer]) -> Any:
+def _told(function: Callable[..., Reply]) -> Any:
     """A question with its ways to be answered: text, --json, --png."""
 
     def tell(as_json: bool, png: Path | None, **options: Any) -> None:
@@ -93,7 +93,7 @@ def how_many(
     tokens: float,
     days: float | None,
     price: float | None,
-) -> Answer:
+) -> Reply:
     """How many ranks: the cheapest by a deadline."""
     return cheapest(_pricer(model, cluster, batch), ranks, tokens, days, price)
 
@@ -115,7 +115,7 @@ def how_often(
     node_days: float,
     write_gb_s: float,
     restart_minutes: float,
-) -> Answer:
+) -> Reply:
     """How often to save, and what failures cost."""
     pricer = _pricer(model, cluster, batch)
     note("ptdmpi ask: searching the layout, whose steps are counted")
@@ -131,7 +131,7 @@ def how_often(
 @BATCH
 @click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that share the full rate.")
 @_told
-def what_if(model: str, cluster: str, ranks: int, batch: int | None, pod: int | None) -> Answer:
+def what_if(model: str, cluster: str, ranks: int, batch: int | None, pod: int | None) -> Reply:
     """A slower, tapered or two-tier network."""
     return network.answer(_pricer(model, cluster, batch), ranks, pod)
 
@@ -141,8 +141,8 @@ def what_if(model: str, cluster: str, ranks: int, batch: int | None, pod: int | 
 @CLUSTER
 @RANKS
 @BATCH
-@click.option("--batches", type=Sizes(), help="Sequences per step, such as 256,512,1024.")
-@click.option("--lengths", type=Sizes(), help="Sequence lengths; as many tokens in a step.")
+@click.option("--batches", type=SizeList(), help="Sequences per step, such as 256,512,1024.")
+@click.option("--lengths", type=SizeList(), help="Sequence lengths; as many tokens in a step.")
 @_told
 def over(
     model: str,
@@ -151,7 +151,7 @@ def over(
     batch: int | None,
     batches: list[int] | None,
     lengths: list[int] | None,
-) -> Answer:
+) -> Reply:
     """Other batches or sequence lengths."""
     if (batches is None) == (lengths is None):
         raise InputError("give --batches or --lengths, one of the two")
@@ -169,7 +169,7 @@ def over(
 @click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="t.")
 @click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="b; default: 1.")
 @_told
-def why(model: str, cluster: str, tensor: int, micro_size: int) -> Answer:
+def why(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
     """Why weights are cut by columns, then rows."""
     return partition.answer(_pricer(model, cluster, 1), tensor, micro_size)
 
@@ -189,7 +189,7 @@ def inverse_of(
     tokens: float,
     days: float | None,
     utilisation: float | None,
-) -> Answer:
+) -> Reply:
     """Utilisation from days, days from utilisation."""
     return inverse.days_answer(_pricer(model, cluster, 1), ranks, tokens, days, utilisation)
 
@@ -197,6 +197,6 @@ def inverse_of(
 @command.command("size")
 @click.option("--flops", required=True, type=Number(), help="Of the whole training.")
 @_told
-def how_large(flops: float) -> Answer:
+def how_large(flops: float) -> Reply:
     """The size of a model for a budget."""
     return inverse.size_answer(flops)

@@ -121,14 +121,6 @@ class ParameterBuffer(FlatOrder):
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
-    def gradient_of(self, parameter: Parameter) -> Tensor | None:
-        """What is accumulated of its gradient on this rank: all, or the part that is reduced to
-        it, flat; None where that is nothing."""
-        if self.portion.sharded < 2:
-            return parameter.main_grad
-        held = self.own_part(parameter.second or parameter.entry)
-        return None if held is None else held.view(self.reduced)
-
     def initialise(self, seed: int) -> None:
         """Fill the master weights from (seed, name): the same logical tensors in every layout."""
         for entry in (*self.entries.values(), *self.frozen.values()):

@@ -6,7 +6,8 @@ only while it is computed, and then reduced to each rank's part (2 and 3; Rajbha
 arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,17 @@ class ReducedGradients:
                 self.units[_unit(buffer, entry)].append((parameter, entry))
         self._open: dict[int, Tensor] = {}
         self._leaving: list[tuple[int, Tensor, Handle]] = []
+        self._look: Callable[[Parameter], None] | None = None
+
+    @contextlib.contextmanager
+    def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
+        """`look` at each parameter while its `main_grad` has the whole gradient of a microbatch on
+        this rank, complete and not yet reduced."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
 
     def begin(self, numbers: Sequence[int]) -> None:
         """The gradients of these units are about to be computed, and those of no others."""
@@ -115,6 +127,8 @@ class ReducedGradients:
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
+                if self._look is not None:
+                    self._look(parameter)
                 del parameter.main_grad  # so that nothing is added to it unseen
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append((number, flat, handle))
@@ -129,7 +143,8 @@ class ReducedGradients:
         self._arrived()
 
     def forget(self) -> None:
-        """What was not reduced is of a step that was broken off."""
+        """What was not reduced is of a step that was broken off. What was begun the group keeps
+        until it is over; its memory is not used again."""
         self._open, self._leaving = {}, []
 
     def _arrived(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.engine.runner import OpHook
+from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.stage import Batch, Stage
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 
@@ -32,7 +33,7 @@ class Finding:
 
     kind: int
     microbatch: int
-    depth: tuple[int, int]  # stage and place in it, in the order of computation
+    depth: tuple[int, ...]  # stage and place in it, in the order of computation
     rank: int
     what: str
     samples: tuple[int, ...]
@@ -98,6 +99,9 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
     watcher = _Watcher(engine, batches)
     with contextlib.ExitStack() as looking:
         looking.enter_context(engine.runner.hooked(watcher))
+        walks = [stage.walk for stage in engine.stages.values() if stage.walk is not None]
+        for gradients in {walk.gradients for walk in walks if walk.gradients is not None}:
+            looking.enter_context(gradients.looked_at(watcher.see))
         for stage in engine.stages.values():
             for name, module in stage.named_modules():
                 # the logits of a padded vocabulary are minus infinity; the loss tells of the others
@@ -113,15 +117,19 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
 
 
 def _weights(engine: Engine) -> Iterator[Finding]:
+    buffer, rank = engine.buffer, engine.axes.world.rank
+    # where weights are gathered as they are needed, what a rank holds are its own parts
+    gathered = buffer.portion.sharded < 3
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
-            held = engine.buffer.own_part(weight.entry)
-            # one that is not gathered is looked at in its parts
-            there = engine.buffer.portion.sharded < 3
-            master = held is None or _finite(held.view(engine.buffer.masters))
-            if not (master and (not there or _finite(weight))):
-                rank = engine.axes.world.rank
-                yield Finding(_WEIGHT, -1, (number, place), rank, f"weight {name}", ())
+            held = buffer.own_part(weight.entry)
+            kept = (buffer.masters, buffer.weight_parts)
+            own = held is None or all(_finite(held.view(parts)) for parts in kept)
+            if not (own and (not gathered or _finite(weight))):
+                # what came from another rank is its effect, wherever that stands in the order
+                depth = (number, place, int(own))
+                yield Finding(_WEIGHT, -1, depth, rank, f"weight {name}", ())
+    engine.state.let_go()
 
 
 class _Watcher(OpHook):
@@ -133,10 +141,12 @@ class _Watcher(OpHook):
         self.found: list[Finding] = []
         self._op: Op | None = None
         self._calls = 0
+        self._broken: set[int] = set()
 
     def begin(self, op: Op) -> None:
         """Outputs are told apart by their op, and in it by their order."""
         self._op, self._calls = op, -1
+        self._broken.clear()
 
     def end(self, op: Op) -> None:
         """Looked at before the gradients are taken out of the buffer."""
@@ -155,6 +165,11 @@ class _Watcher(OpHook):
 
         return look
 
+    def see(self, weight: Parameter) -> None:
+        """The gradient of `weight` is about to be reduced: behind that it is every rank's."""
+        if not _finite(weight.main_grad):
+            self._broken.add(id(weight))
+
     def look_at_gradients(self, number: int, microbatch: int) -> None:
         stage: Stage = self.engine.stages[number]
         if stage.last and not self._has(_LOSS) and not _finite(stage.losses[microbatch]):
@@ -163,8 +178,9 @@ class _Watcher(OpHook):
             return
         # backwards: the last layer's gradient leads to the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
-            gradient = self.engine.buffer.gradient_of(weight)
-            if gradient is not None and not _finite(gradient):
+            # where they are reduced as they arise they are gone by now, and were seen before
+            here = self.engine.buffer.portion.sharded < 2
+            if id(weight) in self._broken or (here and not _finite(weight.main_grad)):
                 self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return
 

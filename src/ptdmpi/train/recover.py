@@ -188,6 +188,7 @@ class Survivors:
             return
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
+        self.stranded.append([group.under_way for group in loop.axes.groups.values()])
         account = Account(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done,

@@ -176,7 +176,7 @@ class Heartbeat:
         axis, collective = "", ""
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read once: the other thread may leave it meanwhile
-                axis, collective = name, busy
+                axis, collective = self.axes.grid.called(name), busy
                 break
         known = len(self.place.compute_s) == COMPUTE_STEPS
         return Report(

@@ -46,7 +46,7 @@ def shared(pricer, t, d):
 
 def partial(pricer, layout):
     """The layout with fewer layers recomputed: the fewest that fit, one by one, and one more."""
-    if pricer.fits(replace(layout, recompute="none")):
+    if layout.pipeline > 1 or pricer.fits(replace(layout, recompute="none")):
         return ()
     counts = range(1, pricer.model.config.layers)
     some = (replace(layout, recompute_layers=count) for count in counts)
@@ -103,7 +103,7 @@ def test_random_cases_are_found_as_by_trying_all():
         memory, batch = 10 ** chosen.uniform(7.8, 10), chosen.choice((2, 4, 6, 8))
         pricer = small(f"l={layers},h={width},a=4,s=512,V=8000", memory, batch, cluster)
         ranks, overlap = chosen.choice((2, 3, 4, 6)), chosen.random() < 0.2
-        mode = chosen.choice((*RECOMPUTE_MODES, None))
+        mode = chosen.choice((*RECOMPUTE_MODES, *RECOMPUTE_MODES, None))
         modes = RECOMPUTE_MODES if mode is None else (mode,)
         best: dict[str, float] = {}
         for price in everything(pricer, ranks, overlap, modes, mode is None):
@@ -121,7 +121,7 @@ def test_random_cases_are_found_as_by_trying_all():
         partly += any(price.layout.recompute_layers is not None for price in found)
         sharded += any(price.layout.zero > 1 or price.layout.offload != "none" for price in found)
         cases += 1
-    assert sharded > 20 and partly > 5  # where memory is short
+    assert sharded > 20 and partly > 3  # where memory is short
 
 
 def test_gpipe_and_whole_messages_are_looked_at_too():

@@ -28,7 +28,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """`short`: the answer in a sentence or two; `rows`: a table, its head first; `notes`: what it
     rests on; `numbers`: the same for a program."""
 

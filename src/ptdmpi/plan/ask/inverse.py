@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ptdmpi.base.words import short
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.presets import model_presets
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -29,7 +29,7 @@ def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: in
 
 def days_answer(
     pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
-) -> Answer:
+) -> Reply:
     """The utilisation of a training of so many days, or the days at a utilisation, of the model's
     FLOPs; both where neither is given is bad input. Raises InputError."""
     if (taken is None) == (utilisation is None):
@@ -59,7 +59,7 @@ def days_answer(
     ]
     shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
     line = [(100 * u, days(count, tokens, ranks, peak * u, MODEL_FLOPS)) for u in shares]
-    return Answer(
+    return Reply(
         f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
         f"of {pricer.cluster.device.name}.",
@@ -97,7 +97,7 @@ class Loss(NamedTuple):
     beta: float = 0.28
 
     def at(self, parameters: float, tokens: float) -> float:
-        """Of a model of so many parameters after so many tokens."""
+        """The loss of a model of so many parameters after so many tokens."""
         return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def best(self, flops: float) -> float:
@@ -112,7 +112,7 @@ def optimal(flops: float) -> float:
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
-def size_answer(flops: float) -> Answer:
+def size_answer(flops: float) -> Reply:
     """The size of a model for a budget, the presets next to it, and what another size costs."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
@@ -131,7 +131,7 @@ def size_answer(flops: float) -> Answer:
         entries.append({"preset": name, "parameters": count, "tokens": tokens})
     span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
     curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
-    return Answer(
+    return Reply(
         f"{flops:.3g} FLOPs train best {short(best)} parameters on "
         f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
         rows,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ptdmpi.base.words import counted
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis, InOps
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import Cluster, Model
@@ -131,7 +131,7 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
     return found
 
 
-def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Answer:
+def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
     """What each change costs, in the layout that is best without it and in its own best one."""
     found: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
@@ -142,7 +142,7 @@ def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Answer:
     return _told(pricer, ranks, found)
 
 
-def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Answer:
+def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Reply:
     base_s = found[0].best.step_time_s
     rows = [["network", "step in the same layout", "in its best", "that layout"]]
     entries, bars = [], {}
@@ -163,7 +163,7 @@ def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Answer:
     worst = max(found, key=lambda one: one.same_s)
     where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
     half = next(one for one in found if one.name == "adapters half as fast")
-    return Answer(
+    return Reply(
         f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
         f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
         f"the most of what was asked: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",

@@ -23,13 +23,13 @@ from typing import NamedTuple
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.near import divisors
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.shape.parameters import Linear, layer
 
 
-class Way(NamedTuple):
+class Partition(NamedTuple):
     """How A and B are cut; collectives of forward and backward, each (kind, columns: "h", "g" or
     "u")."""
 
@@ -39,10 +39,10 @@ class Way(NamedTuple):
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 WAYS = (
-    Way("columns, rows", ((SUM, "h"), (SUM, "h"))),
-    Way("columns, columns", ((GATHER, "g"), (GATHER, "h"), (SCATTER, "g"), (SUM, "h"))),
-    Way("rows, rows", ((SCATTER, "u"), (SUM, "h"), (GATHER, "u"), (GATHER, "h"))),
-    Way("rows, columns", ((SUM, "u"), (GATHER, "h"), (SUM, "g"), (GATHER, "h"))),
+    Partition("columns, rows", ((SUM, "h"), (SUM, "h"))),
+    Partition("columns, columns", ((GATHER, "g"), (GATHER, "h"), (SCATTER, "g"), (SUM, "h"))),
+    Partition("rows, rows", ((SCATTER, "u"), (SUM, "h"), (GATHER, "u"), (GATHER, "h"))),
+    Partition("rows, columns", ((SUM, "u"), (GATHER, "h"), (SUM, "g"), (GATHER, "h"))),
 )
 
 
@@ -53,14 +53,15 @@ def widths(config: ModelConfig) -> dict[str, int]:
     return {"h": config.hidden, "g": config.ffn_hidden, "u": sum(up.outputs)}
 
 
-def sent(way: Way, columns: Mapping[str, float], tensor: int) -> float:
+def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
     """What each rank sends, forward and backward, in the unit of the columns."""
     rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 
 
-def answer(pricer: Pricer, tensor: int, micro_size: int) -> Answer:
-    """Of one layer's MLP and microbatch on t ranks. Raises InputError for t that do not divide."""
+def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
+    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for a t that
+    does not divide."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:
@@ -84,7 +85,7 @@ def answer(pricer: Pricer, tensor: int, micro_size: int) -> Answer:
         time, ratio = f"{took_s[way.name] * 1e3:.2f} ms", took_s[way.name] / min(took_s.values())
         amount = f"{moved[way.name] / 1e6:.1f} MB"
         rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
-    return Answer(
+    return Reply(
         f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP and a "
         f"microbatch, any other way at least {second / first:.2f} times that: nothing goes "
         f"between the two products, and nothing {columns['g']} wide.",

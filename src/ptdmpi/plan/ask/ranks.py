@@ -5,7 +5,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.errors import InputError
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.ask.inverse import DAY_S, MODEL_FLOPS
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import search
@@ -19,8 +19,8 @@ LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is shared out and 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a whole training in its best layout; `megawatt_hours` is None where the cluster file has
-    no power."""
+    """What a whole training costs in its best layout; `megawatt_hours` is None where the cluster
+    file has no power."""
 
     price: Price
     days: float
@@ -62,7 +62,7 @@ def between(fewer: int, more: int, devices: int) -> list[int]:
 
 def answer(
     pricer: Pricer, most: int, tokens: float, days: float | None, price: float | None
-) -> Answer:
+) -> Reply:
     """Trainings on up to `most` ranks; `days`: the deadline, `price` of a rank-hour. Raises
     InputError if nothing fits, or nothing is done in time."""
     devices = pricer.cluster.node.devices
@@ -106,7 +106,7 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
 
 def _told(
     pricer: Pricer, found: list[Cost], best: Cost, days: float | None, price: float | None
-) -> Answer:
+) -> Reply:
     rows = [["ranks", "days", "rank-hours", *(["money"] if price else []), "MWh", "MFU", "layout"]]
     entries: list[dict[str, Any]] = []
     for one in found:
@@ -126,7 +126,7 @@ def _told(
     if best.megawatt_hours is not None:
         cheap += f", {best.megawatt_hours:,.0f} MWh"
     level = None if days is None else (days, f"{days:g} days")
-    return Answer(
+    return Reply(
         f"The cheapest{within}: {counted(best.ranks, 'rank')} of {pricer.cluster.name}, {cheap}.",
         rows,
         {"best_ranks": best.ranks, "choices": entries},

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from ptdmpi.config.errors import InputError
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count
 
@@ -27,8 +27,8 @@ CURVE = 60  # points of a curve
 
 @dataclass(frozen=True)
 class Failures:
-    """Of one job, in seconds: `between_s` of failures, `save_s` that a save keeps training waiting,
-    `restart_s` from a failure to the first step again."""
+    """How one job fails, in seconds: `between_s` of failures, `save_s` that a save keeps training
+    waiting, `restart_s` from a failure to the first step again."""
 
     between_s: float
     save_s: float
@@ -68,10 +68,10 @@ def answer(
     node_days: float,
     bytes_per_s: float,
     restart_s: float,
-) -> Answer:
-    """Of a training on `ranks` whose nodes each fail every `node_days`, with files written at
-    `bytes_per_s` all together. Raises InputError where the state of the model fails to be saved
-    between two failures."""
+) -> Reply:
+    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files
+    written at `bytes_per_s` all together. Raises InputError where the state of the model fails to
+    be saved between two failures."""
     nodes = -(-ranks // pricer.cluster.node.devices)
     state = STATE_BYTES * parameter_count(pricer.model.config, pricer.model.vocab_size)
     failures = Failures(node_days * DAY_S / nodes, state / bytes_per_s, restart_s)
@@ -90,15 +90,7 @@ def answer(
         every = f"{interval_s / 60:.1f} min"
         count = f"{max(1, round(interval_s / step_time_s))}"
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", told])
-    span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
-    panel = Panel(
-        "minutes of training between saves",
-        "share of the time that counts",
-        {"useful": [(one / 60, failures.useful(one)) for one in span]},
-        mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
-        logarithmic="x",
-    )
-    return Answer(
+    return Reply(
         f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
         f"time counts.",
@@ -119,9 +111,21 @@ def answer(
             "useful": useful,
         },
         f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
-        [panel],
+        [_curve(failures)],
         (
             f"a save of {state / 1e12:.2f} TB takes {failures.save_s:.0f} s, a restart "
             f"{restart_s:.0f} s; Young's interval would be {failures.young_s / 60:.0f} min",
         ),
+    )
+
+
+def _curve(failures: Failures) -> Panel:
+    best_s = failures.best_s
+    span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
+    return Panel(
+        "minutes of training between saves",
+        "share of the time that counts",
+        {"useful": [(one / 60, failures.useful(one)) for one in span]},
+        mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
+        logarithmic="x",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.errors import InputError
-from ptdmpi.plan.ask.answer import Answer, Panel
+from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
@@ -35,7 +35,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
     return found
 
 
-def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Answer:
+def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
     """`over`: "batch" or "sequence length". Raises InputError where none fits."""
     found: list[tuple[int, Pricer, Price]] = []
     reason = ""
@@ -65,7 +65,7 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Answer:
     where = f"{counted(ranks, 'rank')} of {pricers[0].cluster.name}"
     left = [f"{p.batch if over == 'batch' else p.model.config.seq_length:,}" for p in pricers]
     left = [size for size in left if size not in {row[0] for row in rows}]
-    return Answer(
+    return Reply(
         f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: {best[1]:,.0f} per "
         f"rank; at {last[0]:,.0f} it is {last[1] / best[1]:.0%} of that.",
         rows,

@@ -128,6 +128,11 @@ class Grid:
         long = [axis for axis in axes if self[axis] > 1]
         return group if len(long) > 1 else (*long, *axes)[0]
 
+    def called(self, group: str) -> str:
+        """What people are told of a group: an axis that has all data ranks goes by the name of
+        these, whether they share out state or hold the same."""
+        return DATA if group == self.same_as(DATA) else group
+
     def _together(self, group: str) -> tuple[str, ...]:
         """The axes that one of the groups replicas and data goes along; () for another group."""
         if group == REPLICAS:

@@ -28,7 +28,6 @@ from ptdmpi.plan.search.space import (
     Sharding,
     Space,
     chunked,
-    fewer_first,
     groups,
     least_recomputed,
     sharding_words,
@@ -103,19 +102,16 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The legal variants that fit; where the first does not, no other one does. Of those that do
-    not, what has fewer layers in its first stage, and of those that recompute nothing, what
-    recomputes as few layers as fit."""
-    first_fits = True
+    """The legal variants that fit; where the first does not, no other one does. Of those on one
+    stage that recompute nothing and do not fit, with as few layers recomputed as fit: on several
+    stages, those that recompute would keep the others waiting."""
     for way, one in enumerate(variants(space, layout)):
-        fits = first_fits and pricer.fits(one)
-        first_fits = fits if way == 0 else first_fits
-        if fits:
+        if pricer.fits(one):
             yield one
-            continue
-        yield from fewer_first(pricer, space, one)
-        if one.recompute == "none" and space.recompute is None:
-            yield from least_recomputed(pricer, space, one)
+        elif way == 0:
+            if one.recompute == "none" and space.recompute is None and one.pipeline == 1:
+                yield from least_recomputed(pricer, space, one)
+            return
 
 
 def _collect(pricer: Pricer, space: Space) -> _Collected:
@@ -138,7 +134,7 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
                 continue
             ways.sort(key=lambda way: way[0])
             for layout in chunked(space, group, pricer.model.config.layers, pricer.batch):
-                work_s = pricer.rough_work_s(layout) - _moved_s(pricer, layout)
+                work_s = pricer.rough_work_s(layout)
                 found.rough.append((work_s + ways[0][0], len(found.layouts)))
                 found.layouts.append((layout, len(found.ways), work_s))
             found.ways.append(ways)
@@ -151,16 +147,6 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
                     "with fewer divisors, or give --recompute or a --layout"
                 )
     return found
-
-
-def _moved_s(pricer: Pricer, layout: Layout) -> float:
-    """What the mean rank waits less for the pipeline to fill and drain where the first stage has
-    but one layer: of L/p - 1 layers that others have instead, half of a pass."""
-    if layout.pipeline == 1:
-        return 0.0
-    layer = pricer.kernels(layout)[0]
-    each_s = layer.forward.total + layer.backward.total + layer.recomputed(layout).total
-    return max(0.0, pricer.model.config.layers / layout.pipeline - 1) / 2 * each_s
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:

@@ -210,18 +210,3 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
             fewest = middle + 1
     if most < layers:
         yield replace(full, recompute_layers=most)
-
-
-def fewer_first(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The layout with as many layers in its first stage as fit, where those of the even split do
-    not because of the embedding, or of the microbatches that the first rank holds more of."""
-    if layout.pipeline == 1 or space.first_layers is not None:
-        return
-    second = pricer.memory.peak(layout, 1, layout.microbatches(pricer.batch))
-    if second.total > pricer.capacity_bytes:  # it gets no fewer
-        return
-    for first in range(len(pricer.memory.split(layout)[0]) - 1, 0, -1):
-        fewer = replace(layout, first_layers=first)
-        if pricer.fits(fewer):
-            yield fewer
-            return

@@ -94,18 +94,18 @@ def test_layers_that_are_recomputed_are_priced_and_named():
 
 
 def test_a_first_stage_with_fewer_layers_is_priced_advised_and_trained():
-    options = ("--layout", "t=1,p=2,d=1,v=1,b=1")
+    options = ("--layout", "t=1,p=2,d=1,v=1,b=4", "--model", "l=16,h=1024,a=16,V=5000")
     even, uneven = (
-        json.loads(run(*options, *more, "--json").stdout) for more in ((), ("--first-layers", "3"))
+        json.loads(run(*options, *more, "--json").stdout) for more in ((), ("--first-layers", "7"))
     )
-    assert uneven["train"]["parallel"]["first_layers"] == 3
+    assert uneven["train"]["parallel"]["first_layers"] == 7
     (one,), (other,) = even["layouts"], uneven["layouts"]
-    assert one["first_layers"] is None and other["first_layers"] == 3
-    assert other["step_time_s"] > one["step_time_s"]  # 5 layers on the other stage
+    assert one["first_layers"] is None and other["first_layers"] == 7
+    assert other["step_time_s"] > one["step_time_s"]  # nine layers on the other stage
     assert other["peak_memory_bytes"] < one["peak_memory_bytes"]
-    assert "3 layers in the first stage" in run(*options, "--first-layers", "3").stdout
-    with pytest.raises(InputError, match=r"first_layers = 8: legal: 1 to 7"):
-        run(*options, "--first-layers", "8")
+    assert "7 layers in the first stage" in run(*options, "--first-layers", "7").stdout
+    with pytest.raises(InputError, match=r"first_layers = 16: legal: 1 to 15"):
+        run(*options, "--first-layers", "16")
     with pytest.raises(InputError, match="one stage has all"):
         run("--layout", "t=1,p=1,d=1,v=1,b=1", "--first-layers", "2")
     found = json.loads(run("--ranks", "8", "--first-layers", "1", "--json").stdout)["layouts"]

@@ -6,6 +6,7 @@ Both ways live in the same processes, so that nothing of the side that waits run
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from benchmarks.network.case import Compared, layouts
 from benchmarks.network.pingpong import one_way_s
 from benchmarks.turns import round_of
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.comm import launch
 
 LOSSES_AGREE = 1e-4  # relative, in fp32: the two ways take other sums
@@ -40,6 +42,7 @@ def compare(case: Compared, sizes: dict[int, int]) -> dict:
         import torch
 
         torch.set_num_threads(1)
+        keep_freed(os.environ)
         link = one_way_s(world.control, sizes)
         axes: dict = {}
         rows = [_row(case, batch, world, axes) for batch in case.batches]

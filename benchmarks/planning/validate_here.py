@@ -7,6 +7,7 @@ them; their order counts only where they differ by more than the spread of their
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.launch import answer
 from benchmarks.turns import round_of
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
@@ -54,6 +56,7 @@ def measure(text: str) -> None:
         import torch
 
         torch.set_num_threads(1)
+        keep_freed(os.environ)
         layouts = [Layout(**fields) for fields in job["layouts"]]
         parts = {layout.ranks: world.first(layout.ranks) for layout in layouts}
 

@@ -1,5 +1,6 @@
 """This project's side: the engine of `ptdmpi train`, fed with synthetic batches."""
 
+import os
 import statistics
 import time
 from collections import Counter
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.speed.case import Row, synthetic_ids
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
@@ -25,6 +27,7 @@ class OurTrainer:
     def __init__(self, row: Row, world: World) -> None:
         config = row.config
         torch.set_num_threads(config.run.threads)
+        keep_freed(os.environ)
         axes = world.split(grid_of(config))
         self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
         self.microbatches = config.microbatches

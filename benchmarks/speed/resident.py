@@ -7,10 +7,12 @@ One process measures one setting: what a process had resident once stays in its 
 """
 
 import argparse
+import os
 import resource
 
 import torch
 
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed(os.environ)
     world = World()
     layout = Layout(1, 1, world.size, zero=asked.zero)
     sizes = {"layers": asked.layers, "hidden": asked.hidden, "heads": asked.hidden // 80 or 1}

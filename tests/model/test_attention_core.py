@@ -1,5 +1,7 @@
 """Attention in blocks of queries, in documents, windows and under a cap, is attention."""
 
+import tomllib
+from importlib.resources import files
 from unittest import mock
 
 import pytest
@@ -126,6 +128,62 @@ def test_kernels_of_a_device_match_explicit(scores, in_documents, kv_heads):
     numbers = random_numbers(2, 300) if in_documents else None
     check(300, kv_heads, "bfloat16", 2e-2, scores, numbers, "cuda")
     check(300, kv_heads, "float32", 1e-4, scores, numbers, "cuda")
+
+
+@pytest.mark.parametrize("precision, tolerance", HALF)
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("at_once", [1000, 1 << 20])
+def test_products_match_explicit(window, kv_heads, at_once, in_documents, precision, tolerance):
+    """Whatever this processor would choose, and however many heads are taken at once."""
+    numbers = random_numbers(2, 300) if in_documents else None
+    scores = Scores(SIZE**-0.5, window=window)
+    with (
+        mock.patch.object(kernels, "attention_by_products", return_value=True),
+        mock.patch.object(attention_core, "BLOCK_SCORES", at_once),
+        mock.patch.object(
+            attention_core, "_weighted", side_effect=attention_core._weighted
+        ) as asked,
+    ):
+        check(300, kv_heads, precision, tolerance, scores, numbers)
+    assert asked.call_count == 2  # forward and backward
+
+
+def test_products_of_half_types_are_hardly_less_exact_than_the_library():
+    """By no more than half: with scores rounded to a half type they would be by far."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, 2, 300, 64)
+    operands = [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
+    dout = torch.randn(shape, generator=generator).bfloat16()
+
+    def gradients(attention, dtype):
+        leaves = [one.to(dtype).requires_grad_() for one in operands]
+        return torch.autograd.grad(attention(*leaves, Scores(0.25)), leaves, dout.to(dtype))
+
+    def errors(products):
+        with mock.patch.object(kernels, "attention_by_products", return_value=products):
+            found = gradients(attention_core.attention, torch.bfloat16)
+        return [(mine - true).norm() / true.norm() for mine, true in zip(found, exact, strict=True)]
+
+    exact = gradients(explicit, torch.float64)
+    for mine, library in zip(errors(True), errors(False), strict=True):
+        assert mine <= 1.5 * library
+
+
+def test_the_table_of_ways_is_sound():
+    """Each entry names a type that torch has and a way that there is, and one way is known for a
+    processor that is not in it."""
+    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text()
+    for entry in tomllib.loads(text)["attention"]:
+        assert isinstance(getattr(torch, entry["type"]), torch.dtype)
+        assert entry["way"] in ("products", "library") and entry["measured"]
+    for capabilities, products in ({}, False), ({"avx512_bf16": True}, True):
+        kernels.attention_by_products.cache_clear()
+        with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
+            assert kernels.attention_by_products("cpu", torch.bfloat16) == products
+            assert not kernels.attention_by_products("cuda", torch.bfloat16)
+    kernels.attention_by_products.cache_clear()
 
 
 def test_documents_know_their_places():

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
@@ -45,6 +46,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
 
         world.on_root(lambda: _check(output))
         torch.set_num_threads(threads)
+        keep_freed(os.environ)
         tree, found = probe(world, precision, device_of(world))
         if world.rank == 0:
             ranks = f"{counted(world.size, 'rank')}, {counted(threads, 'thread')} each"

@@ -1,9 +1,10 @@
 """softmax(q k^T) v: which keys a query sees, and the kernel that the device has for it.
 
 Full attention is PyTorch's FlashAttention. Windows and documents are too, in blocks of queries on a
-CPU, as packed sequences on a GPU in half types. What no fused kernel knows is computed here in
-blocks of queries, with scores in float32 at least: soft caps everywhere, and masks in wider types
-on a GPU by PyTorch's masked kernel. No path keeps scores for the backward pass.
+CPU, as packed sequences on a GPU in half types, in wider types by its masked kernel. What no fused
+kernel knows, soft caps, is computed here by matrix products over blocks of queries, with scores in
+float32 at least; and so is causal attention where that measures faster (`kernels`). No path keeps
+scores for the backward pass.
 """
 
 import importlib.util
@@ -18,12 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import HALF_TYPES, product, soft_cap, widened
 
 # PyTorch's CPU kernel skips what lies above the diagonal only in steps of 512 keys. Taken in blocks
 # of so many queries, each on the keys up to its end, s = 512 costs five eighths.
 QUERY_BLOCK = 128
+# So many scores at once where they are tensors of ours: 4 MiB in float32, which caches hold.
+BLOCK_SCORES = 1 << 20
 
 Region = tuple[slice, slice, slice]  # rows, heads, positions
 
@@ -50,8 +54,8 @@ def attention(
     q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
     (grouped queries).
     """
-    if scores.softcap:
-        return _CappedAttention.apply(q, k, v, scores, documents)
+    if scores.softcap or _by_products(q, scores):
+        return _ProductAttention.apply(q, k, v, scores, documents)
     grouped = q.shape[1] != k.shape[1]
     limited = documents is not None or scores.window > 0
     if limited and q.device.type != "cpu":
@@ -64,6 +68,11 @@ def attention(
             q_, k_, v_, is_causal=scores.causal, scale=scores.scale, enable_gqa=grouped
         )
     return out.to(q.dtype)
+
+
+def _by_products(q: Tensor, scores: Scores) -> bool:
+    known = kernels.attention_by_products(q.device.type, q.dtype)
+    return known and scores.causal and _long_on_cpu(q)
 
 
 def _long_on_cpu(q: Tensor) -> bool:
@@ -198,60 +207,95 @@ class _BlockedAttention(Function):
         return dq, dk, dv, None, None
 
 
-class _CappedAttention(Function):
-    """Attention with capped scores, which no fused kernel has; keeps what these keep, and computes
-    the scores of a block of queries again in its backward pass (Dao et al. 2022, arXiv 2205.14135,
-    algorithm 4, with the cap's derivative 1 - tanh^2).
+class _ProductAttention(Function):
+    """Attention by matrix products over blocks of queries, which are computed again in the backward
+    pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4, with a cap's derivative 1 - tanh^2); keeps
+    queries, keys and values alone.
+
+    Scores are products in float32, of half types too: rounded to these, they would make gradients
+    less exact than a fused kernel's. All else is multiplied in the type that it has.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
     ) -> Tensor:
-        out, sums = torch.empty_like(q), []
-        for queries, keys, mask in _blocks(q, scores, documents):
-            capped, _ = _capped(q[queries], k[keys], mask, scores)
-            sums.append(capped.logsumexp(-1, keepdim=True))
-            weights = capped.sub_(sums[-1]).exp_().to(q.dtype).flatten(2, 3)
-            out[queries] = product(weights, v[keys]).view(out[queries].shape)
+        out = torch.empty_like(q)
+        values = v.contiguous()
+        for queries, keys, weights, _ in _weighted(q, k, scores, documents):
+            here = out[queries]
+            here.copy_(product(weights, values[keys]).view(here.shape))
         ctx.blocks = (scores, documents)
-        ctx.save_for_backward(q, k, v, out, *sums)
+        ctx.save_for_backward(q, k, v)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
+        q, k, v = ctx.saved_tensors
         scores, documents = ctx.blocks
-        dq = torch.empty_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
+        narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
+        dq = torch.empty_like(q)
         # every block of queries adds to them: in a half type each addition would round
-        dk, dv = (torch.zeros_like(part, dtype=wide) for part in (k, v))
-        blocks = _blocks(q, scores, documents)
-        for (queries, keys, mask), one in zip(blocks, sums, strict=True):
-            key, value = k[keys], v[keys]
-            query, dresult = (_by_key_head(part[queries], key) for part in (q, dout))
-            capped, tangent = _capped(q[queries], key, mask, scores)
-            weights = capped.sub_(one).exp_()
-            narrow = weights.to(q.dtype).flatten(2, 3)
-            dv[keys] += _wide_product(narrow.transpose(-1, -2), dresult)
-            dweights = _wide_product(dresult, value.transpose(-1, -2)).view(weights.shape)
-            # D of Dao et al. 2022: a row's weights add up to 1, so its gradient loses its mean
-            row = (dout[queries] * out[queries]).sum(-1, dtype=wide)
-            dcapped = weights.mul_(dweights.sub_(row.view(*weights.shape[:-1], 1)))
-            dproducts = dcapped.mul_(1.0 - tangent.square_()).mul_(scores.scale)
-            dproducts = dproducts.to(q.dtype).flatten(2, 3)
-            dq[queries] = product(dproducts, key).view(dq[queries].shape)
-            dk[keys] += _wide_product(dproducts.transpose(-1, -2), query)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
+        for queries, keys, weights, tangent in _weighted(q, k, scores, documents):
+            key = narrow_k[keys]
+            query, dresult = (_by_key_head(part[queries], key) for part in (narrow_q, dout))
+            dv[keys] += _wide_product(weights.transpose(-1, -2), dresult)
+            dweights = widened(dresult) @ widened(values[keys]).transpose(-1, -2)
+            # w (dw - sum of w dw), row by row
+            dscores = torch.ops.aten._softmax_backward_data(
+                dweights, weights.to(dweights.dtype), -1, dweights.dtype
+            )
+            if tangent is not None:
+                dscores = tangent.square_().neg_().add_(1.0).mul_(dscores)
+            dscores = dscores.to(q.dtype)
+            here = dq[queries]
+            torch.mul(product(dscores, key).view(here.shape), scores.scale, out=here)
+            dk[keys] += _wide_product(dscores.transpose(-1, -2), query)
+        return dq, dk.mul_(scores.scale).to(k.dtype), dv.to(v.dtype), None, None
 
 
-def _capped(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Capped scores [b, key heads, group, queries, keys], -inf where hidden, and their tangents."""
-    products = _wide_product(_by_key_head(q, k), k.transpose(-1, -2))
-    products = products.unflatten(2, (-1, q.shape[2]))
-    tangent = products.mul_(scores.scale / scores.softcap).tanh_()
-    capped = tangent * scores.softcap
-    return capped if mask is None else capped.add_(mask), tangent
+def _weighted(
+    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None
+) -> Iterator[tuple[Region, Region, Tensor, Tensor | None]]:
+    """Blocks of queries of some heads, the keys that these see, what each key counts, [b, key
+    heads, group queries, keys] in the type of q, and the tangents of capped scores."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    # once for all blocks, and laid out as products want it
+    wide_q = q.to(wide, memory_format=torch.contiguous_format) * scores.scale
+    wide_k = k.to(wide, memory_format=torch.contiguous_format)
+    for (rows, _, positions), (_, _, seen), mask in _blocks(wide_q, scores, documents):
+        tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
+        tile *= group * (seen.stop - seen.start)
+        heads = max(1, BLOCK_SCORES // tile)
+        for first in range(0, k.shape[1], heads):
+            last = min(first + heads, k.shape[1])
+            queries = (rows, slice(first * group, last * group), positions)
+            keys = (rows, slice(first, last), seen)
+            weights, tangent = _weights(wide_q[queries], wide_k[keys], mask, scores.softcap)
+            yield queries, keys, weights.to(q.dtype), tangent
+
+
+def _weights(
+    q: Tensor, k: Tensor, mask: Tensor | None, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """The softmax of scores [b, key heads, group queries, keys], whose queries were scaled, and
+    their tangents where they are capped."""
+    tangent = None
+    grouped, keys = _by_key_head(q, k), k.transpose(-1, -2)
+    if mask is not None and not softcap and grouped.shape[2] == len(mask):
+        # product and mask in one pass
+        flat = torch.baddbmm(mask, grouped.flatten(0, 1), keys.flatten(0, 1))
+        return flat.softmax(-1).view(*grouped.shape[:3], -1), None
+    products = grouped @ keys
+    if softcap:
+        tangent = products.mul_(1.0 / softcap).tanh_()
+        products = tangent * softcap
+    if mask is not None:
+        products.unflatten(2, (-1, len(mask))).add_(mask)
+    return products.softmax(-1), tangent
 
 
 # -- on a GPU --------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ Where PyTorch composes an operation of several on a CPU, each of them keeps what
 wants; such an operation is one Function here that keeps its input alone.
 """
 
+import tomllib
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -31,6 +33,21 @@ def widens(device_type: str, dtype: torch.dtype) -> bool:
         torch.float16: ("avx512_fp16", "amx_fp16"),
     }
     return not any(capabilities.get(name, False) for name in native[dtype])
+
+
+@cache
+def attention_by_products(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether causal attention is taken by matrix products here, and not by the library's fused
+    kernel: as a table of measurements has it, by what the processor can do."""
+    if device_type != "cpu":
+        return False
+    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
+    has = torch.cpu.get_capabilities()
+    for entry in tomllib.loads(text)["attention"]:
+        known = not entry["capability"] or has.get(entry["capability"], False)
+        if known and dtype == getattr(torch, entry["type"]):
+            return bool(entry["way"] == "products")
+    return False
 
 
 def widened(x: Tensor) -> Tensor:

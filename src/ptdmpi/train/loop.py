@@ -1,6 +1,7 @@
 """The training loop: batch -> engine -> meter, validation, checkpoints, the run directory."""
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ptdmpi.base.heap import keep_freed
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
@@ -50,6 +52,7 @@ class Loop:
         """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
         self.config, self.world = config, world
         torch.set_num_threads(config.run.threads)
+        keep_freed(os.environ)
         self.axes = world.split(grid_of(config), wire_named(config.comm.wire))
         self.journal = Journal(config, self.axes, signals.show)
         self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)

@@ -15,7 +15,8 @@ from ptdmpi.plan.machine.cluster import TRAINER, Software
 
 WIDE_BYTES = 4
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-QUERY_BLOCK = 128  # queries whose capped scores are computed at once
+QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
+BLOCK_SCORES = 1 << 20  # and so many of the scores
 MASK_CHUNK_ELEMENTS = 2**18  # of a dropout mask, drawn at once (on a CPU)
 
 
@@ -375,4 +376,7 @@ def _capped_block(sizes: Sizes) -> int:
         return 0
     heads = sizes.share(model.heads) * sizes.layout.micro_size
     scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
+    # of that as many key heads as keep to the limit, or one
+    group = model.heads // model.kv_heads
+    scores = min(scores, max(BLOCK_SCORES, scores // heads * group * sizes.layout.micro_size))
     return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

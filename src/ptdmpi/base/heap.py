@@ -1,0 +1,29 @@
+"""Freed memory that the C library keeps: a step frees and asks again for the same large tensors.
+
+glibc hands a block of more than 128 KiB to 32 MiB back to the kernel when it is freed, and the next
+step faults its pages in again, one by one, each filled with zeros first. Kept, memory is faulted in
+once. It stays within what the run had at its peak, which it would come to again.
+"""
+
+import ctypes
+from collections.abc import Mapping
+
+# names of mallopt(3) and their numbers in malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# larger blocks, such as a rank's flat parameters, live as long as the run, and their places would
+# be holes afterwards
+LARGEST_KEPT = 1 << 30
+# whoever sets one of these has a say of his own
+VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def keep_freed(environ: Mapping[str, str]) -> bool:
+    """Have the C library keep freed blocks of up to LARGEST_KEPT bytes for this process; whether it
+    does. Not where a user's variable speaks of it, nor with another library than glibc."""
+    if any(name in environ for name in VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, -1))

@@ -86,8 +86,9 @@ validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
 validate-plan-here: setup ## predictions for this machine beside measured steps
 	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.validate_here
 
-figures: setup ## the paper's Figures 11 to 18 with predictions, into docs/pictures/
+figures: setup ## the paper's Figures 11 to 18, and docs/questions.md with its answers and pictures
 	$(BIN)/python -m benchmarks.planning.figures
+	$(BIN)/python -m benchmarks.planning.questions
 
 fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz

@@ -11,6 +11,7 @@ COMMANDS = {
     "init": False,
     "train": True,
     "plan": False,
+    "ask": False,
     "probe": True,
     "schedule": False,
     "watch": False,

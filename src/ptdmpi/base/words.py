@@ -12,7 +12,7 @@ def counted(number: int, noun: str) -> str:
 
 def short(number: float) -> str:
     """174600000000 -> 174.6B, 1700 -> 1.7K; what is below a thousand stays whole."""
-    for letter, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+    for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:,.1f}{letter}"
     return f"{number:.0f}"

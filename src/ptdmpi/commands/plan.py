@@ -12,12 +12,17 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, load
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
-from ptdmpi.config.presets import model_presets, recipe
+from ptdmpi.config.presets import recipe
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
+from ptdmpi.plan.machine.cluster import (
+    Cluster,
+    cluster_names,
+    load_cluster,
+    load_model,
+    preset_and_keys,
+)
 from ptdmpi.plan.search.advice import (
-    compute_optimal,
     difference,
     heuristic,
     improvements,
@@ -34,8 +39,10 @@ MOST_DRAWN = 10_000  # microbatches of a step
 SETTINGS = (
     "schedule",
     "recompute",
+    "recompute_layers",
     "sequence_parallel",
     "scatter_gather",
+    "first_layers",
     "zero",
     "shard_group",
     "offload",
@@ -99,7 +106,7 @@ def _options(function: Any) -> Any:
 
 @click.command("plan", cls=Command)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--model", help="A preset, or l=96,h=12288,a=96[,s=2048,V=51200].")
+@click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", help=f"{', '.join(cluster_names())}, or a .toml file.")
 @click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; in --layout d may say it.")
 @click.option(
@@ -112,7 +119,11 @@ def _options(function: Any) -> Any:
     type=click.Choice(SCHEDULES),
     help="Default: the fastest of gpipe, 1f1b, interleaved; zb-h1, zb-v where asked for.",
 )
-@click.option("--recompute", type=click.Choice(RECOMPUTE_MODES))
+@click.option("--recompute", type=click.Choice(RECOMPUTE_MODES), help="Default: the fastest.")
+@click.option(
+    "--recompute-layers", type=Number(1, MOST_BATCH), help="Of full: the first so many; else all."
+)
+@click.option("--first-layers", type=Number(1, MOST_BATCH), help="Of the first stage.")
 @_options
 @click.option("--zero", type=Number(0, 3), help="Default: the fastest; of a --layout 0.")
 @click.option("--shard-group", type=ShardGroup(), help="all, node or a number; default as --zero.")
@@ -124,7 +135,6 @@ def _options(function: Any) -> Any:
     help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
 )
 @click.option("--tokens", type=Number(), help="Of the whole training: adds days and rank-hours.")
-@click.option("--compute-budget", type=Number(), metavar="FLOPS", help="Adds the best model size.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
@@ -152,10 +162,12 @@ def command(
         if options[key] is not None:
             draw.check_picture(options[key])
     machine, shape = load_cluster(cluster), load_model(model)
-    batch = batch or _published_batch(model)
-    pricer = Pricer(machine, shape, batch, _precision(machine, options["precision"]))
+    batch = batch or published_batch(model)
+    pricer = Pricer(machine, shape, batch, options["precision"] or usual_precision(machine))
     chosen = options["layout"] or options["why"]
     given = _layout(pricer, chosen, options) if chosen else None
+    if options["recompute_layers"] and options["recompute"] != "full":
+        raise InputError("--recompute-layers belongs to --recompute full")
     zero = options.pop("zero")
     options["zero"] = Space.zero if zero is None else (zero,)
     if given is not None:
@@ -184,8 +196,6 @@ def command(
         result["why"] = _why(pricer, given, prices[0])
     elif not options["layout"]:
         result |= _beside(pricer, space, prices[0])
-    if options["compute_budget"]:
-        result["compute_optimal"] = _optimal(options["compute_budget"])
     result["train"] = _train(pricer, prices[0].layout)
     _draw(pricer, prices[0].layout, options)
     click.echo(json.dumps(result) if as_json else table.report(result))
@@ -202,16 +212,19 @@ def _preview(
     show(load(config), ranks, cluster, as_json)
 
 
-def _published_batch(model: str) -> int:
-    batch = recipe(model)["batch"].get("global_size") if model in model_presets() else None
+def published_batch(model: str) -> int:
+    """Sequences per step that the preset's source states. Raises InputError if it states none."""
+    preset, keys = preset_and_keys(model)
+    # sequences of another length are another batch
+    known = preset is not None and "seq_length" not in keys
+    batch = recipe(preset)["batch"].get("global_size") if preset and known else None
     if batch is None:
         raise InputError(f"give --batch, sequences per step: none is published of model {model}")
     return batch
 
 
-def _precision(machine: Any, wanted: str | None) -> str:
-    if wanted:
-        return wanted
+def usual_precision(machine: Cluster) -> str:
+    """The first that the machine has of bf16, fp16, or any."""
     known = machine.device.peak_flops
     return next((name for name in ("bf16", "fp16") if name in known), next(iter(known)))
 
@@ -277,26 +290,12 @@ def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     """Sections of a configuration that trains so; None where `ptdmpi train` does not."""
     if layout.dp_overlap:
         return None
-    name = pricer.model.name
-    sections: dict[str, dict[str, Any]] = (
-        {"model": {"preset": name}} if name in model_presets() else {}
-    )
+    preset, keys = preset_and_keys(pricer.model.name)
+    keys.pop("vocab_size", None)  # of the data
+    sections: dict[str, dict[str, Any]] = {"model": {"preset": preset, **keys}} if preset else {}
     sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
     sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
     return sections
-
-
-def _optimal(flops: float) -> dict[str, Any]:
-    models = (model_of(name, table) for name, table in model_presets().items())
-    parameters = {m.name: parameter_count(m.config, m.vocab_size) for m in models}
-    name, tokens, optimal = compute_optimal(flops, parameters)
-    return {
-        "flops": flops,
-        "parameters": optimal,
-        "preset": name,
-        "preset_parameters": parameters[name],
-        "tokens": tokens,
-    }
 
 
 def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:

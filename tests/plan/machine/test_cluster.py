@@ -1,5 +1,7 @@
 """Presets and model descriptions: published sizes, and what is refused."""
 
+import math
+
 import pytest
 
 from ptdmpi.config import InputError
@@ -93,7 +95,30 @@ def test_every_preset_loads():
         assert load_model(name).name == name
     for name in cluster_names():
         assert load_cluster(name).name == name
-    assert set(cluster_names()) == {"cpu-avx2", "dgx-h100", "h200", "selene", "v100-dgx2"}
+    data_sheets = set(cluster_names()) - {"cpu-avx2"}
+    nvidia = {"alps", "dgx-b200", "dgx-h100", "h200", "selene", "v100-dgx2"}
+    assert data_sheets == nvidia | {"frontier", "lumi", "mi300x"}
+    for name in data_sheets:  # slips of a digit
+        cluster = load_cluster(name)
+        device, node = cluster.device, cluster.node
+        per_clock = device.peak("fp16") / device.multiprocessors / device.clock_hz
+        assert per_clock == pytest.approx(2 ** round(math.log2(per_clock)), rel=0.03)
+        assert 0.3 < node.power_w / node.devices / 1000 < 2
+        assert 1 < node.link_bytes_per_s / node.adapter_bytes_per_s < 30
+        assert 50 < device.peak("fp16") / device.memory_bytes_per_s < 400
+
+
+def test_a_preset_with_sizes_of_ones_own():
+    longer = load_model("llama-65b,s=8192, kv_heads=8")
+    plain = load_model("llama-65b")
+    changed = {"seq_length": 8192, "kv_heads": 8}
+    assert longer.config == plain.config.model_copy(update=changed)
+    assert longer.vocab_size == plain.vocab_size
+    assert load_model("gpt3-125m,V=7").vocab_size == 7
+    with pytest.raises(InputError, match='did you mean "llama-65b"'):
+        load_model("llama-65,s=8192")
+    with pytest.raises(InputError, match='"tall" is no size'):
+        load_model("llama-65b,tall")
 
 
 def test_sizes_in_letters_and_in_words():

@@ -74,12 +74,55 @@ def test_options_reach_the_layout():
 
 def test_text_and_pictures(tmp_path):
     picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
-    result = run(
-        "--ranks", "8", "--compute-budget", "1e22", "--png", str(picture), "--trace", str(trace)
-    )
-    for word in ("a step of", "bubble", "takeaways 1 to 3", "equation 1", "compute-optimal"):
+    result = run("--ranks", "8", "--png", str(picture), "--trace", str(trace))
+    for word in ("a step of", "bubble", "takeaways 1 to 3", "equation 1"):
         assert word in result.stdout
     assert picture.stat().st_size > 1000 and json.loads(trace.read_text())
+
+
+def test_layers_that_are_recomputed_are_priced_and_named():
+    options = ("--layout", "t=1,p=1,d=1,v=1,b=1", "--recompute", "full")
+    entries = []
+    for more in ((), ("--recompute-layers", "3"), ("--recompute-layers", "1")):
+        told = json.loads(run(*options, *more, "--json").stdout)
+        entries += told["layouts"]
+        assert told["train"]["recompute"]["layers"] == (int(more[1]) if more else "all")
+    times = [entry["step_time_s"] for entry in entries]
+    peaks = [entry["peak_memory_bytes"] for entry in entries]
+    assert times == sorted(times, reverse=True) and peaks == sorted(peaks)
+    assert "recompute full of 3 layers" in run(*options, "--recompute-layers", "3").stdout
+
+
+def test_a_first_stage_with_fewer_layers_is_priced_advised_and_trained():
+    options = ("--layout", "t=1,p=2,d=1,v=1,b=4", "--model", "l=16,h=1024,a=16,V=5000")
+    even, uneven = (
+        json.loads(run(*options, *more, "--json").stdout) for more in ((), ("--first-layers", "7"))
+    )
+    assert uneven["train"]["parallel"]["first_layers"] == 7
+    (one,), (other,) = even["layouts"], uneven["layouts"]
+    assert one["first_layers"] is None and other["first_layers"] == 7
+    assert other["step_time_s"] > one["step_time_s"]  # nine layers on the other stage
+    assert other["peak_memory_bytes"] < one["peak_memory_bytes"]
+    assert "7 layers in the first stage" in run(*options, "--first-layers", "7").stdout
+    with pytest.raises(InputError, match=r"first_layers = 16: legal: 1 to 15"):
+        run(*options, "--first-layers", "16")
+    with pytest.raises(InputError, match="one stage has all"):
+        run("--layout", "t=1,p=1,d=1,v=1,b=1", "--first-layers", "2")
+    found = json.loads(run("--ranks", "8", "--first-layers", "1", "--json").stdout)["layouts"]
+    assert {entry["first_layers"] for entry in found} <= {None, 1}
+
+
+def test_a_preset_with_other_sizes_trains_so():
+    options = ("--model", "gpt3-125m,s=1024,V=5000", "--ranks", "8", "--json")
+    told = json.loads(run(*options).stdout)
+    assert told["seq_length"] == 1024
+    assert told["train"]["model"] == {"preset": "gpt3-125m", "seq_length": 1024}
+    with pytest.raises(InputError, match="give --batch"):  # that of 2048 tokens each is published
+        CliRunner().invoke(
+            command,
+            ["--model", "gpt3-125m,s=1024", "--cluster", "selene", "--ranks", "8"],
+            catch_exceptions=False,
+        )
 
 
 def test_why_explains():
@@ -173,6 +216,7 @@ def test_small_models_are_not_rounded_away():
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
         (("--layout", "t=2,d=1,t=4"), "t is given twice"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),
+        (("--ranks", "8", "--recompute-layers", "2"), "belongs to --recompute full"),
         (("--ranks", "0"), "--ranks 0: must be a whole number, 1 to 1,000,000,000"),
         (("--ranks", "1e9"), "--ranks 1e9: must be a whole number"),
         (("--ranks", "1000000000"), "is legal on 1,000,000,000 ranks.*: 2048 ranks"),
@@ -181,7 +225,6 @@ def test_small_models_are_not_rounded_away():
         (("--ranks", "8", "--tokens", "nan"), "--tokens nan: must be a finite number above 0"),
         (("--ranks", "8", "--tokens", "0"), "--tokens 0: must be"),
         (("--ranks", "8", "--tokens", "inf"), "--tokens inf: must be"),
-        (("--ranks", "8", "--compute-budget", "-1"), "--compute-budget -1: must be"),
         (("--ranks", "8", "--memory-png", "a.jpg"), "a.jpg: pictures are .png or .svg"),
         (("--ranks", "8", "--png", "missing/a.png"), "cannot be written: No such file"),
         (("--ranks", "8", "--memory-png", "missing/a.png"), "cannot be written: No such file"),

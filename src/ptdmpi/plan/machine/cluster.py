@@ -57,7 +57,7 @@ class Node(Section):
 
     `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most;
     `ll128_bytes_per_s`: and each ring over several nodes with NCCL's protocol LL128, in
-    all-gathers, reduce-scatters and all-reduces.
+    all-gathers, reduce-scatters and all-reduces. `power_w`: what all of it draws under load.
     """
 
     devices: Positive
@@ -69,6 +69,7 @@ class Node(Section):
     switches: Annotated[int, Field(ge=0)]
     tree_bytes_per_s: PositiveNumber = math.inf
     ll128_bytes_per_s: Triple = (math.inf, math.inf, math.inf)
+    power_w: PositiveNumber | None = None
 
 
 class Host(Section):
@@ -311,24 +312,31 @@ def load_cluster(name: str) -> Cluster:
 
 
 def load_model(text: str) -> Model:
-    """A preset by name, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200".
+    """A preset by name, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset with sizes
+    of your own behind it, "llama-65b,s=8192".
 
     Sizes may also be named by their keys in [model] of a configuration, such as kv_heads=8. Left
     out, s is 2048 and V 51200. Raises InputError for unknown names and illegal sizes.
     """
-    if "=" not in text:
-        if text not in model_presets():
-            known = _nearest(text, model_presets())
-            raise InputError(f'model "{text}" is unknown{known}, or l=...')
-        return model_of(text, model_presets()[text])
+    name, keys = preset_and_keys(text)
+    return model_of(text, {**model_presets()[name], **keys} if name else keys)
+
+
+def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
+    """(the preset or None, the keys of [model] and vocab_size that are given) of a model's text.
+    Raises InputError for an unknown preset, and for what is no size."""
+    parts = [part.strip() for part in text.split(",")]
+    name = None if "=" in parts[0] else parts.pop(0)
+    if name is not None and name not in model_presets():
+        known = _nearest(name, model_presets())
+        raise InputError(f'model "{name}" is unknown{known}, or l=...')
     keys: dict[str, Any] = {}
-    for part in text.split(","):
-        key, equals, value = part.strip().partition("=")
+    for part in parts:
+        key, equals, value = part.partition("=")
         if not equals:
             raise InputError(f'model {text}: "{part}" is no size; write l=96,h=12288,a=96')
-        key = SHORT_KEYS.get(key, key)
-        keys[key] = _value(value)
-    return model_of(text, keys)
+        keys[SHORT_KEYS.get(key, key)] = _value(value)
+    return name, keys
 
 
 def _value(text: str) -> Any:

@@ -1,7 +1,6 @@
 """Advice about layouts: changes that help one, and what the paper's rules would choose."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,11 +10,17 @@ from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best
-from ptdmpi.plan.search.space import Space, groups, of_a_node, sharding_words, shardings
+from ptdmpi.plan.search.space import (
+    Space,
+    groups,
+    least_recomputed,
+    of_a_node,
+    sharding_words,
+    shardings,
+)
 
 # of a Layout
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
-CHINCHILLA_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
@@ -32,11 +37,19 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
         tried.append(replace(layout, virtual=virtual, schedule=default_schedule(virtual)))
+    if layout.stages > 1:
+        own = len(pricer.memory.split(layout)[0])
+        tried += [replace(layout, first_layers=first) for first in (own - 1, own + 1) if first]
     other = default_schedule(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
     tried.append(replace(layout, schedule=other))
     for mode in RECOMPUTE_MODES:
         kept = layout.partition_activations and mode == "full"
-        tried.append(replace(layout, recompute=mode, partition_activations=kept))
+        whole = replace(layout, recompute=mode, recompute_layers=None)
+        tried.append(replace(whole, partition_activations=kept))
+    if layout.recompute_layers is None:
+        bare = replace(layout, recompute="none", partition_activations=False)
+        space = Space(layout.ranks, partition_activations=layout.partition_activations)
+        tried += least_recomputed(pricer, space, bare)
     for key in SWITCHES:
         switched: dict[str, Any] = {key: not getattr(layout, key)}
         tried.append(replace(layout, **switched))
@@ -62,8 +75,13 @@ def difference(layout: Layout, changed: Layout) -> str:
     kinds = {layout.schedule, changed.schedule}
     if len(kinds) == 2 and "gpipe" in kinds:  # the others follow from v
         words.append(f"--schedule {changed.schedule}")
-    if changed.recompute != layout.recompute:
-        words.append(f"recompute {changed.recompute}")
+    modes = [(one.recompute, one.recompute_layers) for one in (layout, changed)]
+    if modes[0] != modes[1]:
+        layers = changed.recompute_layers
+        some = "" if layers is None else f" --recompute-layers {layers}"
+        words.append(f"recompute {changed.recompute}{some}")
+    if changed.first_layers != layout.first_layers:
+        words.append(f"--first-layers {changed.first_layers}")
     for key in SWITCHES:
         if (on := getattr(changed, key)) != getattr(layout, key):
             words.append(f"--{'' if on else 'no-'}{key.replace('_', '-')}")
@@ -133,11 +151,3 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
             if pricer.footprint(layout).total <= pricer.capacity_bytes:
                 return pricer.price(layout)
     return None
-
-
-def compute_optimal(flops: float, parameters: dict[str, int]) -> tuple[str, float, float]:
-    """(preset, its tokens, the optimal number of parameters) for a training budget in FLOPs: C = 6
-    N D and D = 20 N (Hoffmann et al. 2022), N nearest in ratio among `parameters`."""
-    optimal = math.sqrt(flops / (6 * CHINCHILLA_TOKENS_PER_PARAMETER))
-    name = min(parameters, key=lambda key: abs(math.log(parameters[key] / optimal)))
-    return name, flops / (6 * parameters[name]), optimal

@@ -29,6 +29,7 @@ from ptdmpi.plan.search.space import (
     Space,
     chunked,
     groups,
+    least_recomputed,
     sharding_words,
     shardings,
     variants,
@@ -101,11 +102,15 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The legal variants that fit; where the first does not, no other one does."""
+    """The legal variants that fit; where the first does not, no other one does. Of those on one
+    stage that recompute nothing and do not fit, with as few layers recomputed as fit: on several
+    stages, those that recompute would keep the others waiting."""
     for way, one in enumerate(variants(space, layout)):
         if pricer.fits(one):
             yield one
         elif way == 0:
+            if one.recompute == "none" and space.recompute is None and one.pipeline == 1:
+                yield from least_recomputed(pricer, space, one)
             return
 
 

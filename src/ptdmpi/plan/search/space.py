@@ -31,8 +31,10 @@ class Space:
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
+    recompute_layers: int | None = None  # under "full"; where the mode is free, so are they
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
+    first_layers: int | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
@@ -145,11 +147,14 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                 base = Layout(tensor, pipeline, data, 1, micro_size, **space.settings)
                 for sequence_parallel in parallel:
                     for mode in modes:
+                        layers = space.recompute_layers if mode == "full" else None
                         shared = mode == "full" and tensor > 1 and not sequence_parallel
                         layout = replace(
                             base,
                             sequence_parallel=sequence_parallel,
                             recompute=mode,
+                            recompute_layers=layers,
+                            first_layers=space.first_layers if pipeline > 1 else None,
                             partition_activations=space.partition_activations and shared,
                         )
                         if layout.is_legal(config, batch):
@@ -168,6 +173,8 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
         kind = space.schedule or default_schedule(virtual)
         if chunk_rule(kind, virtual).broken:
             continue
+        if (group.first_layers or 1) > layers - group.pipeline * virtual + 1:
+            continue
         yield replace(group, virtual=virtual, schedule=kind)
 
 
@@ -183,3 +190,23 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
     yield layout
     for kind, scatter in [*itertools.product(kinds, scatters)][1:]:
         yield replace(layout, schedule=kind, scatter_gather=scatter)
+
+
+def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
+    """A layout that recomputes nothing with as few of its first layers recomputed as fit, where
+    recomputing all of them does: each further one takes time."""
+    shared = layout.tensor > 1 and not layout.sequence_parallel
+    partitions = space.partition_activations and shared
+    full = replace(layout, recompute="full", partition_activations=partitions)
+    layers = pricer.model.config.layers
+    if not full.is_legal(pricer.model.config, pricer.batch) or not pricer.fits(full):
+        return
+    fewest, most = 1, layers
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if pricer.fits(replace(full, recompute_layers=middle)):
+            most = middle
+        else:
+            fewest = middle + 1
+    if most < layers:
+        yield replace(full, recompute_layers=most)

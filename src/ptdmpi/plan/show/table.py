@@ -35,9 +35,11 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "layout": str(layout),
         "schedule": layout.schedule,
         "recompute": layout.recompute,
+        "recompute_layers": layout.recompute_layers,
         "sequence_parallel": layout.sequence_parallel,
         "scatter_gather": layout.scatter_gather,
         "partition_activations": layout.partition_activations,
+        "first_layers": layout.first_layers,
         "zero": layout.zero,
         "shard_group": "all" if layout.shard_group is None else layout.shard_group,
         "shards": layout.shards,
@@ -66,9 +68,13 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 def settings(entry: dict[str, Any]) -> str:
     """What a layout does beside its sizes, in a few words."""
-    words = [entry["schedule"], f"recompute {entry['recompute']}"]
+    layers = entry["recompute_layers"]
+    some = "" if layers is None else f" of {counted(layers, 'layer')}"
+    words = [entry["schedule"], f"recompute {entry['recompute']}{some}"]
     words += ["partitioned"] if entry["partition_activations"] else []
     words += ["sequence parallel"] if entry["sequence_parallel"] else []
+    first = entry["first_layers"]
+    words += [] if first is None else [f"{counted(first, 'layer')} in the first stage"]
     words += [] if entry["scatter_gather"] else ["no scatter/gather"]
     if entry["zero"]:
         group = "" if entry["shard_group"] == "all" else f" in groups of {entry['shard_group']}"
@@ -219,12 +225,4 @@ def report(result: dict[str, Any]) -> str:
         text += _why(result["why"])
     if "microbatch_model" in result:
         text += ["", *_beside(result)]
-    if "compute_optimal" in result:
-        best = result["compute_optimal"]
-        text += [
-            "",
-            f"compute-optimal for {best['flops']:.3g} FLOPs (Hoffmann et al. 2022): "
-            f"{short(best['parameters'])} parameters; nearest preset {best['preset']}, "
-            f"{short(best['preset_parameters'])}, on {short(best['tokens'])} tokens",
-        ]
     return "\n".join([*text, *_train(result)])

@@ -1,0 +1,46 @@
+"""`make figures`: the answers and pictures of docs/questions.md, by the commands that stand there.
+
+Arguments name some of the questions: `python -m benchmarks.planning.questions size days`.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from benchmarks.launch import ROOT
+from ptdmpi.commands.ask import command
+
+PAGE = ROOT / "docs/questions.md"
+# a command as an indented line, and the block of its answer behind it
+EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
+
+
+def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
+    """The page with the answers that its commands give, or those of the questions `only`; pictures
+    go to `pictures`."""
+
+    def answer(example: re.Match[str]) -> str:
+        arguments = shlex.split(example["question"])
+        if only and arguments[0] not in only:
+            return example[0]
+        picture = pictures / f"ask-{arguments[0]}.png"
+        told = CliRunner().invoke(command, [*arguments, "--png", str(picture)])
+        if told.exception is not None:
+            raise told.exception
+        return f"    ptdmpi ask {example['question']}\n\n```\n{told.stdout}```\n"
+
+    return EXAMPLE.sub(answer, page)
+
+
+def main() -> None:
+    text = answered(PAGE.read_text(encoding="utf-8"), ROOT / "docs/pictures", sys.argv[1:])
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)} and its pictures")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Days from a speed, the speed from published days, and the model for a budget."""
+
+import math
+from typing import NamedTuple
+
+from ptdmpi.base.words import short
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.presets import model_presets
+from ptdmpi.plan.ask.answer import Panel, Reply
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.machine.cluster import model_of
+from ptdmpi.plan.shape.parameters import parameter_count
+
+DAY_S = 86400
+MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # of a token and a parameter, without and with recomputation
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
+CURVE = 60  # points of a curve
+
+
+def days(parameters: float, tokens: float, ranks: int, flops_per_s: float, factor: int) -> float:
+    """`factor` T P / (n X): Narayanan et al. 2021, equation 4, has 8, recomputation counted."""
+    return factor * tokens * parameters / (ranks * flops_per_s) / DAY_S
+
+
+def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: int) -> float:
+    """FLOP/s of a rank in a training of so many days."""
+    return factor * tokens * parameters / (ranks * taken * DAY_S)
+
+
+def days_answer(
+    pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
+) -> Reply:
+    """The utilisation of a training of so many days, or the days at a utilisation, of the model's
+    FLOPs; both where neither is given is bad input. Raises InputError."""
+    if (taken is None) == (utilisation is None):
+        raise InputError("give --days or --utilisation, one of the two")
+    config, peak = pricer.model.config, pricer.machine.peak
+    count = parameter_count(config, pricer.model.vocab_size)
+    if taken is None:
+        assert utilisation is not None
+        taken = days(count, tokens, ranks, peak * utilisation, MODEL_FLOPS)
+    model = speed(count, tokens, ranks, taken, MODEL_FLOPS)
+    hardware = speed(count, tokens, ranks, taken, HARDWARE_FLOPS)
+    if model > peak:
+        raise InputError(
+            f"{tokens:.3g} tokens in {taken:g} days are {model / 1e12:.0f} TFLOP/s per rank, and "
+            f"{pricer.cluster.device.name} has {peak / 1e12:.0f}: at least "
+            f"{days(count, tokens, ranks, peak, MODEL_FLOPS):.1f} days"
+        )
+    rows = [
+        ["counted", "TFLOP/s per rank", "of the peak", ""],
+        ["6 P T", f"{model / 1e12:.1f}", f"{model / peak:.1%}", "the model's work"],
+        [
+            "8 P T",
+            f"{hardware / 1e12:.1f}",
+            f"{hardware / peak:.1%}",
+            "full recomputation counted: Narayanan et al. 2021, equation 4",
+        ],
+    ]
+    shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
+    line = [(100 * u, days(count, tokens, ranks, peak * u, MODEL_FLOPS)) for u in shares]
+    return Reply(
+        f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
+        f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
+        f"of {pricer.cluster.device.name}.",
+        rows,
+        {
+            "parameters": count,
+            "tokens": tokens,
+            "ranks": ranks,
+            "days": taken,
+            "model_tflops_per_rank": model / 1e12,
+            "hardware_tflops_per_rank": hardware / 1e12,
+            "mfu": model / peak,
+            "hfu": hardware / peak,
+        },
+        f"{pricer.model.name}, {short(tokens)} tokens, {ranks:,} x {pricer.cluster.device.name}",
+        [
+            Panel(
+                "utilisation of the peak, %",
+                "days",
+                {"6 P T": line},
+                mark=(100 * model / peak, f"{taken:.1f} days"),
+            )
+        ],
+    )
+
+
+class Loss(NamedTuple):
+    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token: Hoffmann et al. 2022, equation 10,
+    as fitted there."""
+
+    least: float = 1.69
+    a: float = 406.4
+    b: float = 410.7
+    alpha: float = 0.34
+    beta: float = 0.28
+
+    def at(self, parameters: float, tokens: float) -> float:
+        """The loss of a model of so many parameters after so many tokens."""
+        return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
+
+    def best(self, flops: float) -> float:
+        """N of least loss for C = 6 N D: equation 4 there, G (C / 6)^(beta / (alpha + beta))."""
+        power = 1 / (self.alpha + self.beta)
+        scale = (self.alpha * self.a / (self.beta * self.b)) ** power
+        return float(scale * (flops / MODEL_FLOPS) ** (self.beta * power))
+
+
+def optimal(flops: float) -> float:
+    """N for C = 6 N D and D = 20 N."""
+    return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
+
+
+def size_answer(flops: float) -> Reply:
+    """The size of a model for a budget, the presets next to it, and what another size costs."""
+    best, loss = optimal(flops), Loss()
+    fitted = loss.best(flops)
+    sizes = {
+        name: parameter_count((one := model_of(name, keys)).config, one.vocab_size)
+        for name, keys in model_presets().items()
+    }
+    near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]
+    near.sort(key=lambda name: sizes[name])
+    rows = [["preset", "parameters", "tokens", "per parameter", "loss of the fit"]]
+    entries = []
+    for name in near:
+        count, tokens = sizes[name], flops / (MODEL_FLOPS * sizes[name])
+        each, least = f"{tokens / count:.1f}", f"{loss.at(count, tokens):.3f}"
+        rows.append([name, short(count), short(tokens), each, least])
+        entries.append({"preset": name, "parameters": count, "tokens": tokens})
+    span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
+    curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
+    return Reply(
+        f"{flops:.3g} FLOPs train best {short(best)} parameters on "
+        f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
+        rows,
+        {
+            "flops": flops,
+            "parameters": best,
+            "tokens": TOKENS_PER_PARAMETER * best,
+            "parameters_of_the_fit": fitted,
+            "presets": entries,
+        },
+        f"{flops:.3g} FLOPs: loss by size of the model",
+        [
+            Panel(
+                "billions of parameters",
+                "loss (nats per token)",
+                {"fit of Hoffmann et al. 2022": curve},
+                mark=(best / 1e9, f"20 tokens each: {short(best)}"),
+                logarithmic="x",
+            )
+        ],
+        (
+            "Hoffmann et al. 2022: Table 3 has 20 tokens a parameter; the fit of their equation 10 "
+            f"alone would have {short(fitted)}",
+        ),
+    )

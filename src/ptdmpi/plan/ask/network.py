@@ -1,0 +1,174 @@
+"""What if the network were slower: sensitivities, and a network of two tiers."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ptdmpi.base.words import counted
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.ask.answer import Panel, Reply
+from ptdmpi.plan.cost.data_axis import Behind, DataAxis, InOps
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import Cluster, Model
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space
+from ptdmpi.terminal.say import note
+
+LATENCY = 10  # times as long
+
+
+def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:
+    """The cluster with rates divided by these numbers: out of a node, within it."""
+    node = cluster.node
+    rates = {
+        "adapter_bytes_per_s": node.adapter_bytes_per_s / adapters,
+        "tree_bytes_per_s": node.tree_bytes_per_s / adapters,
+        "ll128_bytes_per_s": tuple(rate / adapters for rate in node.ll128_bytes_per_s),
+        "link_bytes_per_s": node.link_bytes_per_s / links,
+    }
+    return cluster.model_copy(update={"node": node.model_copy(update=rates)})
+
+
+def distant(cluster: Cluster, times: float) -> Cluster:
+    """The cluster with so many times the latency between nodes."""
+    node = cluster.node
+    delays = {
+        "adapter_latency_s": node.adapter_latency_s * times,
+        "switch_latency_s": node.switch_latency_s * times,
+    }
+    return cluster.model_copy(update={"node": node.model_copy(update=delays)})
+
+
+class TieredPricer(Pricer):
+    """Prices on a network of two tiers: pods of some nodes have what the cluster file says, between
+    pods there is 1/`taper` of it.
+
+    A message that passes between pods anywhere is waited for everywhere: pipelines on more than
+    one pod send at the tapered rate, and so do data axes whose ranks are not all of one pod. The
+    grid is node-major, so a data axis, of t d neighbours, is in a pod if these divide it.
+    """
+
+    def __init__(
+        self, cluster: Cluster, model: Model, batch: int, precision: str, taper: tuple[int, float]
+    ) -> None:
+        super().__init__(cluster, model, batch, precision)
+        pod_nodes, divided = taper
+        self.pod_ranks = pod_nodes * cluster.node.devices
+        self.outside = Pricer(slower(cluster, divided), model, batch, precision)
+        self.data = TieredAxis(self.data, self.outside.data, self.pod_ranks)
+
+    def _way_s(self, layout: Layout, crosses: bool) -> float:
+        if crosses and layout.ranks > self.pod_ranks:
+            return self.outside._way_s(layout, crosses)
+        return super()._way_s(layout, crosses)
+
+
+class TieredAxis(DataAxis):
+    """Messages over the data axis on a network of two tiers: `inside` a pod of so many ranks, or
+    between pods."""
+
+    def __init__(self, inside: DataAxis, outside: DataAxis, pod_ranks: int) -> None:
+        super().__init__(inside.machine, Model("", inside.model, inside.vocab_size))
+        self.outside, self.pod_ranks = outside, pod_ranks
+
+    def _tapered(self, layout: Layout) -> bool:
+        return self.pod_ranks % (layout.tensor * layout.data) != 0
+
+    def _ends_s(self, layout: Layout) -> float:
+        """The first and the last stage are as far apart as any."""
+        if layout.ranks > self.pod_ranks:
+            return self.outside._ends_s(layout)
+        return super()._ends_s(layout)
+
+    def behind(self, layout: Layout, elements: float) -> Behind:
+        if self._tapered(layout):
+            return self.outside.behind(layout, elements)
+        return super().behind(layout, elements)
+
+    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool]) -> InOps:
+        if self._tapered(layout):
+            return self.outside.in_ops(layout, layers, ends)
+        return super().in_ops(layout, layers, ends)
+
+    def least_in_ops_s(self, layout: Layout, layers: float) -> float:
+        if self._tapered(layout):
+            return self.outside.least_in_ops_s(layout, layers)
+        return super().least_in_ops_s(layout, layers)
+
+
+class What(NamedTuple):
+    """A change of the machine, its step in the layout that was best before, and its best layout."""
+
+    name: str
+    same_s: float
+    best: Price
+
+
+def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
+    """The changes, the cluster itself first; networks of two tiers where pods are known. Raises
+    InputError for a machine that was measured: its times stand in tables."""
+    cluster, told = pricer.cluster, (pricer.model, pricer.batch, pricer.machine.dtype)
+    if cluster.measured is not None:
+        raise InputError(
+            f"{cluster.name} was measured: its messages are tables of times, in which a rate "
+            "cannot be changed; ask of a cluster file of data sheets"
+        )
+    changed: list[tuple[str, Cluster]] = [
+        ("as it is", cluster),
+        ("adapters twice as fast", slower(cluster, 0.5)),
+        ("adapters half as fast", slower(cluster, 2)),
+        ("adapters a quarter as fast", slower(cluster, 4)),
+        ("links half as fast", slower(cluster, links=2)),
+        (f"latencies {LATENCY} times as long", distant(cluster, LATENCY)),
+    ]
+    found = [(name, Pricer(one, *told)) for name, one in changed]
+    if pod_nodes is not None:
+        pods = partial(TieredPricer, cluster, *told)
+        for taper in (2, 4):
+            name = f"tapered {taper}:1 between pods of {counted(pod_nodes, 'node')}"
+            found.append((name, pods((pod_nodes, taper))))
+    return found
+
+
+def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
+    """What each change costs, in the layout that is best without it and in its own best one."""
+    found: list[What] = []
+    for name, changed in machines(pricer, pod_nodes):
+        note(f"ptdmpi ask: {name}")
+        best = search(changed, Space(ranks), 1)[0]
+        kept = found[0].best.layout if found else best.layout
+        found.append(What(name, changed.price(kept).step_time_s, best))
+    return _told(pricer, ranks, found)
+
+
+def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Reply:
+    base_s = found[0].best.step_time_s
+    rows = [["network", "step in the same layout", "in its best", "that layout"]]
+    entries, bars = [], {}
+    for one in found:
+        same, best = one.same_s / base_s - 1, one.best.step_time_s / base_s - 1
+        other = str(one.best.layout) if one.best.layout != found[0].best.layout else "the same"
+        layout = str(one.best.layout) if one is found[0] else other
+        rows.append([one.name, f"{one.same_s:.2f} s ({same:+.1%})", f"{best:+.1%}", layout])
+        entries.append(
+            {
+                "network": one.name,
+                "step_time_s": one.same_s,
+                "best_step_time_s": one.best.step_time_s,
+                "best_layout": str(one.best.layout),
+            }
+        )
+        bars[one.name] = 100 * same
+    worst = max(found, key=lambda one: one.same_s)
+    where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
+    half = next(one for one in found if one.name == "adapters half as fast")
+    return Reply(
+        f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
+        f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
+        f"the most of what was asked: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
+        rows,
+        {"ranks": ranks, "changes": entries},
+        f"{pricer.model.name} on {where}, {found[0].best.layout}: what if",
+        [Panel("step time, % more", "", bars=bars)],
+    )

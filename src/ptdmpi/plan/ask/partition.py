@@ -1,0 +1,107 @@
+"""How the two products of an MLP are cut over the tensor axis, and what each way sends.
+
+Y = f(X A) B with X of b s rows, A (h, u) and B (g, h); u is g, or of a gated f 2 g. A product that
+is cut by columns needs all of its input and has columns of its output; one by rows takes columns
+of its input and has a summand of its output, and f, which is not linear, must see the sum, for
+f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So
+
+    A by, B by       forward                            backward
+    columns, rows    sum h                              sum h
+    columns, columns gather g, gather h                 reduce-scatter g, sum h
+    rows, rows       reduce-scatter u, sum h            gather u, gather h
+    rows, columns    sum u, gather h                    sum g, gather h
+
+of so many columns, where a sum is an all-reduce and sends what a reduce-scatter and a gather do,
+(t - 1)/t of the tensor each. Columns first, rows second (Shoeybi et al. 2019, arXiv 1909.08053,
+section 3) sends least: nothing between the two, and nothing of the wider tensor. Attention is cut
+the same way, with its heads in place of columns.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.near import divisors
+from ptdmpi.plan.ask.answer import Panel, Reply
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.machine.kernels import Group
+from ptdmpi.plan.shape.parameters import Linear, layer
+
+
+class Partition(NamedTuple):
+    """How A and B are cut; collectives of forward and backward, each (kind, columns: "h", "g" or
+    "u")."""
+
+    name: str
+    sends: tuple[tuple[str, str], ...]
+
+
+SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+WAYS = (
+    Partition("columns, rows", ((SUM, "h"), (SUM, "h"))),
+    Partition("columns, columns", ((GATHER, "g"), (GATHER, "h"), (SCATTER, "g"), (SUM, "h"))),
+    Partition("rows, rows", ((SCATTER, "u"), (SUM, "h"), (GATHER, "u"), (GATHER, "h"))),
+    Partition("rows, columns", ((SUM, "u"), (GATHER, "h"), (SUM, "g"), (GATHER, "h"))),
+)
+
+
+def widths(config: ModelConfig) -> dict[str, int]:
+    """h, g and u of a model."""
+    up = layer(config)["mlp.up"]
+    assert isinstance(up, Linear)
+    return {"h": config.hidden, "g": config.ffn_hidden, "u": sum(up.outputs)}
+
+
+def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
+    """What each rank sends, forward and backward, in the unit of the columns."""
+    rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
+    return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
+
+
+def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
+    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for a t that
+    does not divide."""
+    config, machine = pricer.model.config, pricer.machine
+    columns = widths(config)
+    if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:
+        legal = [t for t in divisors(config.heads) if t > 1 and columns["g"] % t == 0]
+        raise InputError(f"--tensor {tensor}: legal are {', '.join(map(str, legal)) or 'none'}")
+    unit = micro_size * config.seq_length * machine.element_bytes
+    group = Group(tensor, min(tensor, pricer.cluster.node.devices))
+    times = {
+        SUM: machine.all_reduce_s,
+        GATHER: machine.all_gather_s,
+        SCATTER: machine.reduce_scatter_s,
+    }
+    took_s = {
+        way.name: sum(times[kind](unit * columns[size], group) for kind, size in way.sends)
+        for way in WAYS
+    }
+    moved = {way.name: unit * sent(way, columns, tensor) for way in WAYS}
+    first, second = sorted(moved.values())[:2]
+    rows = [["A by, B by", "collectives", "sent per rank", "time", ""]]
+    for way in WAYS:
+        time, ratio = f"{took_s[way.name] * 1e3:.2f} ms", took_s[way.name] / min(took_s.values())
+        amount = f"{moved[way.name] / 1e6:.1f} MB"
+        rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
+    return Reply(
+        f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP and a "
+        f"microbatch, any other way at least {second / first:.2f} times that: nothing goes "
+        f"between the two products, and nothing {columns['g']} wide.",
+        rows,
+        {
+            "tensor": tensor,
+            "ways": [
+                {"way": name, "sent_bytes": moved[name], "seconds": took_s[name]} for name in moved
+            ],
+        },
+        f"MLP of {pricer.model.name}, t = {tensor} on {pricer.cluster.name}: how it is cut",
+        [
+            Panel(
+                "ms of messages per layer and microbatch",
+                "",
+                bars={name: 1e3 * each_s for name, each_s in took_s.items()},
+            )
+        ],
+    )

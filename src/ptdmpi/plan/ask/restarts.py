@@ -1,0 +1,131 @@
+"""Failures: how often to save, and what share of the time is left for training.
+
+A job fails at random, on the average every M seconds (of n nodes M is 1/n of a node's). It saves
+each τ seconds of training, which takes δ; after a failure it takes R to go on, and what was trained
+since the last save is lost. By Daly 2006 ("A higher order estimate of the optimum checkpoint
+interval for restart dumps", equation 13) the share of the time that counts is
+
+    τ / (M exp(R / M) (exp((τ + δ) / M) - 1))
+
+for failures that come independently (exponential gaps), also while the job saves or restarts. It
+is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M), which for δ well below M is Young's sqrt(2 δ M)
+(Young 1974, "A first order approximation to the optimum checkpoint interval").
+"""
+
+import math
+from dataclasses import dataclass
+
+from ptdmpi.config.errors import InputError
+from ptdmpi.plan.ask.answer import Panel, Reply
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.shape.parameters import parameter_count
+
+STATE_BYTES = 12  # of a parameter: float32 weight and AdamW's two moments
+HOUR_S, DAY_S = 3600, 86400
+CURVE = 60  # points of a curve
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How one job fails, in seconds: `between_s` of failures, `save_s` that a save keeps training
+    waiting, `restart_s` from a failure to the first step again."""
+
+    between_s: float
+    save_s: float
+    restart_s: float
+
+    def useful(self, interval_s: float) -> float:
+        """The share of the time that counts, saving every `interval_s` of training."""
+        mean = self.between_s
+        try:
+            spent = mean * math.exp(self.restart_s / mean)
+            spent *= math.expm1((interval_s + self.save_s) / mean)
+        except OverflowError:
+            return 0.0
+        return interval_s / spent
+
+    @property
+    def young_s(self) -> float:
+        """sqrt(2 δ M)."""
+        return math.sqrt(2 * self.save_s * self.between_s)
+
+    @property
+    def best_s(self) -> float:
+        """The interval of which most of the time counts, by bisection of what falls with it."""
+        wanted, low, high = math.exp(-self.save_s / self.between_s), 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if (1 - middle) * math.exp(middle) > wanted else (low, middle)
+            )
+        return high * self.between_s
+
+
+def answer(
+    pricer: Pricer,
+    ranks: int,
+    step_time_s: float,
+    node_days: float,
+    bytes_per_s: float,
+    restart_s: float,
+) -> Reply:
+    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files
+    written at `bytes_per_s` all together. Raises InputError where the state of the model fails to
+    be saved between two failures."""
+    nodes = -(-ranks // pricer.cluster.node.devices)
+    state = STATE_BYTES * parameter_count(pricer.model.config, pricer.model.vocab_size)
+    failures = Failures(node_days * DAY_S / nodes, state / bytes_per_s, restart_s)
+    best_s = failures.best_s
+    useful = failures.useful(best_s)
+    if useful < 1e-3:
+        raise InputError(
+            f"a failure every {failures.between_s:.0f} s leaves no time to save {state:.3g} bytes "
+            f"({failures.save_s:.0f} s) and to restart ({restart_s:.0f} s)"
+        )
+    steps = max(1, round(best_s / step_time_s))
+    tried = sorted({best_s / 8, best_s / 2, best_s, 2 * best_s, 8 * best_s})
+    rows = [["save every", "steps", "useful", ""]]
+    for interval_s in tried:
+        told = "best" if interval_s == best_s else ""
+        every = f"{interval_s / 60:.1f} min"
+        count = f"{max(1, round(interval_s / step_time_s))}"
+        rows.append([every, count, f"{failures.useful(interval_s):.1%}", told])
+    return Reply(
+        f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
+        f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
+        f"time counts.",
+        rows,
+        {
+            "nodes": nodes,
+            "failures": {
+                "between_s": failures.between_s,
+                "save_s": failures.save_s,
+                "restart_s": restart_s,
+            },
+            "parameters": state // STATE_BYTES,
+            "checkpoint_bytes": state,
+            "step_time_s": step_time_s,
+            "every_s": best_s,
+            "every_steps": steps,
+            "young_s": failures.young_s,
+            "useful": useful,
+        },
+        f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
+        [_curve(failures)],
+        (
+            f"a save of {state / 1e12:.2f} TB takes {failures.save_s:.0f} s, a restart "
+            f"{restart_s:.0f} s; Young's interval would be {failures.young_s / 60:.0f} min",
+        ),
+    )
+
+
+def _curve(failures: Failures) -> Panel:
+    best_s = failures.best_s
+    span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
+    return Panel(
+        "minutes of training between saves",
+        "share of the time that counts",
+        {"useful": [(one / 60, failures.useful(one)) for one in span]},
+        mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
+        logarithmic="x",
+    )

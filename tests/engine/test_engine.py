@@ -179,6 +179,8 @@ SAME_BITS = {
     "p=1 v=3": layout(v=3),
     "p=2 v=2": layout(p=2, v=2),
     "p=2 v=3 gpipe": layout(p=2, v=3) | {"parallel.schedule": "gpipe"},
+    "p=2, 2 layers first": layout(p=2) | {"parallel.first_layers": 2},
+    "p=2 v=2, 1 layer first": layout(p=2, v=2) | {"parallel.first_layers": 1},
     "selective": {"recompute.mode": "selective"},
     "full": layout(p=2) | {"recompute.mode": "full"},
     "full, 3 layers": layout(p=2, v=2) | {"recompute.mode": "full", "recompute.layers": 3},

@@ -48,14 +48,16 @@ def test_parameter_count_is_that_of_the_engine(comm, shape):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("layers", [4, 5, 7])
-def test_stages_hold_the_layers_of_the_split(comm, layers):
+@pytest.mark.parametrize(("layers", "first"), [(4, None), (5, None), (7, None), (7, 1)])
+def test_stages_hold_the_layers_of_the_split(comm, layers, first):
     where = layout(p=2, v=2, d=2) | {"model.layers": layers}
+    where |= {"parallel.first_layers": first} if first else {}
     engine = build(World(comm), where)
     held = {number: sorted(map(int, s.layers)) for number, s in engine.stages.items()}
     everyone = {k: v for of_rank in comm.allgather(held) for k, v in of_rank.items()}
     head = head_in_layers(engine.config.model, VOCAB_SIZE)
-    assert [everyone[k] for k in range(4)] == [list(r) for r in split(layers, 2, 2, head)]
+    expected = split_layers(layers, placement("interleaved", 2, 2), head, first)
+    assert [everyone[k] for k in range(4)] == [list(part) for part in expected]
 
 
 heads = st.floats(0.0, 6.0)
@@ -73,6 +75,37 @@ def test_every_layer_stands_once_and_no_stage_is_empty(case):
     assert min(counts) >= 1
     if len(counts) > 1:  # only the last stage differs: it alone holds the head
         assert max(counts[:-1]) - min(counts[:-1]) <= 1
+
+
+@given(sizes, st.integers(1, 12))
+def test_the_first_stage_has_what_it_is_given(case, first):
+    pipeline, virtual, more, head = case
+    stages, layers = pipeline * virtual, pipeline * virtual + more
+    if stages == 1:
+        return
+    first = min(first, 1 + more)
+    for kind in ("interleaved", "zb-v"):
+        if kind == "zb-v" and virtual != 2:
+            continue
+        parts = split_layers(layers, placement(kind, pipeline, virtual), head, first)
+        assert list(itertools.chain.from_iterable(parts)) == list(range(layers))
+        counts = [len(part) for part in parts]
+        assert counts[0] == first and min(counts) >= 1
+        assert stages == 2 or max(counts[1:-1]) - min(counts[1:-1]) <= 1
+
+
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+@pytest.mark.parametrize("head", [0.0, 0.3, 1.0, 2.5])
+@pytest.mark.parametrize("layers", [6, 8, 11])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_around_the_first_stage_the_slowest_rank_is_as_fast_as_can_be(
+    pipeline, head, layers, first
+):
+    placed = placement("1f1b", pipeline, 1)
+    counts = [len(part) for part in split_layers(layers, placed, head, first)]
+    allowed = [s for s in all_splits(layers, pipeline) if s[0] == first]
+    least = min(max(rank_works(s, pipeline, head)) for s in allowed)
+    assert max(rank_works(counts, pipeline, head)) == pytest.approx(least)
 
 
 def rank_works(counts, pipeline: int, head: float) -> list[float]:

@@ -42,6 +42,7 @@ SETTINGS = (
     "recompute_layers",
     "sequence_parallel",
     "scatter_gather",
+    "first_layers",
     "zero",
     "shard_group",
     "offload",
@@ -122,6 +123,7 @@ def _options(function: Any) -> Any:
 @click.option(
     "--recompute-layers", type=Number(1, MOST_BATCH), help="Of full: the first so many; else all."
 )
+@click.option("--first-layers", type=Number(1, MOST_BATCH), help="Of the first stage.")
 @_options
 @click.option("--zero", type=Number(0, 3), help="Default: the fastest; of a --layout 0.")
 @click.option("--shard-group", type=ShardGroup(), help="all, node or a number; default as --zero.")

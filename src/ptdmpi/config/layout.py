@@ -36,7 +36,8 @@ class Layout:
     1910.02054, section 5). `shard_group`: how many neighbours on the data axis such a group has,
     None all; between groups state is copied (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2).
     `offload`: where the optimizer's state stands: on the device ("none"), in the host's memory
-    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk").
+    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers`: how
+    many layers the first stage has; None as the split finds best.
     """
 
     tensor: int
@@ -54,6 +55,7 @@ class Layout:
     shard_group: int | None = None
     offload: str = "none"
     partition_activations: bool = False
+    first_layers: int | None = None
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class Layout:
             zero=parallel.zero,
             shard_group=group if isinstance(group, int) else None,
             offload=parallel.offload,
+            first_layers=None if parallel.first_layers == "auto" else parallel.first_layers,
         )
 
     @property
@@ -129,6 +132,7 @@ class Layout:
         layers = "all" if self.recompute_layers is None else self.recompute_layers
         group = "all" if self.shard_group is None else self.shard_group
         parallel = {key: getattr(self, key) for key in (*names, *switches)}
+        parallel["first_layers"] = "auto" if self.first_layers is None else self.first_layers
         return {
             "parallel": {**parallel, "shard_group": group},
             "batch": {"micro_size": self.micro_size},

@@ -97,6 +97,15 @@ def _model_rules(layout: "Layout", model: "ModelConfig") -> Iterator[Rule]:
             f"{model.layers}; at most one stage per layer"
         ),
     )
+    first, most = layout.first_layers, model.layers - layout.stages + 1
+    yield Rule(
+        "first_layers",
+        first is not None and (layout.stages < 2 or not 1 <= first <= most),
+        lambda: (
+            f"parallel.first_layers = {first}: "
+            + (f"legal: 1 to {most}" if layout.stages > 1 else 'one stage has all; legal: "auto"')
+        ),
+    )
 
 
 def _key_heads(layout: "Layout", model: "ModelConfig") -> Rule:

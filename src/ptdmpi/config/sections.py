@@ -66,6 +66,7 @@ class ParallelConfig(Section):
     virtual: Positive = 1
     data: Positive | Literal["auto"] = "auto"
     schedule: ScheduleName = "1f1b"
+    first_layers: Positive | Literal["auto"] = "auto"
     sequence_parallel: bool = False
     scatter_gather: bool = True
     zero: Annotated[int, Field(ge=0, le=3)] = 0

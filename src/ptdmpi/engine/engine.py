@@ -94,7 +94,8 @@ class Engine:
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
         # by the schedule's own placement, so that no two places say which rank holds what
-        layers = split_model(model, vocab_size, self.schedule.placement)
+        first = config.layout.first_layers
+        layers = split_model(model, vocab_size, self.schedule.placement, first=first)
         self.stages = {
             number: Stage(config, vocab_size, layers[number], axis)
             for number in self.schedule.stages_of(pipeline.rank)

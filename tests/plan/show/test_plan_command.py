@@ -93,6 +93,25 @@ def test_layers_that_are_recomputed_are_priced_and_named():
     assert "recompute full of 3 layers" in run(*options, "--recompute-layers", "3").stdout
 
 
+def test_a_first_stage_with_fewer_layers_is_priced_advised_and_trained():
+    options = ("--layout", "t=1,p=2,d=1,v=1,b=4", "--model", "l=16,h=1024,a=16,V=5000")
+    even, uneven = (
+        json.loads(run(*options, *more, "--json").stdout) for more in ((), ("--first-layers", "7"))
+    )
+    assert uneven["train"]["parallel"]["first_layers"] == 7
+    (one,), (other,) = even["layouts"], uneven["layouts"]
+    assert one["first_layers"] is None and other["first_layers"] == 7
+    assert other["step_time_s"] > one["step_time_s"]  # nine layers on the other stage
+    assert other["peak_memory_bytes"] < one["peak_memory_bytes"]
+    assert "7 layers in the first stage" in run(*options, "--first-layers", "7").stdout
+    with pytest.raises(InputError, match=r"first_layers = 16: legal: 1 to 15"):
+        run(*options, "--first-layers", "16")
+    with pytest.raises(InputError, match="one stage has all"):
+        run("--layout", "t=1,p=1,d=1,v=1,b=1", "--first-layers", "2")
+    found = json.loads(run("--ranks", "8", "--first-layers", "1", "--json").stdout)["layouts"]
+    assert {entry["first_layers"] for entry in found} <= {None, 1}
+
+
 def test_a_preset_with_other_sizes_trains_so():
     options = ("--model", "gpt3-125m,s=1024,V=5000", "--ranks", "8", "--json")
     told = json.loads(run(*options).stdout)

@@ -14,7 +14,7 @@ from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
 from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
-from ptdmpi.plan.cost.stage_memory import StageMemory, segments
+from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
@@ -91,7 +91,7 @@ class MemoryModel(StageMemory):
         first of those whose stages are alike; else all."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
-        return self._distinct(placement_of(layout), layout.recompute_layers)
+        return self._distinct(Cut.of(layout), layout.recompute_layers)
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """What pipeline rank `rank` needs in a step of `microbatches`.
@@ -117,7 +117,7 @@ class MemoryModel(StageMemory):
         sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
         how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
         # the same whatever is sharded: a search asks for all ways to shard one after the other
-        key = (*sizes, *how, rank, microbatches)
+        key = (*sizes, *how, layout.first_layers, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
                 self._flights.clear()
@@ -125,8 +125,7 @@ class MemoryModel(StageMemory):
         return self._flights[key]
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        placed = placement_of(layout)
-        examples, alike = self._likes(placed, layout.recompute_layers, rank)
+        examples, alike = self._likes(Cut.of(layout), layout.recompute_layers, rank)
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
@@ -163,11 +162,12 @@ class MemoryModel(StageMemory):
     def elements(self, layout: Layout, rank: int) -> int:
         """Parameters of a pipeline rank; a tied table counts once for each end of the model that
         does not share its rank with the other."""
-        return self._elements(placement_of(layout), layout.tensor, rank)[0]
+        return self._elements(Cut.of(layout), layout.tensor, rank)[0]
 
-    def _counted_elements(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int, int]:
+    def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """`parameters.rank_elements` of a pipeline rank."""
-        stages, layers = placed.stages_of(rank), self._splits(placed)
+        placed, layers = cut.placed, self._splits(cut)
+        stages = placed.stages_of(rank)
         own = sum(len(layers[stage]) for stage in stages)
         ends = (0 in stages, placed.stages - 1 in stages)
         return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
@@ -179,15 +179,15 @@ class MemoryModel(StageMemory):
     def _state(self, layout: Layout, rank: int) -> tuple[int, int, int, int]:
         """Bytes of weights, gradients and optimizer, and of what the host has of them."""
         how = (layout.zero, layout.shards, layout.offload)
-        return self._standing(placement_of(layout), layout.tensor, rank, how)
+        return self._standing(Cut.of(layout), layout.tensor, rank, how)
 
     def _counted_standing(
-        self, placed: Placement, tensor: int, rank: int, how: tuple[int, int, str]
+        self, cut: Cut, tensor: int, rank: int, how: tuple[int, int, str]
     ) -> tuple[int, int, int, int]:
         """`_state`, `how` it is sharded and offloaded. The buffers' alignment is left out. Where
         compute and master type agree there is one set of weights."""
         zero, shards, offload = how
-        every, train, shared = self._elements(placed, tensor, rank)
+        every, train, shared = self._elements(cut, tensor, rank)
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
@@ -236,7 +236,7 @@ class MemoryModel(StageMemory):
         3 share it out, and the weights that ZeRO 3 gathers, each unit one ahead of its use."""
         if layout.shards == 1 or layout.zero < 2:
             return 0
-        place, pair = self.largest_places(placement_of(layout), layout.tensor, rank)
+        place, pair = self.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         # a sum that proceeds while the next place is computed has a gradient of its own
         gradients = place if self.on_host else pair
@@ -257,9 +257,10 @@ def _sort(
 
 
 def _distinct_ranks(
-    layers: Sequence[range], placed: Placement, recompute_layers: int | None
+    layers: Sequence[range], cut: Cut, recompute_layers: int | None
 ) -> tuple[int, ...]:
     """The first of the pipeline ranks whose stages are alike; `layers` are those of each stage."""
+    placed = cut.placed
     first: dict[object, int] = {}
     for rank in range(placed.pipeline):
         found = (_sort(layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
@@ -268,15 +269,15 @@ def _distinct_ranks(
 
 
 def _sorts(
-    layers: Sequence[range], placed: Placement, recompute_layers: int | None, rank: int
+    layers: Sequence[range], cut: Cut, recompute_layers: int | None, rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
     sort keep and need the same, whatever the layout's other settings are."""
     sorts: dict[Sort, int] = {}
     examples: list[int] = []
     numbers: list[int] = []
-    for stage in placed.stages_of(rank):
-        sort = _sort(layers, placed, recompute_layers, stage)
+    for stage in cut.placed.stages_of(rank):
+        sort = _sort(layers, cut.placed, recompute_layers, stage)
         if sort not in sorts:
             sorts[sort] = len(examples)
             examples.append(stage)

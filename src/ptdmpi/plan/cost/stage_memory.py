@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.cost import activations, operands
@@ -45,6 +46,18 @@ class SplitBytes:
     head_adds: int
 
 
+class Cut(NamedTuple):
+    """What the layers of each stage follow from: where the stages stand, and how many layers the
+    first one was given."""
+
+    placed: Placement
+    first: int | None
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Cut":
+        return cls(placement_of(layout), layout.first_layers)
+
+
 class StageMemory:
     """Bytes of the stages of one model in one compute type as a program runs it; what layouts have
     in common is counted once."""
@@ -68,11 +81,11 @@ class StageMemory:
 
     def split(self, layout: Layout) -> tuple[range, ...]:
         """The layers of each stage."""
-        return self._splits(placement_of(layout))
+        return self._splits(Cut.of(layout))
 
-    def _split(self, placed: Placement) -> tuple[range, ...]:
+    def _split(self, cut: "Cut") -> tuple[range, ...]:
         balanced = self.software.balanced_stages
-        return tuple(split_model(self.model, self.vocab_size, placed, balanced))
+        return tuple(split_model(self.model, self.vocab_size, cut.placed, balanced, cut.first))
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a
@@ -128,15 +141,15 @@ class StageMemory:
             freed += count * parts.layers[mode].kept
         return most
 
-    def _counted_places(self, placed: Placement, tensor: int, rank: int) -> tuple[int, int]:
+    def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int]:
         """The most elements of one place of sharding on a pipeline rank, and of that at hand with
         the one ahead (`plan.schedule.places`)."""
         if self.software.zero_unit == "tensor":
             up = parameters.layer(self.model)["mlp.up"]
             assert isinstance(up, Linear)
             return (up.inputs * sum(up.outputs) // tensor,) * 2
-        layers, last, most = self._splits(placed), placed.stages - 1, (0, 0)
-        for stage in placed.stages_of(rank):
+        layers, last, most = self._splits(cut), cut.placed.stages - 1, (0, 0)
+        for stage in cut.placed.stages_of(rank):
             held = (len(layers[stage]), (stage == 0, stage == last))
             places = parameters.places(self.model, self.vocab_size, *held, tensor)
             sizes = [*map(sum, places), 0]

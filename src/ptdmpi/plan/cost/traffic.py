@@ -35,7 +35,8 @@ class HeldParts:
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor = model.config, layout.tensor
         self.placed = placement_of(layout)
-        self.layers = split_model(self.model, model.vocab_size, self.placed)
+        first = layout.first_layers
+        self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
         self.last = self.placed.stages - 1
         self.table = {
             "layer": parameters.layer(self.model),

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 
 from ptdmpi.config import Layout, ModelConfig
@@ -23,29 +24,39 @@ def placement_of(layout: Layout) -> Placement:
 
 
 def split_model(
-    model: ModelConfig, vocab_size: int, placed: Placement, balanced: bool = True
+    model: ModelConfig,
+    vocab_size: int,
+    placed: Placement,
+    balanced: bool = True,
+    first: int | None = None,
 ) -> list[range]:
-    """The layers of each stage; `balanced`: the output head counts as layers."""
+    """The layers of each stage; `balanced`: the output head counts as layers. `first`: of the first
+    stage, None as is best."""
     head = head_in_layers(model, vocab_size) if balanced else 0.0
-    return split_layers(model.layers, placed, head)
+    return split_layers(model.layers, placed, head, first)
 
 
-def split_layers(layers: int, placed: Placement, head: float) -> list[range]:
+def split_layers(
+    layers: int, placed: Placement, head: float, first: int | None = None
+) -> list[range]:
     """The layers of each of p v stages, in order; `head` is the head's work in layers, `placed`
     says which rank holds which stage: v of them each.
 
-    Only the last stage differs, by the head's work, so it may hold fewer layers than the others.
-    Least is, in this order: the largest work of a rank, the largest work of a stage, the distance
-    from the even split. Every stage keeps at least one layer.
+    The last stage differs by the head's work, so it may hold fewer layers than the others, and the
+    first one holds `first` where that is said. Least is, in this order: the largest work of a rank,
+    the largest work of a stage, the distance from the even split. Every stage keeps at least one
+    layer.
     """
-    return list(_split(layers, placed, head))
+    return list(_split(layers, placed, head, first))
 
 
 @lru_cache(maxsize=4096)
-def _split(layers: int, placed: Placement, head: float) -> tuple[range, ...]:
+def _split(layers: int, placed: Placement, head: float, first: int | None) -> tuple[range, ...]:
     stages = placed.stages
     if stages == 1:
         return (range(layers),)
+    if first is not None:
+        return _ranges(_around(layers, placed, head, first))
     sizes = (placed.pipeline, placed.virtual)
 
     def cost(last: int) -> tuple[float, ...]:
@@ -57,9 +68,34 @@ def _split(layers: int, placed: Placement, head: float) -> tuple[range, ...]:
 
     # a last stage above the even split does better with one layer less, and another one with it
     last = min(range(1, -(-layers // stages) + 1), key=cost)
-    counts = [*_spread(layers - last, placed, last + head), last]
+    return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
+
+
+def _ranges(counts: list[int]) -> tuple[range, ...]:
     ends = itertools.accumulate(counts)
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def _around(layers: int, placed: Placement, head: float, first: int) -> list[int]:
+    """The layers of each stage where those of the first one are given."""
+    stages = placed.stages
+    if stages == 2:
+        return [first, layers - first]
+
+    def dealt(last: int) -> list[int]:
+        given = {0: float(first), stages - 1: last + head}
+        return [first, *_spread(layers - first - last, placed, given), last]
+
+    def cost(last: int) -> tuple[float, ...]:
+        works = [*map(float, dealt(last))]
+        works[-1] += head
+        ranks = (sum(works[s] for s in placed.stages_of(r)) for r in range(placed.pipeline))
+        return round(max(ranks), DECIMALS), max(works), abs(last - layers / stages), -last
+
+    most = layers - first - (stages - 2)
+    if placed.virtual == 1:  # its rank has nothing else
+        most = min(most, -(-(layers - first) // (stages - 1)))
+    return dealt(min(range(1, most + 1), key=cost))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
@@ -76,22 +112,22 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
     return min(max(virtual * base + k, own - min(odd, k * others)) for k in choices)
 
 
-def _spread(layers: int, placed: Placement, last_work: float) -> list[int]:
-    """`layers` over the stages before the last one; the odd ones go to the least loaded ranks, each
-    rank's first stages first."""
-    last = placed.stages - 1
-    base, odd = divmod(layers, last)
-    counts = [base] * last
+def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[int]:
+    """`layers` over the stages that have no work `given`, in order; the odd ones go to the least
+    loaded ranks, each rank's first stages first."""
+    others = [stage for stage in range(placed.stages) if stage not in given]
+    base, odd = divmod(layers, len(others))
+    counts = dict.fromkeys(others, base)
     free = []  # (load of a rank, the first of its stages that may take one more, the others)
     for rank in range(placed.pipeline):
-        own = [stage for stage in placed.stages_of(rank) if stage != last]
-        load = float(base * len(own)) + (last_work if placed.rank_of(last) == rank else 0.0)
+        own = [stage for stage in placed.stages_of(rank) if stage not in given]
+        load = sum(given.get(stage, float(base)) for stage in placed.stages_of(rank))
         if own:
             free.append((load, own[0], own[1:]))
     heapq.heapify(free)
     for _ in range(odd):
-        load, stage, others = heapq.heappop(free)
+        load, stage, more = heapq.heappop(free)
         counts[stage] += 1
-        if others:
-            heapq.heappush(free, (load + 1, others[0], others[1:]))
-    return counts
+        if more:
+            heapq.heappush(free, (load + 1, more[0], more[1:]))
+    return list(counts.values())

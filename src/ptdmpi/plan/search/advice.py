@@ -37,6 +37,9 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
         tried.append(replace(layout, virtual=virtual, schedule=default_schedule(virtual)))
+    if layout.stages > 1:
+        own = len(pricer.memory.split(layout)[0])
+        tried += [replace(layout, first_layers=first) for first in (own - 1, own + 1) if first]
     other = default_schedule(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
     tried.append(replace(layout, schedule=other))
     for mode in RECOMPUTE_MODES:
@@ -77,6 +80,8 @@ def difference(layout: Layout, changed: Layout) -> str:
         layers = changed.recompute_layers
         some = "" if layers is None else f" --recompute-layers {layers}"
         words.append(f"recompute {changed.recompute}{some}")
+    if changed.first_layers != layout.first_layers:
+        words.append(f"--first-layers {changed.first_layers}")
     for key in SWITCHES:
         if (on := getattr(changed, key)) != getattr(layout, key):
             words.append(f"--{'' if on else 'no-'}{key.replace('_', '-')}")

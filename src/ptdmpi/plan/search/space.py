@@ -34,6 +34,7 @@ class Space:
     recompute_layers: int | None = None  # under "full"; where the mode is free, so are they
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
+    first_layers: int | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
@@ -153,6 +154,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                             sequence_parallel=sequence_parallel,
                             recompute=mode,
                             recompute_layers=layers,
+                            first_layers=space.first_layers if pipeline > 1 else None,
                             partition_activations=space.partition_activations and shared,
                         )
                         if layout.is_legal(config, batch):
@@ -170,6 +172,8 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
         if chunk_rule(kind, virtual).broken:
+            continue
+        if (group.first_layers or 1) > layers - group.pipeline * virtual + 1:
             continue
         yield replace(group, virtual=virtual, schedule=kind)
 

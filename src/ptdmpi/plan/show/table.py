@@ -39,6 +39,7 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "sequence_parallel": layout.sequence_parallel,
         "scatter_gather": layout.scatter_gather,
         "partition_activations": layout.partition_activations,
+        "first_layers": layout.first_layers,
         "zero": layout.zero,
         "shard_group": "all" if layout.shard_group is None else layout.shard_group,
         "shards": layout.shards,
@@ -72,6 +73,8 @@ def settings(entry: dict[str, Any]) -> str:
     words = [entry["schedule"], f"recompute {entry['recompute']}{some}"]
     words += ["partitioned"] if entry["partition_activations"] else []
     words += ["sequence parallel"] if entry["sequence_parallel"] else []
+    first = entry["first_layers"]
+    words += [] if first is None else [f"{counted(first, 'layer')} in the first stage"]
     words += [] if entry["scatter_gather"] else ["no scatter/gather"]
     if entry["zero"]:
         group = "" if entry["shard_group"] == "all" else f" in groups of {entry['shard_group']}"

@@ -108,6 +108,11 @@ class TensorRank:
             return self._gather_s + self._scatter_s
         return self.machine.all_reduce_s(self._whole_bytes, self.group)
 
+    @property
+    def _message_launches(self) -> int:
+        """Sums of a forward, or scatters and gathers in their place."""
+        return (self.layout.tensor > 1) * (4 if self.layout.sequence_parallel else 2)
+
     def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
         """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
         product = self.machine.gemm_s(tokens, weight.inputs, weight.outputs)
@@ -275,11 +280,10 @@ class LayerTimes(TensorRank):
         if mode == "full":
             gather_s = self._gather_s if layout.partition_activations else 0.0
             return self.forward + Seconds(0.0, gather_s)
-        if mode == "selective":
-            return Seconds(
-                self.core_forward_s, host=self.machine.host_s(self._core_launches(False))
-            )
-        return Seconds()
+        if mode != "selective":
+            return Seconds()
+        host_s = self.machine.host_s(self._core_launches(False))
+        return Seconds(self.core_forward_s, host=host_s)
 
     # -- what the host launches ------------------------------------------------------------------
 
@@ -301,11 +305,6 @@ class LayerTimes(TensorRank):
     @property
     def _norm_count(self) -> int:
         return (4 if self.model.block_norm == "sandwich" else 2) + self.model.qk_norm
-
-    @property
-    def _message_launches(self) -> int:
-        """Sums of a forward, or scatters and gathers in their place."""
-        return (self.layout.tensor > 1) * (4 if self.layout.sequence_parallel else 2)
 
     @property
     def _forward_launches(self) -> int:

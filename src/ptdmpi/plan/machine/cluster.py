@@ -83,9 +83,6 @@ class Host(Section):
     disk_bytes_per_s: Amount | None = None
 
 
-TRAINER_LAUNCH_S = 26e-6  # measured: benchmarks/planning/host_time.py
-
-
 class Software(Section):
     """What the training program does on this cluster, where programs differ.
 
@@ -114,7 +111,7 @@ class Software(Section):
     adds_in_place: bool
     tied_gradients_apart: bool
     wide_products: bool = False
-    launch_s: Delay = TRAINER_LAUNCH_S
+    launch_s: Delay = 26e-6  # this trainer's: benchmarks/planning/host_time.py
 
     @model_validator(mode="before")
     @classmethod

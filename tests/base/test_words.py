@@ -22,7 +22,7 @@ def test_what_is_counted_has_its_plural(number, noun, words):
 
 def test_no_count_is_rounded_away():
     numbers = (0, 1, 999, 1700, 1_234_567, 174.6e9, 2.5e12)
-    assert [*map(short, numbers)] == ["0", "1", "999", "1.7K", "1.2M", "174.6B", "2,500.0B"]
+    assert [*map(short, numbers)] == ["0", "1", "999", "1.7K", "1.2M", "174.6B", "2.5T"]
 
 
 def test_no_file_is_rounded_away():

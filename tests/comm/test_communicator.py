@@ -156,7 +156,7 @@ def test_unknown_reduction_is_refused(comm, wire):
 @each_wire
 def test_all_gather_and_reduce_scatter_in_place(comm, wire, dtype):
     axis = WIRES[wire](comm)
-    for size in [*SIZES, BUCKET_BYTES // dtype.itemsize + 3]:
+    for size in SIZES:
         parts = [values(rank, size, dtype) for rank in range(comm.size)]
         whole = torch.zeros(comm.size * size, dtype=dtype)
         own = slice(comm.rank * size, (comm.rank + 1) * size)
@@ -165,7 +165,9 @@ def test_all_gather_and_reduce_scatter_in_place(comm, wire, dtype):
         assert torch.equal(whole, torch.cat(parts)), size
 
         whole = values(comm.rank, comm.size * size, dtype)
-        axis.reduce_scatter_in_place(whole).wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mpi, "BUCKET_BYTES", 4096)  # the largest in several messages, one short
+            axis.reduce_scatter_in_place(whole).wait()
         total = ascending_sum(comm, comm.size * size, dtype)
         assert same_sum(axis, whole[own], total[own]), size
     if comm.size > 1:

@@ -185,9 +185,11 @@ def _escaped(text: str) -> str:
 
 
 def _loads_mpi(error: Exception) -> bool:
-    """Whether an error comes from mpi4py as it looks for a library."""
+    """Whether an error comes from mpi4py as it looks for a library, and not from the library that
+    it found, whose start fails where another rank was lost."""
+    where = "mpi4py" if isinstance(error, ImportError) else "_mpiabi"
     frames = traceback.extract_tb(error.__traceback__)
-    return "MPI" in str(error) and any("mpi4py" in frame.filename for frame in frames)
+    return "MPI" in str(error) and any(where in frame.filename for frame in frames)
 
 
 def missing(package: str) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.speed.case import Row, synthetic_ids
-from ptdmpi.base.heap import keep_freed
+from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
@@ -32,6 +32,7 @@ class OurTrainer:
         self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
         self.microbatches = config.microbatches
         self.engine = Engine(config, axes, row.case.vocab_size)
+        give_back()
 
     def batch(self, step: int) -> list[Batch]:
         size = self.row.case.micro_size

@@ -12,7 +12,7 @@ import resource
 
 import torch
 
-from ptdmpi.base.heap import keep_freed
+from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
@@ -49,6 +49,7 @@ def main() -> None:
     axes = world.split(grid_of(config))
     _, start = process_bytes()
     engine = Engine(config, axes, asked.vocabulary)
+    give_back()
     _, built = process_bytes()
     ids = torch.randint(asked.vocabulary, (SEQUENCE + 1, 1))
     batch = Batch(ids[:-1], ids[1:], None, torch.tensor([axes["data"].rank]))

@@ -5,6 +5,7 @@ step faults its pages in again, one by one, each filled with zeros first. Kept, 
 once. It stays within what the run had at its peak, which it would come to again.
 """
 
+import contextlib
 import ctypes
 from collections.abc import Mapping
 
@@ -27,3 +28,9 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
     except (AttributeError, OSError):
         return False
     return bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+def give_back() -> None:
+    """Hand what is free now to the kernel, once: what a set-up took, a step may not want."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ptdmpi.base.heap import keep_freed
+from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
@@ -61,6 +61,7 @@ class Loop:
         except Exception:
             self.lookout.close()  # nobody else knows of it
             raise
+        give_back()
 
     def _set_up(self, handover: Handover | None) -> None:
         config, world, device = self.config, self.world, device_of(self.world)

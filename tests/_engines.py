@@ -1,20 +1,22 @@
 """Short trainings in one layout on synthetic tokens, and what they leave behind."""
 
+import gc
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
-from ptdmpi.model.stage import Batch
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.layout.grid import grid_of
@@ -58,8 +60,26 @@ def microbatches(
         mask = weights[start : start + b].t().contiguous() if masked else None
         samples = torch.arange(start, start + b) + step * config.batch.global_size
         batch = Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples)
-        batches.append(as_masked(batch, config.model) if config.model.masked else batch)
+        if config.model.classifies:
+            batch = as_classified(batch, config)
+        elif config.model.masked:
+            batch = as_masked(batch, config.model)
+        batches.append(batch)
     return batches
+
+
+def as_classified(batch: Batch, config: Config) -> Batch:
+    """The same sequences as samples of a task, whose classes follow from their numbers."""
+    rows, each = len(batch.samples), config.task.sequences
+    classes = max(config.task.choices, config.task.classes)
+    last = 0 if config.model.masked else len(batch.inputs) - 1
+    return replace(
+        batch,
+        labels=(batch.samples[::each] // each % classes)[None],
+        weights=None,
+        masked=torch.full((1, rows), last),
+        types=torch.zeros_like(batch.inputs),
+    )
 
 
 def logical(engine: Engine, pieces: Iterable[Piece]) -> dict[str, Tensor]:
@@ -166,3 +186,21 @@ def assert_same_bits(found: Run, expected: Run) -> None:
     assert found.parameters.keys() == expected.parameters.keys()
     for name, values in found.parameters.items():
         assert torch.equal(values, expected.parameters[name]), name
+
+
+def measured(work: Callable[[], object]) -> tuple[int, int]:
+    """(bytes that `work` leaves allocated, most while it ran) beyond what was there before."""
+    gc.collect()  # engines of tests before have cycles: freed in between they would count
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            work()
+    finally:
+        gc.enable()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = most = 0
+    for _, size in changes:
+        now += size
+        most = max(most, now)
+    return now, most

@@ -44,6 +44,7 @@ from ptdmpi.comm import launch
 launch.prepare()
 from ptdmpi.engine import engine, optimizer, runner
 from ptdmpi.model import sharded, stage, state
+from ptdmpi.engine.data_parallel import decentralized, feedback, local
 from ptdmpi.train import live, loop, recover, validation
 from ptdmpi.checkpoint import save as checkpoint
 me, now = int(os.environ["OMPI_COMM_WORLD_RANK"]), [0]
@@ -69,6 +70,9 @@ die_in(loop.Loop, "_record", "record")
 die_in(validation.Validation, "after_step", "validation")
 die_in(checkpoint.Checkpoints, "_written", "save")
 die_in(live, "take", "recovery")
+die_in(decentralized.Decentralized, "_averaged_parts", "mixing")
+die_in(local.Local, "after_update", "mixing")
+die_in(feedback.CompressedTiles, "write", "coding", after=True)
 step_of = engine.Engine.step
 def counted(self, number, batches):
     now[0] = number + 1

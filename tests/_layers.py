@@ -10,12 +10,18 @@ from ptdmpi.model import state
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Portion
 from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.random import initial
 from ptdmpi.model.state import Piece, pieces_of
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
+
+
+def whole_initial(seed: int, name: str, shape: tuple[int, ...], init: float | str) -> Tensor:
+    """The whole logical tensor that a parameter begins with."""
+    return torch.cat([values for _, values in initial(seed, name, shape, init)])
 
 
 def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:

@@ -36,7 +36,7 @@ from data_prep.sources import find_sources, read_tasks, split_sources
 from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, listing, read_header
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.data.shards import Dataset, map_documents, verify
+from ptdmpi.data.shards import Dataset, map_documents, map_weights, verify
 
 INTERESTING = [0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1]
 KINDS = ("byte", "word", "drop", "insert", "cut")
@@ -86,9 +86,17 @@ def _shard_bytes(folder: Path, vocab_size: int) -> bytes:
     return path.read_bytes()
 
 
+def _weighted_bytes(folder: Path) -> bytes:
+    """A shard of rows, whose tokens have weights."""
+    path = folder / "weighted.h5"
+    with ShardWriter(path, "t.json", "ab" * 32, 1000, 7, 16) as writer:
+        writer.write_row(np.arange(97), np.array([90, 97]), np.arange(97) % 2 > 0)
+    return path.read_bytes()
+
+
 def fuzz_shards(folder: Path) -> TryOne:
     """Header, samples, documents, `verify`."""
-    good = [_shard_bytes(folder, size) for size in (1000, 100_000)]
+    good = [*(_shard_bytes(folder, size) for size in (1000, 100_000)), _weighted_bytes(folder)]
     place = folder / "shards"
     place.mkdir()
     path = place / "x.h5"
@@ -100,6 +108,9 @@ def fuzz_shards(folder: Path) -> TryOne:
         documents = map_documents(header)
         assert header.documents_byte_offset + documents.nbytes <= len(content)
         int(documents.sum())
+        if header.row_length:
+            assert header.weights_byte_offset + header.tokens <= len(content)
+            int(map_weights(header).sum())
         assert all("\n" not in problem for problem in verify(path))
         for use_mmap in (True, False):
             dataset = Dataset(place, use_mmap)

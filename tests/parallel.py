@@ -165,6 +165,8 @@ def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
     return (
         body is not None
         and other.callspec.params["ranks"] == ranks
+        # a module that changes its process (`PROCESS` says how) shares it with its like alone
+        and getattr(other.module, "PROCESS", "") == getattr(item.module, "PROCESS", "")
         and not _foreign_arguments(other)
     )
 

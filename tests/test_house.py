@@ -64,7 +64,7 @@ SAME_NAMES = {
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.
-UNLOCKED = ("corpus", "eval", "tensorboard", "wandb")
+UNLOCKED = ("corpus", "eval", "nccl", "peft", "tensorboard", "wandb")
 
 BLOCKER = """
 import sys

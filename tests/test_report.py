@@ -7,11 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from ptdmpi import report
+from ptdmpi.base.words import file_size
 from ptdmpi.commands.report import command
 from ptdmpi.config import InputError, resolve, to_toml
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Costs, Span, Timeline, simulate
-from ptdmpi.report import compare
+from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.report import compare, traffic
+from tests._configs import small
 
 TREE = {
     "run": {"steps": 3, "name": "r"},
@@ -162,6 +165,29 @@ def test_what_rank_0_sends_stands_beside_its_closed_form(run):
     lines = CliRunner().invoke(command, [str(run)]).output.splitlines()
     (sends,) = (line for line in lines if "rank 0 sends" in line)
     assert sends.endswith("2.0 kB a step in 3 messages")
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "whole"),
+    [
+        ({"method": "compressed", "error_feedback": "mem_sgd"}, "all_gather", 3),
+        ({"method": "decentralized", "topology": "complete"}, "neighbours", 3),
+        ({"method": "local"}, "all_gather", 3),
+    ],
+)
+def test_codes_stand_beside_what_they_would_be_of_large_matrices(method, kind, whole):
+    """Each of four ranks sends a code of 8.125 bits an element to three others."""
+    told = {**method, "compressor": "int8"}
+    config = small({f"data_parallel.{key}": value for key, value in told.items()}, 4)
+    record = {"layout": str(config.layout), "vocab_size": 53, "step": 2}
+    counted = {"wire_bytes": {"data": {kind: 5000}}, "wire_messages": {"data": {kind: 7}}}
+    table = traffic.sent(record | counted, config.model_dump())
+    code = parameter_count(config.model, 53) * 8.125 / 8
+    found = table["data"][kind]["closed_form_bytes"]
+    assert found == pytest.approx(whole * code, rel=1e-3)
+    (line,) = (text for name, text in traffic.rows(table) if kind.replace("_", "-") in name)
+    size = file_size(found)
+    assert line == f"5.0 kB a step in 7 messages; closed form of large matrices: {size}"
 
 
 def test_text_has_the_table_and_both_timelines(run):

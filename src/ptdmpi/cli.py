@@ -19,6 +19,8 @@ COMMANDS = {
     "doctor": True,
     "checkpoint": False,
     "convert": False,
+    "adapter": False,
+    "quantize": True,
     "generate": True,
     "evaluate": True,
 }

@@ -11,12 +11,14 @@ def test_bytes_by_the_convention():
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"):
         tally.add(kind, 1000)
     tally.add("send", 10, messages=3)
+    tally.add("neighbours", 20, messages=2)
     assert tally.sent_bytes == {
         "all_reduce": 1500,
         "all_gather": 750,
         "reduce_scatter": 750,
         "broadcast": 1000,
         "send": 1030,
+        "neighbours": 40,
     }
     assert tally.messages["send"] == 4 and tally.messages["all_reduce"] == 1
     with pytest.raises(KeyError):

@@ -8,11 +8,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.clock import Mark
+from ptdmpi.comm.clock import HOST, Mark
 from ptdmpi.comm.communicator import Communicator, Handle
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.torch_dist import TorchCommunicator
 from ptdmpi.config import wires as config
 from ptdmpi.model.sharded import Walk
+from tests.comm._stand_in import StandInCommunicator
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}
 HALF = (torch.bfloat16, torch.float16)
@@ -132,7 +134,22 @@ def registered() -> Iterator[None]:
 
 
 # Every wire that must keep the contract: a new one is one more entry.
-WIRES = {"mpi": MpiCommunicator, "fast": FastCommunicator}
+WIRES: dict[str, type[Communicator]] = {
+    "mpi": MpiCommunicator,
+    "torch": TorchCommunicator,
+    "stand_in": StandInCommunicator,
+    "fast": FastCommunicator,
+}
+
+
+def connect(wire: str, comm: MPI.Comm) -> Communicator:
+    """All ranks of `comm` as a group on a wire: the pipeline's, whose messages go between
+    neighbours."""
+    kind = WIRES[wire]
+    if kind in (TorchCommunicator, StandInCommunicator) and comm.Get_size() > 4:
+        pytest.skip("threads of their own on few cores: 4 ranks have all that 8 have")
+    kind.open(comm, torch.device("cpu"))
+    return kind(comm, HOST, "pipeline")
 
 
 class LateMark:

@@ -62,7 +62,7 @@ def test_train_from_a_converted_model(comm, tmp_path):
         shutil.rmtree(tmp_path / "run")
     comm.Barrier()
     for wrong, message in (
-        ({"checkpoint.resume": str(ours / "checkpoints/latest")}, r"has no optimizer state: a run"),
+        ({"checkpoint.resume": str(ours / "checkpoints/latest")}, r"no optimizer state: a run"),
         ({"model.hidden": 64}, r"embedding.word.weight has shape \[64, 32\], this"),
         (
             {"model.vocab_size": VOCAB_SIZE - 1},

@@ -17,7 +17,7 @@ from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import open_model
-from ptdmpi.model.stage import Batch
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.transformer import SentenceOrder
 from tests import _stored
 from tests.convert._hugging_face import saved

@@ -187,7 +187,7 @@ def replace_tokens(file, **options):
 DAMAGES = {
     "has no attribute 'eod_id'": lambda f: f.attrs.pop("eod_id"),
     "has no attribute 'checksum'": lambda f: f.attrs.pop("checksum"),
-    "format_version 2": lambda f: f.attrs.update(format_version=2),
+    "format_version 3": lambda f: f.attrs.update(format_version=3),
     "eod_id 1000 and vocab_size 1000": lambda f: f.attrs.update(eod_id=1000),
     "'vocab_size' is no integer": lambda f: f.attrs.update(vocab_size="many"),
     "'eod_id' is no integer": lambda f: f.attrs.update(eod_id=[5]),

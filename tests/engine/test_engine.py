@@ -27,7 +27,7 @@ from tests.parallel import parallel
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
 PARAMETER_TOLERANCES = {"fp32": 1e-3, "fp64": 1e-11}  # Adam amplifies rounding
-each_type = pytest.mark.parametrize("precision", ["fp32", "fp64"])
+long = pytest.mark.long  # what others meet in part
 
 
 def is_key_bias(name: str) -> bool:
@@ -69,7 +69,7 @@ LAYOUTS = [
 
 
 @parallel(ranks=[1, 2, 4, 8])
-@each_type
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=long), "fp64"])
 def test_layouts_give_the_same_training(comm, precision):
     for where in LAYOUTS:
         ranks = where["parallel.tensor"] * where["parallel.pipeline"] * where["parallel.data"]
@@ -83,8 +83,10 @@ def test_layouts_give_the_same_training(comm, precision):
     "changes",
     [
         {"parallel.sequence_parallel": True},
-        {"model.tie_embeddings": False},
-        {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 2},
+        pytest.param({"model.tie_embeddings": False}, marks=long),
+        pytest.param(
+            {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 2}, marks=long
+        ),
         {"model.dropout": 0.1, "model.attention_dropout": 0.1, "recompute.mode": "full"},
         {"model.dropout": 0.1, "parallel.sequence_parallel": True},
     ],
@@ -111,7 +113,9 @@ MODERN = {
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("kind", MODERN)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "gemma2" else long) for kind in MODERN]
+)
 def test_modern_models_give_the_same_training(comm, kind):
     """Key heads that several tensor ranks share, norms of queries and keys, windows and caps: the
     same losses, norms and weights, with the sequence divided and everything recomputed."""
@@ -193,7 +197,7 @@ SAME_BITS_TENSOR = {
 
 
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=long), "bf16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_pipeline_schedule_and_recomputation_change_no_bit(comm, precision, tied):
     changes = {"precision.compute": precision, "model.layers": 7, "model.tie_embeddings": tied}
@@ -205,8 +209,8 @@ def test_pipeline_schedule_and_recomputation_change_no_bit(comm, precision, tied
 
 
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=long), "bf16"])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=long), True])
 def test_pipeline_and_scatter_gather_change_no_bit_at_t_2(comm, precision, sequence_parallel):
     changes = {"precision.compute": precision, "model.layers": 5, "model.dropout": 0.1}
     changes |= {"parallel.sequence_parallel": sequence_parallel}
@@ -216,6 +220,7 @@ def test_pipeline_and_scatter_gather_change_no_bit_at_t_2(comm, precision, seque
         assert_same_bits(train(comm, changes | where, steps=2), expected)
 
 
+@long
 @parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize(
     "changes",
@@ -236,7 +241,7 @@ def test_partitioned_activations_change_no_bit(comm, changes):
 
 
 @parallel(ranks=[8], limit_s=120)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=long)])
 def test_pipeline_changes_no_bit_at_t_2_and_d_2(comm, precision):
     changes = {"precision.compute": precision, "model.layers": 7}
     expected = train(comm, changes | layout(t=2, d=2), steps=2)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.stage import Batch
 from ptdmpi.model.tensor_parallel import select_positions
 from tests._configs import layout
 from tests._engines import build, from_root, load, logits_of, whole_gradients

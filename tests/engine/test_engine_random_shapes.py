@@ -22,7 +22,7 @@ from ptdmpi.convert.family import counterparts
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
-from ptdmpi.model.stage import Batch
+from ptdmpi.model.batch import Batch
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._engines import build, load, logits_of, whole_gradients
 from tests._layers import difference

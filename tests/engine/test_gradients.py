@@ -5,7 +5,8 @@ import torch
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
-from ptdmpi.engine.data_parallel import Replica, TreeSum
+from ptdmpi.engine.data_parallel.method import Replica
+from ptdmpi.engine.data_parallel.reduce import TreeSum
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import build as build_schedule
 from tests._configs import layout
@@ -34,7 +35,7 @@ def test_norm_is_that_of_torch(comm, precision, tied):
 
 
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_norm_counts_each_parameter_once(comm, tied):
     """To the bit over p, to rounding over t: replicas and the tied table count once."""
     changes = {"model.tie_embeddings": tied} | NO_CLIPPING
@@ -112,7 +113,7 @@ def test_tree_sum_follows_the_tree(comm, microbatches):
     stage = OneStage()
     schedule = build_schedule("gpipe", 1, 1, microbatches)
     axes = {"data": MpiCommunicator(comm)}
-    tree = TreeSum(Replica(axes, None, {0: stage}, schedule))
+    tree = TreeSum(Replica(None, axes, None, {0: stage}, schedule))
     for _ in range(2):  # nothing of the first step is left in the second
         for i in range(microbatches):
             stage.weight.main_grad += leaves[comm.rank * microbatches + i]

@@ -63,15 +63,14 @@ def test_bits_are_those_of_state_on_the_device(comm, tmp_path, place, shape):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("axes", "changes"),
+    ("place", "axes", "changes"),
     [
-        ({"d": 4}, {"parallel.zero": 1}),
-        ({"d": 4}, {"parallel.zero": 3, "parallel.shard_group": 2}),
-        ({"p": 2, "d": 2}, {"parallel.zero": 2}),
-        ({"t": 2, "d": 2}, {"parallel.zero": 3, "precision.compute": "bf16"}),
-        ({"t": 2, "p": 2}, {"precision.compute": "bf16"}),
+        ("disk", {"d": 4}, {"parallel.zero": 1}),
+        ("optimizer", {"d": 4}, {"parallel.zero": 3, "parallel.shard_group": 2}),
+        ("optimizer", {"p": 2, "d": 2}, {"parallel.zero": 2}),
+        ("disk", {"t": 2, "d": 2}, {"parallel.zero": 3, "precision.compute": "bf16"}),
+        ("disk", {"t": 2, "p": 2}, {"precision.compute": "bf16"}),
     ],
 )
 def test_bits_beside_other_axes_and_zero(comm, tmp_path, place, axes, changes):
@@ -106,6 +105,7 @@ def test_an_overflow_changes_nothing(comm, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_through_a_checkpoint_into_another_layout_and_back(comm, tmp_path, asynchronous):

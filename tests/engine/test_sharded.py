@@ -147,7 +147,7 @@ def test_an_overflow_is_skipped_by_all_alike(comm):
 
 @parallel(ranks=[4])
 @each_zero
-@pytest.mark.parametrize("shape", ["tied", "recomputed"])
+@pytest.mark.parametrize("shape", ["tied", pytest.param("recomputed", marks=pytest.mark.long)])
 @pytest.mark.parametrize("axes", ["t", "p", "sequence", "chunks"])
 def test_beside_one_other_axis(comm, zero, shape, axes):
     beside(comm, zero, shape, axes)
@@ -206,7 +206,7 @@ def test_reproducible_with_sharded_optimizer(comm):
 
 
 @parallel(ranks=[4])
-@each_zero
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [

@@ -1,8 +1,16 @@
 """What ranks send in a step, counted on the wires, is what the closed forms say: to the byte, and
 in as many messages, on every rank."""
 
+from unittest.mock import patch
+
+import pytest
+
 from ptdmpi.comm.world import World
+from ptdmpi.engine.data_parallel import decentralized, messages
+from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.cost.traffic import StepTraffic
+from ptdmpi.plan.layout import messages as foreseen
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from tests._configs import layout
 from tests._engines import VOCAB_SIZE, build, microbatches
@@ -12,8 +20,22 @@ BERT = {"model.kind": "bert", "model.layers": 4}
 SHARED_KEYS = {"model.kind": "qwen3", "model.kv_heads": 1, "model.head_size": 6}
 DIVIDED = {"parallel.sequence_parallel": True}
 WHOLE = {"parallel.scatter_gather": False}
+LORA = {"adapt.method": "lora", "adapt.rank": 3}
+IA3 = {"adapt.method": "ia3"}
+FEW = {"adapt.targets": ["attention.out", "mlp.up"]}
+CHOICE = {"task.kind": "choice", "task.choices": 2}
 CASES = {
     "alone": {},
+    "t2 lora": layout(t=2) | LORA,
+    "t2 lora divided full": layout(t=2) | LORA | DIVIDED | {"recompute.mode": "full"},
+    "t2 lora of few divided": layout(t=2) | LORA | FEW | DIVIDED,
+    "t2 lora of few full": layout(t=2) | LORA | FEW | {"recompute.mode": "full"},
+    "t2 ia3 divided full": layout(t=2) | IA3 | DIVIDED | {"recompute.mode": "full"},
+    "d2 lora zero 3": layout(d=2) | LORA | {"parallel.zero": 3, "precision.compute": "bf16"},
+    "d2 lora overlapped": layout(d=2) | LORA,
+    "t2 p2 lora zb-h1 divided": layout(t=2, p=2) | LORA | DIVIDED | {"parallel.schedule": "zb-h1"},
+    "t4 lora shared keys": layout(t=4) | LORA | {"model.kv_heads": 2},
+    "d2 p2 lora zero 2": layout(d=2, p=2) | LORA | {"parallel.zero": 2},
     "t2": layout(t=2),
     "t2 bf16": layout(t=2) | {"precision.compute": "bf16"},
     "t2 fp64": layout(t=2) | {"precision.compute": "fp64"},
@@ -26,6 +48,8 @@ CASES = {
     "t2 bert": layout(t=2) | BERT,
     "t2 bert divided": layout(t=2) | BERT | DIVIDED,
     "t2 bert divided full": layout(t=2) | BERT | DIVIDED | {"recompute.mode": "full"},
+    "t2 choice": layout(t=2) | BERT | CHOICE,
+    "t2 choice divided": layout(t=2) | CHOICE | DIVIDED,
     "t2 llama": layout(t=2) | {"model.kind": "llama", "model.ffn_hidden": 48},
     "t2 untied divided": layout(t=2) | DIVIDED | {"model.tie_embeddings": False},
     "t2 shared keys": layout(t=2) | SHARED_KEYS | {"model.ffn_hidden": 48},
@@ -68,6 +92,7 @@ CASES = {
     "d2 zero 3 untied of one": layout(d=2)
     | {"parallel.zero": 3, "model.tie_embeddings": False, "batch.micro_size": 4},
     "d2 zero 3 bert": layout(d=2) | {"parallel.zero": 3} | BERT,
+    "d2 p2 zero 3 choice": layout(d=2, p=2) | {"parallel.zero": 3} | BERT | CHOICE,
     "d2 p2 zero 3 full": layout(d=2, p=2) | {"parallel.zero": 3, "recompute.mode": "full"},
     "d2 p2 v2 zero 3 untied": layout(d=2, p=2, v=2)
     | {"parallel.zero": 3, "model.layers": 4, "model.tie_embeddings": False},
@@ -75,22 +100,111 @@ CASES = {
 }
 
 
+# Of each kind of message one, and what goes together.
+FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p2 zb-v", "d2 tree")
+FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
+FEW += ("d4 zero 2 of pairs", "t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
+OTHERS = tuple(name for name in CASES if name not in FEW)
+
+
 @parallel(ranks=[1, 2, 3, 4, 8])
-def test_a_step_sends_what_the_closed_forms_say(comm):
-    for name, changes in CASES.items():
+@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=len)
+def test_a_step_sends_what_the_closed_forms_say(comm, names):
+    for name in names:
+        changes = CASES[name]
         sizes = [changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]
         if sizes[0] * sizes[1] * sizes[2] != comm.size:
             continue
         engine = build(World(comm), changes)
-        config, axes = engine.config, engine.axes
-        expected = StepTraffic(
-            Model("small", config.model, VOCAB_SIZE),
-            config.layout,
-            config.batch.global_size,
-            config.precision.compute,
-            reproducible=config.run.reproducible,
-        ).of(axes["pipeline"].rank, axes["shard"].rank)
+        axes = engine.axes
+        expected = closed_forms(engine).of(axes["pipeline"].rank, axes["shard"].rank)
         for step in range(2):  # the second is as the first
-            found = engine.step(step, microbatches(config, step, axes["data"].rank)).traffic
+            found = engine.step(step, microbatches(engine.config, step, axes["data"].rank)).traffic
             assert found.sent_bytes == expected.sent_bytes, name
             assert found.messages == expected.messages, name
+
+
+def closed_forms(engine: Engine) -> StepTraffic:
+    config = engine.config
+    return StepTraffic(
+        Model("small", config.model, VOCAB_SIZE),
+        config.layout,
+        config.batch.global_size,
+        config.precision.compute,
+        reproducible=config.run.reproducible,
+        method=RunMethod.of(config),
+    )
+
+
+def method(name: str, **keys: object) -> dict[str, object]:
+    return {f"data_parallel.{key}": value for key, value in {"method": name, **keys}.items()}
+
+
+GOSSIP = method("decentralized")
+METHODS = {
+    "d2 ring": layout(d=2) | method("ring"),
+    "d2 server": layout(d=2) | method("parameter_server"),
+    "d2 gossip bf16": layout(d=2) | GOSSIP | {"precision.compute": "bf16"},
+    "d3 ring": layout(d=3) | method("ring"),
+    "d3 server": layout(d=3) | method("parameter_server"),
+    "d3 pairs": layout(d=3) | method("decentralized", topology="random", average_moments=True),
+    "d3 grid": layout(d=3) | method("decentralized", topology="grid", consensus_every=2),
+    "d4 ring": layout(d=4) | method("ring"),
+    "d4 one peer": layout(d=4)
+    | method("decentralized", topology="one_peer_exponential", average_every=2, overlap=True),
+    "d4 local": layout(d=4) | method("local", local_steps=2, average_moments=True),
+    "d2 p2 gossip": layout(d=2, p=2) | GOSSIP | {"data_parallel.consensus_every": 1},
+    "d2 t2 local": layout(d=2, t=2) | method("local", local_steps=2, consensus_every=2),
+}
+
+
+@parallel(ranks=[2, 3, 4])
+def test_methods_that_tell_less_send_what_the_closed_forms_say(comm):
+    """In each of two steps: with and without an average, or a measurement; in several pieces."""
+    for name, changes in METHODS.items():
+        sizes = [changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]
+        if sizes[0] * sizes[1] * sizes[2] != comm.size:
+            continue
+        engine = build(World(comm), {"batch.global_size": 12, "batch.micro_size": 1} | changes)
+        axes = engine.axes
+        at = (axes["pipeline"].rank, axes["shard"].rank, axes["data"].rank)
+        for step in range(2):
+            some = microbatches(engine.config, step, axes["data"].rank)
+            with patch.multiple(foreseen, MESSAGE_ELEMENTS=7000, BUCKET_ELEMENTS=9000):
+                expected = closed_forms(engine).of(*at, step)
+            with (
+                patch.object(messages, "MESSAGE_ELEMENTS", 7000),
+                patch.object(decentralized, "BUCKET_ELEMENTS", 9000),
+            ):
+                found = engine.step(step, some).traffic
+            assert found.sent_bytes == expected.sent_bytes, (name, step)
+            assert found.messages == expected.messages, (name, step)
+        engine.policy.settle()
+
+
+CODED = {"method": "compressed"}
+CODES = {
+    "gathered": {**CODED, "compressor": "int8", "error_feedback": "mem_sgd"},
+    "squeezed": {**CODED, "compressor": "top_k", "ratio": 0.1, "error_feedback": "double_squeeze"},
+    "neighbours": {"method": "decentralized", "compressor": "int8"},
+    "rounds": {"method": "local", "compressor": "int8", "local_steps": 2},
+}
+
+
+@parallel(ranks=[3])
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_are_nearly_as_long_as_the_closed_forms_say(comm, kind):
+    """Up to the scales and places of short units, which parameters end with."""
+    changes = layout(d=3) | {"batch.global_size": 6, "run.steps": 9}
+    engine = build(World(comm), changes | {f"data_parallel.{k}": v for k, v in CODES[kind].items()})
+    expected, rank = closed_forms(engine), engine.axes["data"].rank
+    assert not expected.is_exact
+    for step in range(2):
+        some = microbatches(engine.config, step, rank)
+        found = engine.step(step, some).traffic.sent_bytes.get("data", {})
+        expected_bytes = expected.of(0, 0, rank, step).sent_bytes.get("data", {})
+        if kind == "neighbours" and step == 0:
+            continue  # what neighbours know of each other comes whole, once
+        assert {k for k, v in found.items() if v} == {k for k, v in expected_bytes.items() if v}
+        for name, size in expected_bytes.items():
+            assert found[name] == pytest.approx(size, rel=0.15), name

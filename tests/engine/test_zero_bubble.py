@@ -55,17 +55,27 @@ def test_same_bits_as_1f1b(comm):
         {"recompute.mode": "full"} | DROPOUT,
         {"recompute.mode": "selective", "precision.compute": "bf16"},
         {"precision.compute": "fp16"} | LLAMA,
-        {"precision.compute": "fp64"} | BERT,
-        {"run.reproducible": True},
+        pytest.param({"precision.compute": "fp64"} | BERT, marks=pytest.mark.long),
+        pytest.param({"run.reproducible": True}, marks=pytest.mark.long),
     ],
 )
 def test_same_bits_in_other_settings(comm, changes):
     check(comm, **changes)
 
 
-@parallel(ranks=[2, 4], limit_s=120)
+@parallel(ranks=[2], limit_s=120)
+def test_same_bits_with_divided_sequences(comm):
+    beside_a_tensor_axis(comm, True)
+
+
+@pytest.mark.long
+@parallel(ranks=[4], limit_s=120)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_same_bits_with_a_tensor_axis(comm, sequence_parallel):
+    beside_a_tensor_axis(comm, sequence_parallel)
+
+
+def beside_a_tensor_axis(comm, sequence_parallel: bool) -> None:
     changes = {"parallel.sequence_parallel": sequence_parallel, "recompute.mode": "full"}
     changes |= {"recompute.partition_activations": not sequence_parallel}
     check(comm, tensor=2, **changes, **DROPOUT)

@@ -185,7 +185,7 @@ def test_the_command(run_of_bytes):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "nothing to evaluate: give --data, --tasks or --lm-eval"),
+        ([], "nothing to evaluate: give --data, --tasks, --code or --lm-eval"),
         (["--data", "nowhere"], "dataset nowhere: no such directory"),
         (["--tasks", "nowhere"], "nowhere: No such file"),
         (["--data", "d", "--shots", "3"], "--shots 3 needs --shots-from FILE"),
@@ -224,6 +224,7 @@ def test_values_of_the_harness_may_be_words():
     ]
 
 
+@pytest.mark.long
 def test_the_harness_itself(run_of_bytes):
     """A task file of one's own, run by lm-evaluation-harness where it is installed."""
     pytest.importorskip("lm_eval")

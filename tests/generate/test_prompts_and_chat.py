@@ -18,6 +18,7 @@ from tests.parallel import parallel
 OPTIONS = {
     "layout": None,
     "precision": None,
+    "ema": False,
     "tokenizer": "bytes",
     "temperature": 1.0,
     "top_k": None,

@@ -191,3 +191,23 @@ def test_other_validation_data_are_told(corpora):
     other.judge("resume", Path("step-5"), _manifest(first))
     (told,) = other.answer.changed
     assert told.startswith("data.valid ") and told.endswith("/a/b")
+
+
+def test_an_edited_graph_is_told(corpora, tmp_path):
+    """Though it has the name that it had; and a file that changes while a run goes on is not."""
+    edges = tmp_path / "edges"
+    edges.write_text("0 1\n")
+    config, datasets = _start(corpora)
+    config = config.replace("data_parallel", method="decentralized", topology=str(edges))
+    first = _course(config, datasets)
+    edges.write_text("1 0  # the same\n")
+    manifest = _manifest(first)
+    second = _course(config, datasets)
+    second.judge("resume", Path("step-5"), manifest)
+    assert second.answer.changed == ()
+    edges.write_text("0 1 0.25\n")
+    assert _manifest(first) == manifest
+    third = _course(config, datasets)
+    third.judge("resume", Path("step-5"), manifest)
+    (told,) = third.answer.changed
+    assert told.startswith("data_parallel.topology sha256 ") and " -> " in told

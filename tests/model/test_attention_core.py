@@ -7,9 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from ptdmpi.model import attention_core, kernels
-from ptdmpi.model.attention_core import Scores
+from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import attention as attention_core
+from ptdmpi.model.kernels.attention import Scores
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
@@ -114,7 +115,7 @@ def test_the_way_of_devices_matches_explicit(half, scores, in_documents, kv_head
     with (
         mock.patch.object(attention_core, "HALF_TYPES", kinds),
         mock.patch.object(attention_core, "_packed_attention", lambda: packed),
-        mock.patch.object(attention_core, "attention", attention_core._attention_on_device),
+        mock.patch.object(attention_core, "attention", attention_core._attention_at_once),
     ):
         check(50, kv_heads, "float64", 1e-12, scores, numbers)
 
@@ -151,7 +152,10 @@ def test_products_match_explicit(window, kv_heads, at_once, in_documents, precis
 
 
 def test_products_of_half_types_are_hardly_less_exact_than_the_library():
-    """By no more than half: with scores rounded to a half type they would be by far."""
+    """By no more than half where the processor multiplies half types and the way is taken; where
+    the library widens them its error is smaller. With scores rounded to a half type it would be by
+    far more."""
+    bar = 2.0 if kernels.widens("cpu", torch.bfloat16) else 1.5
     generator = torch.Generator().manual_seed(1)
     shape = (1, 2, 300, 64)
     operands = [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
@@ -168,7 +172,7 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library():
 
     exact = gradients(explicit, torch.float64)
     for mine, library in zip(errors(True), errors(False), strict=True):
-        assert mine <= 1.5 * library
+        assert mine <= bar * library
 
 
 def test_the_table_of_ways_is_sound():
@@ -179,11 +183,10 @@ def test_the_table_of_ways_is_sound():
         assert isinstance(getattr(torch, entry["type"]), torch.dtype)
         assert entry["way"] in ("products", "library") and entry["measured"]
     for capabilities, products in ({}, False), ({"avx512_bf16": True}, True):
-        kernels.attention_by_products.cache_clear()
+        ask = kernels.attention_by_products.__wrapped__  # whatever was answered before
         with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
-            assert kernels.attention_by_products("cpu", torch.bfloat16) == products
-            assert not kernels.attention_by_products("cuda", torch.bfloat16)
-    kernels.attention_by_products.cache_clear()
+            assert ask("cpu", torch.bfloat16) == products
+            assert not ask("cuda", torch.bfloat16)
 
 
 def test_documents_know_their_places():
@@ -219,7 +222,9 @@ def check(seq_length, kv_heads, precision, tolerance, scores, numbers, device="c
         out.backward(dout.to(out))
         return out.detach().cpu(), x.grad.cpu()
 
-    documents = None if numbers is None else Documents.of(numbers, device)
+    documents = None
+    if numbers is not None:
+        documents = Documents.of(numbers).each(lambda one: one.to(device))
     found = results(attention_core.attention, fused.to(device), documents)
     expected = results(explicit, fused.double(), numbers)
     for mine, true in zip(found, expected, strict=True):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.stage import Stage
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests import _reference as reference
 from tests._configs import small

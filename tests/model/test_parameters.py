@@ -16,9 +16,8 @@ from ptdmpi.model.parameters import (
     Split,
     declare,
 )
-from ptdmpi.model.random import initial
 from ptdmpi.plan.shape.parameters import ALIGNMENT
-from tests._layers import CPU
+from tests._layers import CPU, whole_initial
 
 QKV = Split(0, (7, 3, 3))
 
@@ -94,7 +93,7 @@ def test_initial_weights_are_the_same_in_every_layout(size, precision):
         buffer.initialise(42)
         for name, entry in buffer.entries.items():
             shape, init = entry.declaration.shape, entry.declaration.init
-            whole = initial(42, name, shape, init).to(buffer.masters[0].dtype)
+            whole = whole_initial(42, name, shape, init).to(buffer.masters[0].dtype)
             held = torch.zeros(entry.shape, dtype=torch.bool)
             local = entry.view(buffer.masters[0])
             for one in entry.declaration.held(rank, size):
@@ -118,7 +117,9 @@ def test_parameters_are_views_of_the_buffers(precision):
         assert parameter.main_grad.data_ptr() == entry.view(buffer.gradients).data_ptr()
         assert entry.start % ALIGNMENT == 0
         spans.append((entry.start, entry.start + parameter.numel()))
-        assert (entry.start < buffer.units[0].decay_stop) == entry.declaration.decay
+    by_place = sorted(buffer.entries.values(), key=lambda entry: entry.start)
+    decays = [entry.declaration.decay for entry in by_place]
+    assert decays == sorted(decays, reverse=True), "those with weight decay stand together"
     spans.sort()
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     buffer.masters[0] += 1

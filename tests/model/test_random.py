@@ -1,11 +1,15 @@
 """Randomness is a function of logical coordinates, and good enough to drop with."""
 
+import hashlib
 import itertools
 
 import pytest
 import torch
 
+from ptdmpi.base.box import Box
+from ptdmpi.model import random
 from ptdmpi.model.random import RandomStream, dropout, initial, mix
+from tests._layers import whole_initial
 
 SAMPLES = torch.tensor([3, 1000003, 17])
 
@@ -16,16 +20,39 @@ def stream(seed: int = 1, step: int = 2, *place: int) -> RandomStream:
 
 def test_initial_weights_are_a_function_of_seed_and_name():
     shape = (64, 48)
-    weights = initial(1, "layers.0.mlp.up.weight", shape, 0.02)
-    assert torch.equal(weights, initial(1, "layers.0.mlp.up.weight", shape, 0.02))
-    for other in (initial(2, "layers.0.mlp.up.weight", shape, 0.02), initial(1, "x", shape, 0.02)):
+    weights = whole_initial(1, "layers.0.mlp.up.weight", shape, 0.02)
+    assert torch.equal(weights, whole_initial(1, "layers.0.mlp.up.weight", shape, 0.02))
+    for seed, name in ((2, "layers.0.mlp.up.weight"), (1, "x")):
+        other = whole_initial(seed, name, shape, 0.02)
         assert not torch.equal(weights, other)
         correlation = torch.corrcoef(torch.stack((weights.flatten(), other.flatten())))[0, 1]
         assert abs(correlation) < 0.1
     assert weights.std().item() == pytest.approx(0.02, rel=0.05)
     assert abs(weights.mean().item()) < 0.002
-    assert not initial(1, "b", (5,), "zeros").any()
-    assert (initial(1, "b", (5,), "ones") == 1).all()
+    assert not whole_initial(1, "b", (5,), "zeros").any()
+    assert (whole_initial(1, "b", (5,), "ones") == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(1001, 37), (64, 48), (33, 16), (40, 3), (5, 3), (7, 1), (515,)])
+@pytest.mark.parametrize("elements", [16, 100, 2**22])
+def test_slabs_have_the_bits_of_the_whole(monkeypatch, shape, elements):
+    """A slab has the bits of a tensor that is drawn at once, wherever it is cut, whatever is left
+    out."""
+    monkeypatch.setattr(random, "SLAB_ELEMENTS", elements)
+    digest = hashlib.blake2b(b"7/some", digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    whole = torch.empty(shape).normal_(0.0, 0.3, generator=generator)
+    assert torch.equal(whole_initial(7, "some", shape, 0.3), whole)
+    rows = shape[0]
+    last = [Box.whole(shape).rows(rows - 1, rows)]
+    middle = [Box.whole(shape).rows(rows // 2, rows // 2 + 1)]
+    for wanted in (last, middle, last + middle, []):
+        found = list(initial(7, "some", shape, 0.3, wanted))
+        for box, values in found:
+            assert torch.equal(values, whole[box.index])
+            assert any(box.overlap(one) for one in wanted)
+        for one in wanted:
+            assert any(box.overlap(one) == one for box, _ in found)
 
 
 def test_mix_is_an_avalanche():

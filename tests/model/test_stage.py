@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ptdmpi.model.stage import Batch, Boundary, Stage
+from ptdmpi.model.batch import Batch
+from ptdmpi.model.stage import Boundary, Stage
 from tests import _reference as reference
 from tests._configs import small
 from tests._layers import CPU, TOLERANCES, Placed, difference, random_tensor, tensor_axis

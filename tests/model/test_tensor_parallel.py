@@ -8,11 +8,11 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.tables import VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorAxis,
-    VocabularyEmbedding,
     VocabularyHead,
 )
 from tests._layers import (

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
+from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.transformer import Attention, Block, Context, Mlp, rotary_table
 from tests import _reference as reference
 from tests._configs import small
@@ -181,3 +183,25 @@ def test_full_recomputation_covers_the_first_layers(count):
     config = NONE if count == 0 else RecomputeConfig(mode="full", layers=count)
     blocks = [Block(model, axis, layer, config) for layer in range(2)]
     assert [block.recompute for block in blocks].count(True) == (2 if count == "all" else count)
+
+
+def by_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_turning_has_the_bits_of_its_formula(dtype):
+    """RoPE there and back, beside what autograd makes of the formula."""
+    model = small({"model.kind": "llama"}).model
+    angles = [one.to(dtype) for one in rotary_table(model, CPU)]
+    generator = torch.Generator().manual_seed(1)
+    shape = (model.seq_length, 2, 3, model.head_size)
+    x, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in "ab")
+    found = []
+    for turn in (rotate, by_formula):
+        leaf = x.clone().requires_grad_()
+        y = turn(leaf, *angles)
+        y.backward(dy)
+        found += [y.detach(), leaf.grad]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])

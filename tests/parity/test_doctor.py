@@ -25,9 +25,20 @@ def test_machine_on_two_ranks():
     assert findings["launcher"]["value"] != "none: one process; start with mpirun or srun"
     assert findings["tensor axis"]["value"].endswith("t = 1, 2")
     assert "right" in findings["float32 sum"]["value"]
+    assert findings["wires"]["value"].startswith("mpi, torch, nccl: ")
+    assert findings["wires"]["value"].endswith("; auto takes mpi")
     assert not [one for one in findings.values() if one["status"] == "bad"]
     readable = mpirun(2, CLI, timeout_s=100).stdout
     assert all(name in readable for name in findings)
+
+
+@parallel(ranks=[2])
+def test_ranks_with_other_libraries_are_told(comm):
+    have = f"libnccl 2.{30 + comm.rank} (/lib)"
+    with patch("ptdmpi.comm.nccl.library.told", lambda: have):
+        line = doctor._wires(World(comm))
+    assert line.status == "bad"
+    assert "ranks differ: libnccl 2.30 (/lib); libnccl 2.31 (/lib)" in line.value
 
 
 def test_short_needs_parity():
@@ -68,7 +79,7 @@ def test_a_red_row_fails_on_every_rank(comm):
     case = Case(layout, ComparedModel(layers=2))
     wanted = [suite.Comparison(suite.COVERING, case, Case(layout.base, case.model))]
     with (
-        patch.object(suite, "comparisons", lambda ranks, short: wanted),
+        patch.object(suite, "comparisons", lambda ranks, short, exact: wanted),
         patch.object(suite, "SHORT_STEPS", 1),
     ):
         assert doctor.check_parity(World(comm), short=True, as_json=False)

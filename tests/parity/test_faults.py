@@ -9,8 +9,9 @@ import pytest
 from torch import Tensor
 
 from ptdmpi.comm.communicator import DONE, Handle
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
-from ptdmpi.engine.data_parallel import AllReduce, Sharded
+from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded
 from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.model import stage
 from ptdmpi.model.random import RandomStream
@@ -34,11 +35,12 @@ GROUPS = ComparedLayout(data=4, micro_size=2, zero=2, shard_group=2)
 GATHERED = ComparedLayout(tensor=2, data=2, micro_size=4, zero=3)
 
 
-def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL) -> list[str]:
+def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL, wire: str = "mpi") -> list[str]:
     """The broken bars of one row; on every rank."""
     case = Case(layout, model)
     comparison = Comparison(suite.COVERING, case, replace(case, layout=layout.base))
-    rows = suite.run(World(comm), [comparison], STEPS)
+    rows = suite.run(World(comm), [comparison], STEPS, wire=wire_named(wire))
+    assert all((row.bits == {}) == (wire == "torch") for row in rows)  # it promises none
     return comm.bcast(rows[0].red() if rows else None, root=0)
 
 
@@ -46,6 +48,20 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL) -> list[str]
 @pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM, GROUPS, GATHERED])
 def test_no_row_is_red_without_a_fault(comm, layout):
     assert red(comm, layout) == []
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(CHUNKS, marks=pytest.mark.long),
+        SEQUENCE,
+        pytest.param(GATHERED, marks=pytest.mark.long),
+    ],
+)
+def test_no_row_is_red_on_torchs_own_groups(comm, layout):
+    """Over gloo: other sums, the same training within the bars."""
+    assert red(comm, layout, wire="torch") == []
 
 
 @parallel(ranks=[4])

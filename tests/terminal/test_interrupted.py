@@ -19,7 +19,7 @@ SEARCH = ["plan", "--model", "l=2,h=64,a=2", "--cluster", "selene", "--ranks", "
     [
         ("ptdmpi.plan.cost.price.Pricer.price", SEARCH),
         ("ptdmpi.commands.schedule.simulate", ["schedule", "-p", "2", "-m", "4"]),
-        ("ptdmpi.commands.dry_run.preview", ["plan", "c.toml"]),
+        ("ptdmpi.preview.dry_run.preview", ["plan", "c.toml"]),
     ],
 )
 def test_ctrl_c_ends_at_once(tmp_path, monkeypatch, capsys, where, arguments):

@@ -37,7 +37,7 @@ def test_a_start_is_said_at_once_and_by_one_rank(monkeypatch, capsys):
 @pytest.mark.parametrize("words", [["train", "c.toml", "--dry-run"], ["plan", "c.toml"]])
 def test_a_preview_says_at_once_what_it_does(monkeypatch, capsys, words):
     """Before the seconds in which it loads what reads data and counts memory."""
-    monkeypatch.setitem(sys.modules, "ptdmpi.commands.dry_run", None)  # cannot be imported
+    monkeypatch.setitem(sys.modules, "ptdmpi.preview.dry_run", None)  # cannot be imported
     with pytest.raises(ImportError):
         group.main(words, standalone_mode=False)
     assert capsys.readouterr().err.endswith(": checking configuration, data and memory\n")

@@ -9,7 +9,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.model.sharded import Walk
 from ptdmpi.plan.layout.grid import Grid, training_grid
 from ptdmpi.train.checks import checked
-from ptdmpi.train.live import Account, live_step, routes
+from ptdmpi.train.live import Account, live_step, routes, routes_apart
 from ptdmpi.train.loop import Loop
 from ptdmpi.train.recover import Survivors
 from ptdmpi.watch.requests import StopRequest
@@ -58,6 +58,22 @@ def test_ranks_keep_what_they_hold_and_holders_share_the_work():
     fresh = [*accounts, *[Account()] * 3]
     sources = {source for source, target in routes(fresh, after, [5, 6, 7, 3, 4, 8], 9)[:3]}
     assert sources == {0, 1}
+
+
+def test_of_replicas_that_differ_whole_ones_go_on():
+    """t = 2, d = 4: ranks 2 r and 2 r + 1 are replica r. Rank 3 is lost, and with it replica 1; one
+    half of replica 3 has updated."""
+    before = training_grid(tensor=2, data=4)
+    steps = {0: 5, 1: 5, 2: 5, 4: 5, 5: 5, 6: 5, 7: 6}
+    accounts = _accounts(before, steps)  # living ranks 0 to 6
+    after = training_grid(tensor=2, data=3)
+    assert live_step(accounts, after, apart=True) == 5
+    assert live_step(_accounts(before, {**steps, 6: 6, 1: 6, 0: 6}), after, apart=True) == 6
+    # the half replicas hand nothing over: replica 0 stays, 2 moves, and what is left is a copy
+    ways = routes_apart(accounts, after, [0, 1, 2, 5, 3, 4], 5)
+    assert ways == [(0, 0), (1, 1), (0, 2), (1, 5), (3, 3), (4, 4)]
+    assert live_step(_accounts(before, {0: 5, 3: 5}), after, apart=True) is None
+    assert live_step(_accounts(before, {0: 5, 3: 5}), after) == 5
 
 
 @parallel(ranks=[2])

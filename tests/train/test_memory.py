@@ -1,22 +1,21 @@
 """The inventory of memory against the allocator: kept by a forward, peak of a step, state."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.engine.optimizer import MOMENTS
 from ptdmpi.model import kernels, random
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.plan.cost import activations
+from ptdmpi.model.state import WEIGHTS
+from ptdmpi.plan.cost.kept import working
 from ptdmpi.plan.cost.memory import MemoryModel
-from tests._engines import build, microbatches
+from tests._engines import build, measured, microbatches
 from tests.parallel import parallel
 
 VOCAB_SIZE = 301  # neither axis divides it
@@ -39,27 +38,13 @@ MODES = {
     "two layers": {"recompute.mode": "full", "recompute.layers": 2},
 }
 PARTITIONED = {"recompute.partition_activations": True}
+LONG = pytest.mark.long
 # the extremes always; the ones between in `make test-long`
-SOME_OR_ALL = [
-    pytest.param(mode, marks=[] if mode in ("none", "full") else pytest.mark.long) for mode in MODES
-]
+SOME_OR_ALL = [pytest.param(mode, marks=[] if mode in ("none", "full") else LONG) for mode in MODES]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 # two microbatches on each of 4 data ranks
 SHARDED = {"batch.global_size": 16}
 KEPT, PEAK = 0.01, 0.1  # bars, relative
-
-
-def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """(bytes that `work` leaves allocated, most while it ran) beyond what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = most = 0
-    for _, size in changes:
-        now += size
-        most = max(most, now)
-    return now, most
 
 
 def library_scratch_bytes(dtype: torch.dtype) -> int:
@@ -95,7 +80,10 @@ def check(comm, changes) -> None:
     let_go_of_units(engine)
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
     expected = foreseen.activations + foreseen.working
-    most = (1 + PEAK) * expected + library_scratch_bytes(compute)
+    # copies in float32 that products of half types take where the processor has no unit for them:
+    # a sixth of the little that each of four ranks keeps (seen with AVX2), nothing at t = 2
+    copies = 0.1 * (layout.tensor == 4 and kernels.widens("cpu", compute))
+    most = (1 + PEAK + copies) * expected + library_scratch_bytes(compute)
     # the largest unit need not be whole at the moment when most is kept: 13 % less on a last stage
     least = (1 - PEAK - 0.05 * (layout.zero >= 2 and layout.pipeline > 1)) * expected
     assert least <= peak <= most, (peak, expected)
@@ -121,7 +109,8 @@ def held_by_kind(engine: Engine) -> dict[str, int]:
     weights = [buffer.weights, *buffer.weight_parts]
     # masters are the weights where the compute type is as wide
     optimizer = [] if buffer.one_type else list(buffer.masters)
-    optimizer += [part for kind in MOMENTS for part in engine.state.kinds[kind].parts]
+    kinds = engine.state.kinds
+    optimizer += [part for kind in kinds if kind != WEIGHTS for part in kinds[kind].parts]
     return {
         "weights": bytes_of(weights),
         "gradients": bytes_of([buffer.gradients]),
@@ -145,7 +134,7 @@ def let_go_of_units(engine: Engine) -> None:
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("kind", "compute"),
-    [*itertools.product(KINDS, ("fp32", "bf16", "fp64")), ("bert", "bf16")],
+    [*itertools.product(KINDS, ("fp32", "bf16")), ("gpt", "fp64"), ("bert", "bf16")],
 )
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("mode", SOME_OR_ALL)
@@ -155,8 +144,15 @@ def test_one_rank(comm, kind, compute, dropout, mode):
 
 
 @parallel(ranks=[1])
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_a_head_for_a_task(comm, kind):
+    task = {"task.kind": "choice", "task.choices": 2, "model.kind": kind}
+    check(comm, task | DROPOUT | {"precision.compute": "bf16"})
+
+
+@parallel(ranks=[1])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dropout", [pytest.param(False, marks=LONG), True])
 @pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
     changes = DROPOUT if dropout else {}
@@ -165,7 +161,7 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=LONG), True])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("mode", SOME_OR_ALL)
 def test_tensor_axis(comm, sequence_parallel, kind, mode):
@@ -175,14 +171,17 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
 
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("mode", ["full", "two layers"])
+@pytest.mark.parametrize("mode", SOME_OR_ALL[2:])
 def test_partitioned_activations(comm, kind, mode):
     where = {"parallel.tensor": comm.size, "precision.compute": "bf16"}
     check(comm, ALL_KINDS[kind] | MODES[mode] | PARTITIONED | where | DROPOUT)
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["interleaved", *(pytest.param(one, marks=LONG) for one in ("1f1b", "zb-h1", "zb-v"))],
+)
 def test_partitioned_activations_in_a_pipeline(comm, schedule):
     where = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.schedule": schedule}
     where |= {"parallel.virtual": 1 + (schedule in ("interleaved", "zb-v"))}
@@ -241,13 +240,13 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
 
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp32", marks=LONG)])
 def test_shards(comm, zero, compute):
     check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(one, marks=LONG) for one in (1, 2)), 3])
 @pytest.mark.parametrize(
     "where", [{"parallel.shard_group": 2}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}]
 )
@@ -256,7 +255,7 @@ def test_shards_beside_another_axis(comm, zero, where):
 
 
 def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():
-    assert activations.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
+    assert working.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
 
 
 def test_the_allocator_is_seen():

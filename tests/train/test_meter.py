@@ -6,8 +6,10 @@ import os
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.sinks.record import scalars
 from ptdmpi.train import meter
-from ptdmpi.train.meter import RunDirectory
+from ptdmpi.train.meter import Rates, RunDirectory, known_peak
+from tests._configs import small
 
 
 def test_lines_wait_for_a_disk_that_fails(tmp_path, monkeypatch, capsys):
@@ -74,3 +76,31 @@ def test_timelines_of_later_steps_are_dropped(tmp_path):
         (folder / f"step-{step:08d}.json").touch()
     RunDirectory(tmp_path, "", 3)
     assert [path.name for path in folder.iterdir()] == ["step-00000003.json"]
+
+
+NAMES = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756.5e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "AMD Instinct MI250X": 191.5e12,
+    "AMD Instinct MI300X": 1307.4e12,
+    "Tesla V100-SXM2-16GB": None,  # it has no bfloat16
+    "NVIDIA H100 96GB HBM3e": None,
+    "NVIDIA GeForce RTX 4090": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_are_of_data_sheets_and_never_guessed(name):
+    assert known_peak(name, "bf16") == NAMES[name]
+
+
+def test_without_a_peak_there_is_no_mfu():
+    rates = Rates(small(), 53, 1, None).of(2.0)
+    assert rates["mfu"] is None and rates["tokens_per_s"] > 0
+    assert "mfu" not in " ".join(scalars(rates))

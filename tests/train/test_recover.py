@@ -65,9 +65,8 @@ def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, und
     check_same(corpus / "runs/meanwhile", undisturbed)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [pytest.param("zb-h1", 1, marks=pytest.mark.long), ("zb-v", 2)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-v", 2)])
 def test_split_backwards_go_on_from_the_live_state(corpus, schedule, virtual):
     """A rank dies between an I and its W; then one that, in a V, holds both ends of the model."""
     folder, deeper = corpus / "runs", "model.layers=4"
@@ -93,6 +92,51 @@ def test_too_few_ranks_end_and_the_same_command_resumes(corpus, undisturbed):
     assert losses(corpus / "runs/few") == [lines[0].removeprefix("ptdmpi: error: ")]
     disturbed(corpus, 2, [], *settings)
     check_same(corpus / "runs/few", undisturbed)
+
+
+@pytest.mark.parametrize("overlap", ["false", pytest.param("true", marks=pytest.mark.long)])
+def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
+    """In an op the others keep what they have; amid an exchange nobody has a state, but the
+    checkpoint has every replica's, and their mean is what fewer begin from. Whether an exchange
+    that overlaps the op was over by then is left to chance."""
+    name = f"gossip-{overlap}"
+    settings = (f"run.name={name}", "run.reproducible=false", f"data_parallel.overlap={overlap}")
+    settings += ("data_parallel.method=decentralized", "data_parallel.consensus_every=1")
+    disturbed(corpus, 3, [(1, "op", 2), (2, "mixing", 5)], *settings)
+    first, second = losses(corpus / "runs" / name)
+    assert "lost in step 2; 2 ranks go on: t=1,p=1,d=2" in first
+    assert overlap == "true" or "from live state of step 1, " in first
+    assert "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
+    assert "from checkpoint of step 4, " in second
+    found = [r for r in records(corpus / "runs" / name) if "loss" in r]
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
+    assert [r["rank_count"] for r in found][1:] == [2, 2, 2, 1, 1]
+    assert all(r["consensus_distance"] > 0 for r in found if r["rank_count"] > 1)
+
+
+CODES = ("data_parallel.compressor=top_k", "data_parallel.ratio=0.1")
+LESS = {
+    "local": ("data_parallel.local_steps=3", "mixing", 3, 2),
+    "compressed": (*CODES, "data_parallel.error_feedback=ef21", "coding", 5, 4),
+    "decentralized": (*CODES, "coding", 5, 4),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", LESS)
+def test_methods_that_tell_less_go_on_without_lost_replicas(corpus, method):
+    """In an op the others keep what they have; where memories are half of this step, and half of
+    the last, or replicas are being mixed, all begin from the checkpoint."""
+    *more, place, step, saved = LESS[method]
+    settings = (f"run.name=less-{method}", "run.reproducible=false", *more)
+    settings += (f"data_parallel.method={method}",)
+    disturbed(corpus, 3, [(1, "op", 2), (2, place, step)], *settings)
+    first, second = losses(corpus / "runs" / f"less-{method}")
+    assert "2 ranks go on: t=1,p=1,d=2,v=1,b=1 from live state of step 1" in first
+    assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint of step {saved}, " in second
+    found = [one for one in records(corpus / "runs" / f"less-{method}") if "loss" in one]
+    assert [one["step"] for one in found] == [1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(one["loss"]) for one in found)
 
 
 def test_a_launcher_that_would_end_the_job_is_refused(corpus):
@@ -134,6 +178,7 @@ def check_close(run: Path, undisturbed: Path) -> None:
         assert np.abs(got[name] - values).max() <= 1e-2 * scale + 1e-7, name
 
 
+@pytest.mark.long
 def test_a_lost_shard_comes_from_the_checkpoint_in_fewer_shards(corpus, eight_undisturbed):
     """Between update and gather of the weights, and then in a validation."""
     kills = [(1, "before the weights", 3), (0, "validation", 6)]

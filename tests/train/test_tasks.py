@@ -79,8 +79,18 @@ def ran(comm, folder: Path, changes: dict) -> list[dict]:
     return records(Path(changes["run.dir"]))
 
 
-@parallel(ranks=[1, 2, 4], limit_s=120)
+@parallel(ranks=[1], limit_s=120)
+def test_the_training_keeps_its_bits(comm, tmp_path):
+    keeps_bits_and_scores(comm, tmp_path)
+
+
+@pytest.mark.long
+@parallel(ranks=[2, 4], limit_s=120)
 def test_the_training_keeps_its_bits_and_scores_are_those_of_evaluate(comm, tmp_path):
+    keeps_bits_and_scores(comm, tmp_path)
+
+
+def keeps_bits_and_scores(comm, tmp_path: Path) -> None:
     for number, layout in enumerate(LAYOUTS[comm.size]):
         folder = tmp_path / str(number)
         if comm.rank == 0:

@@ -62,6 +62,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_step(comm, tmp_path):
     assert comm.rank or (run / "done").read_text() == '{"steps": 7}\n'
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_a_sharded_run_goes_on_with_the_same_losses(comm, tmp_path):
     """Two groups of two ranks, and state in files, which are gone with the processes."""

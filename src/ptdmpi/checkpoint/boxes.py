@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -21,8 +22,18 @@ from numpy.typing import NDArray
 
 from ptdmpi.base.box import Box
 from ptdmpi.base.disk import start_writing_out
-from ptdmpi.checkpoint.manifest import TYPE_NAMES, Manifest, StoredPiece, StoredTensor, Written
+from ptdmpi.checkpoint.manifest import (
+    CODES,
+    SCALES,
+    TYPE_NAMES,
+    WEIGHTS,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    Written,
+)
 from ptdmpi.config import InputError
+from ptdmpi.plan.shape.low_bit import LowBit
 
 # Checksum and write go over a chunk that stays in cache between the two.
 CHUNK_BYTES = 1 << 20
@@ -105,17 +116,19 @@ class Reader:
     """Reads boxes of logical tensors, whatever boxes they were written in.
 
     Pieces that are read whole are checked against their checksums on the way; `checked` tells which
-    (by number, in the order of `pieces`). Not for several threads.
+    (by number, in the order of `pieces`). `means`: as the manifest has them. Not for several
+    threads.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.directory = directory
+        self.directory, self.manifest = directory, manifest
         self.tensors = manifest.tensors
         self.pieces: list[tuple[str, StoredPiece]] = []
         self._first: dict[str, int] = {}
         for name, tensor in self.tensors.items():
             self._first[name] = len(self.pieces)
             self.pieces += [(name, piece) for piece in tensor.pieces]
+        self.means = manifest.means
         self.checked = np.zeros(len(self.pieces), dtype=np.uint8)
         self.read_bytes = 0
         self._open: tuple[str, int] | None = None
@@ -135,7 +148,7 @@ class Reader:
 
     def require(self, name: str, shape: Sequence[int]) -> None:
         """Raises InputError if the checkpoint has no such tensor of this shape."""
-        stored = self.tensors.get(name)
+        stored = self.manifest.find(name)
         if stored is None or stored.shape != tuple(shape):
             found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
             raise InputError(
@@ -147,6 +160,12 @@ class Reader:
 
         Raises Damaged if a file is too short, or a checksum does not hold.
         """
+        if name in self.means:
+            self._read_mean(self.means[name], wanted, target)
+            return
+        if name in self.manifest.in_few_bits:
+            self._read_few_bits(name, wanted, target)
+            return
         tensor = self.tensors[name]
         for number, piece in enumerate(tensor.pieces, self._first[name]):
             common = piece.box.overlap(wanted)
@@ -162,6 +181,32 @@ class Reader:
                 self._read_part(piece, common, values)
             if not direct:
                 place[...] = values
+
+    def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
+        """As replicas take it of themselves: summed in their order, in their type, then divided."""
+        total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
+        one = np.empty_like(total)
+        for name in names:
+            self.read(name, wanted, one)
+            total += one
+        target[...] = total / total.dtype.type(len(names))
+
+    def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
+        """Levels times scales, in float32: of whole blocks, of which what is wanted is taken."""
+        form = self.manifest.form
+        assert form is not None, "the manifest says what its codes are"
+        (top, left), (bottom, right) = wanted.start, wanted.stop
+        first, last = left // form.block, -(-right // form.block)
+        plain, per_byte = name.removeprefix(WEIGHTS), 8 // form.bits
+        begin, end = first * form.block, last * form.block
+        codes = Box((top, begin // per_byte), (bottom, end // per_byte))
+        scales = Box((top, first), (bottom, last))
+        code, scale = np.empty(codes.size, np.uint8), np.empty(scales.size, np.float32)
+        self.read(CODES + plain, codes, code)
+        self.read(SCALES + plain, scales, scale)
+        levels = _levels(form)[code].reshape(bottom - top, last - first, form.block)
+        values = (levels * scale[..., None]).reshape(bottom - top, -1)
+        target[...] = values[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
         """Read piece `number` only to hold it against its checksum. Raises Damaged."""
@@ -226,6 +271,15 @@ class Reader:
                 raise Damaged(f"{self.directory / file} is too short")
             done += count
         self.read_bytes += done
+
+
+@cache
+def _levels(form: LowBit) -> Array:
+    """[256, elements of a byte]: what each byte stands for, its low bits first."""
+    one, codes = np.array(form.levels, np.float32), np.arange(256)
+    if form.bits == 8:
+        return one[codes, None]
+    return np.stack((one[codes & 15], one[codes >> 4]), axis=1)
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:

@@ -1,20 +1,25 @@
 """Loading a checkpoint into a rank of any layout, finding out on the way whether it is sound."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ptdmpi.base.words import counted
 from ptdmpi.checkpoint.boxes import Damaged, Reader
-from ptdmpi.checkpoint.manifest import Manifest, Progress, sound_manifest
+from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.model.state import WEIGHTS, Counters, Piece, State
+from ptdmpi.lineage.adapted import require_kind
+from ptdmpi.model.state import WEIGHTS, Counters, Piece, State, key
 
+POSITIONS = "embedding.position.weight"
 T = TypeVar("T")
-# of what a manifest says: raises InputError if this run may not take up its tensors
-Judge = Callable[[Path, Mapping[str, Any]], None]
+# raises InputError if this run may not take up the tensors of the checkpoint there
+Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
@@ -31,18 +36,45 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
     return value
 
 
-def load(state: State, world: Communicator, directory: Path, judge: Judge) -> Progress | str:
+def load(
+    state: State, world: Communicator, directory: Path, judge: Judge, mean: bool = False
+) -> Manifest | str:
     """Load a checkpoint, or say why it cannot be read; the same on every rank.
 
-    After damage the state is undefined: another must be loaded. Raises SharedInputError if the
-    checkpoint is sound but not of this model, or `judge` refuses it.
+    Replicas that differ go on each from its own; all of them from the mean where it holds that, or
+    `mean` allows it and they are of another number. After damage the state is undefined: another
+    must be loaded. Raises SharedInputError if the checkpoint is sound but not of this model, or
+    `judge` refuses it.
     """
-    manifest = load_tensors(state, world, directory, tuple(state.kinds), judge)
+
+    def fitting(path: Path, manifest: Manifest) -> None:
+        _require_replicas(state, path, manifest, mean)
+        judge(path, manifest)
+
+    manifest = load_tensors(state, world, directory, tuple(state.kinds), fitting)
     if isinstance(manifest, str):
         return manifest
     progress = manifest.progress
     state.restore(Counters(progress.updates, progress.loss_scale, progress.good_steps))
-    return progress
+    return manifest
+
+
+def _require_replicas(state: State, directory: Path, manifest: Manifest, mean: bool) -> None:
+    stored, peers = manifest.replicas, state.peers.size
+    differ = any(kind.kept.differs for kind in state.kinds.values())
+    if differ and stored not in (0, peers) and not mean:
+        raise InputError(
+            f"checkpoint {directory} holds {counted(stored, 'replica')} that differ, and this run "
+            f"has d = {peers}; legal: d = {stored}, or data_parallel.checkpoint = "
+            '"average": then all begin from their mean'
+        )
+
+
+def took_mean(state: State, manifest: Manifest) -> bool:
+    """Whether what was loaded is the mean of replicas that the checkpoint has each for itself."""
+    stored = manifest.replicas
+    differ = any(kind.kept.differs for kind in state.kinds.values())
+    return stored > 0 and not (differ and stored == state.peers.size)
 
 
 def load_tensors(
@@ -50,46 +82,118 @@ def load_tensors(
     world: Communicator,
     directory: Path,
     kinds: Sequence[str] = (WEIGHTS,),
-    judge: Judge = lambda path, said: None,
+    judge: Judge = lambda path, manifest: None,
+    read: Callable[[Path], Manifest] = sound_manifest,
+    head: Collection[str] = (),
 ) -> Manifest | str:
     """Load the tensors of these kinds; returns the manifest, or why it cannot be read. `judge` may
-    refuse it, by an InputError on every rank, before a tensor is read.
+    refuse it, by an InputError on every rank, before a tensor is read; `read` says what is in it.
+    What a data-parallel method keeps and the checkpoint has not begins as at the first step.
+    `head`: parameters of a head for a task, which stay as they are where the checkpoint lacks them
+    (`drawn`); its sequences may be shorter, and have the first of the learned positions.
 
     Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
     that nobody has read whole, because they were written in another layout, are read once more and
     checked by all ranks in turn. Raises as `load` does.
     """
     try:
-        manifest = on_root(world, lambda: sound_manifest(directory))
+        manifest = on_root(world, lambda: read(directory))
     except InputError as error:
         return str(error)
-    pieces = [piece for piece in state.pieces() if piece.kind in kinds]
+    there = {name.partition("/")[0] for name in manifest.names}
+    fresh = [
+        kind
+        for kind, one in state.kinds.items()
+        if kind != WEIGHTS and not one.kept.needed and (kind not in kinds or kind not in there)
+    ]
+    kinds = [kind for kind in kinds if kind not in fresh]
+    new = drawn(manifest, {p.name: p.shape for p in state.pieces() if p.name in head})
+    pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
+    whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        unfit = _first(world, InputError, lambda: _require_fit(reader, pieces, kinds))
-        unfit = unfit or _first(world, InputError, lambda: judge(directory, manifest.said))
-        if unfit:
-            raise SharedInputError(unfit)
-        damage = _first(world, Damaged, lambda: _read(reader, state, pieces))
-        if not damage:
-            # what one rank has read whole, nobody needs to read again
-            checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
-            left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
-            damage = _first(world, Damaged, lambda: _check(reader, left))
-        if damage:
-            return damage
+        damage = _filled(reader, state, world, pieces, Wanted(kinds, judge, whole, bool(head)))
+    if damage:
+        return damage
+    state.begin(fresh)
     state.changed()
     return manifest
 
 
-def _require_fit(reader: Reader, pieces: Sequence[Piece], kinds: Sequence[str]) -> None:
-    there = {name.partition("/")[0] for name in reader.tensors}
-    if not there >= set(kinds) - {WEIGHTS}:
+def load_frozen(state: State, world: Communicator, directory: Path, judge: Judge) -> Manifest | str:
+    """As `load_tensors`, of the weights that do not train."""
+    try:
+        manifest = on_root(world, lambda: sound_manifest(directory))
+    except InputError as error:
+        return str(error)
+    with Reader(directory, manifest) as reader:
+        damage = _filled(reader, state, world, list(state.frozen()), Wanted((WEIGHTS,), judge))
+    return damage or manifest
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be read of a checkpoint: these kinds, of a `whole` model or of adapters, and with
+    `shorter` texts than the model knows positions for. `judge` may refuse it."""
+
+    kinds: Sequence[str]
+    judge: Judge
+    whole: bool = True
+    shorter: bool = False
+
+
+def _filled(
+    reader: Reader, state: State, world: Communicator, pieces: Sequence[Piece], wanted: Wanted
+) -> str | None:
+    """Read the pieces; returns why they cannot be. Raises as `load` does."""
+    directory, manifest, peers = reader.directory, reader.manifest, state.peers.size
+    fit = partial(_require_fit, reader, pieces, wanted.kinds, peers, wanted.shorter)
+    kind = partial(require_kind, directory, manifest.said, wanted.whole)
+    unfit = _first(world, InputError, kind)
+    unfit = unfit or _first(world, InputError, fit)
+    unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
+    if unfit:
+        raise SharedInputError(unfit)
+    damage = _first(world, Damaged, lambda: _read(reader, state, pieces))
+    if damage:
+        return damage
+    # what one rank has read whole, nobody needs to read again
+    checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
+    left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
+    return _first(world, Damaged, lambda: _check(reader, left))
+
+
+def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Those of a head's parameters (name -> shape) that a checkpoint does not have, or has of
+    another number of classes."""
+    found = {name: manifest.find(key(WEIGHTS, name)) for name in head}
+    return [name for name, one in found.items() if one is None or one.shape != head[name]]
+
+
+def _require_fit(
+    reader: Reader, pieces: Sequence[Piece], kinds: Sequence[str], peers: int, shorter: bool
+) -> None:
+    there = {name.partition("/")[0] for name in (*reader.tensors, *reader.means)}
+    missing = sorted(set(kinds) - {WEIGHTS} - there)
+    if missing:
+        others = sorted({name.partition("@")[0] for name in there} - {WEIGHTS})
+        found = f" but {' and '.join(others)}" if others else ", no optimizer state"
         raise InputError(
-            f"checkpoint {reader.directory} has no optimizer state: a run can begin from it "
-            "(checkpoint.initial), not resume"
+            f"checkpoint {reader.directory} has no {' and '.join(missing)}{found}: a run can begin "
+            "from it (checkpoint.initial), not resume"
         )
     for piece in pieces:
-        reader.require(piece.key, piece.shape)
+        shape, name = piece.shape, _stored(reader, piece, peers)
+        stored = reader.manifest.find(name)
+        if shorter and piece.name == POSITIONS and stored is not None:
+            shape = (max(shape[0], stored.shape[0]), *shape[1:])
+        reader.require(name, shape)
+
+
+def _stored(reader: Reader, piece: Piece, peers: int) -> str:
+    """Under which name the checkpoint has what a piece is to hold: this replica's own, or what all
+    of them had or are to have. Replicas of another number than `peers` are nobody's own."""
+    own = reader.manifest.replicas == peers and piece.key in reader.tensors
+    return piece.key if own else key(piece.kind, piece.name)
 
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
@@ -97,7 +201,7 @@ def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
         host = piece.values.cpu()  # the same memory on a CPU
         if host.dtype == torch.bfloat16:  # of which numpy knows nothing
             host = host.float()
-        reader.read(piece.key, piece.box, host.numpy())
+        reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():
             piece.values.copy_(host)
         state.let_go()

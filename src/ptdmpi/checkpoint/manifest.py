@@ -4,6 +4,9 @@
      "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
      "start", "stop", "offset", "crc32"}]}}, "crc32": of all that stands before it}
 
+Weights in few bits stand there as two tensors, `codes/NAME` and `scales/NAME`, and "quantization":
+{"codes", "block", ...} says what they are. Who reads `weights/NAME` has their values.
+
 Its checksum tells damage. What another program, or a faulty one, wrote with a checksum that holds
 is told by its form: keys, kinds, lengths. Whether the pieces cover their tensors is the matter of
 `examine`.
@@ -12,7 +15,8 @@ is told by its form: keys, kinds, lengths. Whether the pieces cover their tensor
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,11 +25,17 @@ import numpy as np
 from ptdmpi.base.box import Box
 from ptdmpi.base.disk import write_whole
 from ptdmpi.config import InputError
+from ptdmpi.config.sections import WEIGHTS as KIND_OF_WEIGHTS
+from ptdmpi.plan.shape.low_bit import CODES as CODE_NAMES
+from ptdmpi.plan.shape.low_bit import LowBit
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # The types that a checkpoint holds, and safetensors' names of them.
-TYPE_NAMES = {"float32": "F32", "float64": "F64"}
+TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
+# What a weight in few bits stands as, in the place of WEIGHTS.
+WEIGHTS, CODES, SCALES = "weights/", "codes/", "scales/"
+QUANTIZATION = "quantization"
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,75 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         return sum(self.files.values())
+
+    @cached_property
+    def means(self) -> dict[str, list[str]]:
+        """Tensors that stand there once for each of several replicas, `weights@0/NAME` and so on:
+        the name without the replica -> their names, in the order of the replicas. Who reads by the
+        name without it has their mean."""
+        found: dict[str, dict[int, str]] = {}
+        for name in self.tensors:
+            kind, _, rest = name.partition("/")
+            plain, _, replica = kind.partition("@")
+            if replica.isdecimal():
+                found.setdefault(f"{plain}/{rest}", {})[int(replica)] = name
+        return {name: [one[number] for number in sorted(one)] for name, one in found.items()}
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas that differ it holds, each for itself; 0: none."""
+        return max(map(len, self.means.values()), default=0)
+
+    def as_weights(self, kind: str) -> "Manifest":
+        """The same with the tensors of another kind, such as the weights' average, for its weights,
+        and nothing else. Raises InputError where it has none."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            own, slash, rest = name.partition("/")
+            plain, at, replica = own.partition("@")
+            if plain == kind:
+                found[f"{KIND_OF_WEIGHTS}{at}{replica}{slash}{rest}"] = tensor
+        if not found:
+            raise InputError(f"it holds no {kind}: its run keeps none (optimizer.ema_decay = 0)")
+        return replace(self, tensors=found)
+
+    @property
+    def form(self) -> LowBit | None:
+        """What its weights in few bits are; None where it has none."""
+        said = self.said.get(QUANTIZATION)
+        return None if said is None else LowBit(said["codes"], said["block"])
+
+    @cached_property
+    def in_few_bits(self) -> dict[str, StoredTensor]:
+        """Weights in few bits as who reads them by their own name has them: float32 tensors of
+        their whole shape, of which no piece stands in a file."""
+        if self.form is None:
+            return {}
+        per_byte = 8 // self.form.bits
+        return {
+            WEIGHTS + name.removeprefix(CODES): StoredTensor(
+                (one.shape[0], one.shape[1] * per_byte), "float32", ()
+            )
+            for name, one in self.tensors.items()
+            if name.startswith(CODES)
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which names tensors can be read."""
+        return (*self.tensors, *self.means, *self.in_few_bits)
+
+    def find(self, name: str) -> StoredTensor | None:
+        """A tensor, or the first of the replicas whose mean is read by this name."""
+        known = self.tensors.get(self.means.get(name, [name])[0])
+        return known or self.in_few_bits.get(name)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """What `find` finds. Raises KeyError."""
+        found = self.find(name)
+        if found is None:
+            raise KeyError(name)
+        return found
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -243,6 +322,25 @@ def _require_form(manifest: Mapping[str, Any]) -> None:
             raise ValueError(f"file {name!r} is no plain name")
     for name, tensor in manifest["tensors"].items():
         _require_tensor(f"tensor {name!r}", tensor, manifest["files"])
+    if QUANTIZATION in manifest:
+        _require_quantization(manifest[QUANTIZATION], manifest["tensors"])
+
+
+def _require_quantization(said: Any, tensors: Mapping[str, Any]) -> None:
+    _require_all(said, {"codes": (str,), "block": (int,)}, QUANTIZATION)
+    if said["codes"] not in CODE_NAMES or said["block"] < 1:
+        raise ValueError(f"{QUANTIZATION} is {said['codes']!r} in blocks of {said['block']}")
+    form = LowBit(said["codes"], said["block"])
+    for name, codes in tensors.items():
+        if not name.startswith(CODES):
+            continue
+        scales = tensors.get(SCALES + name.removeprefix(CODES))
+        if scales is None or (codes["dtype"], scales["dtype"]) != ("uint8", "float32"):
+            raise ValueError(f"{name!r} has no scales, or another type than codes and scales have")
+        rows, *more = codes["shape"]
+        columns = more[0] * 8 // form.bits if len(more) == 1 else 0
+        if not columns or columns % form.block or scales["shape"] != [rows, columns // form.block]:
+            raise ValueError(f"{name!r} and its scales do not have the shapes of one matrix")
 
 
 def _require_tensor(where: str, tensor: Any, files: Mapping[str, Any]) -> None:

@@ -12,28 +12,30 @@ the messages of a step meet no others.
 """
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.examine import checkpoints, newest
-from ptdmpi.checkpoint.load import load, load_tensors, on_root
-from ptdmpi.checkpoint.manifest import Progress, Written, write_manifest
+from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
+from ptdmpi.checkpoint.manifest import Manifest, Progress, Written, write_manifest
 from ptdmpi.checkpoint.share import share
+from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import State
+from ptdmpi.plan.shape import parameters
 
 T = TypeVar("T")
 
@@ -83,10 +85,15 @@ class Checkpoints:
         # what the first save has to do with checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
         self.followed: Path | None = None  # by an earlier start, which this one goes on from
+        self.mean_of = (
+            0  # so many replicas, which a checkpoint had each for itself, the run goes on
+        )
         # once: boxes and owners do not change, and each save reads the same views
-        self.parts = list(share(state, axes))
+        self.mean = course.config.data_parallel.checkpoint == "average"
+        self.parts = list(share(state, axes, self.mean))
         mine = sum(part.values.nbytes for part in self.parts)
         self.state_bytes = sum(self.world.all_gather_object(mine))
+        self._copies = copies_of(state.buffer.device)
         self._host: Tensor | None = None
         self._flight: _Flight | None = None
         # one: on rank 0 publishing stands behind the writing of its own file
@@ -110,7 +117,7 @@ class Checkpoints:
         parts = self._outgoing()
         path = temporary / f"rank-{self.world.rank:05d}.safetensors"
         since = time.perf_counter()
-        writing = self._threads.submit(write, path, parts)
+        writing = self._threads.submit(_write, self.state.read, path, parts)
         loss = self.validated[1] if self.validated and self.validated[0] == step else None
         self._flight = _Flight(temporary, self._progress(step), loss, since, writing)
         self._flight.stall_s = time.perf_counter() - begin
@@ -157,35 +164,45 @@ class Checkpoints:
         )
 
     def _outgoing(self) -> list[Outgoing]:
-        """This rank's part of the state: under `asynchronous` as it is now, in the host copy, whose
-        memory is used again by each save; else the state itself."""
-        copied, begin, found = self.config.asynchronous, 0, []
-        for part in self.parts:
-            view = part.values
-            if copied:
-                host = self._host_memory(view)[begin : begin + view.numel()].view(view.shape)
-                host.copy_(view, non_blocking=True)
-                self.state.let_go()
-                begin, view = begin + view.numel(), host
+        """This rank's part of the state: under `asynchronous` as it is now, and of replicas that
+        differ their mean where that is saved, in the host copy, whose memory is used again by each
+        save; else the state itself. A device copies beside what it computes, and the next update
+        waits for that (`State.read`)."""
+        self.state.settle()  # the views are older than what is on its way into them
+        views = [part.values for part in self.parts]
+        if self.config.asynchronous or self.mean:
+            views = self._copied()
+        found = []
+        for part, view in zip(self.parts, views, strict=True):
             dtype = str(view.dtype).removeprefix("torch.")
             values = partial(self._on_host, view)
             found.append(Outgoing(part.key, part.shape, part.box, dtype, values))
-        # some may stand on the host all the time
-        for device in {part.values.device for part in self.parts if part.values.is_cuda}:
-            torch.cuda.synchronize(device)
         return found
+
+    def _copied(self) -> list[Tensor]:
+        """The parts in the host copy."""
+        ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
+        if self._host is None:  # room for this rank's whole part, made at the first save
+            size, dtype = (ends or [0])[-1], self.state.buffer.precision.master
+            self._host = self._copies.locked(size * dtype.itemsize).view(dtype)
+        host = [
+            self._host[end - part.values.numel() : end].view(part.values.shape)
+            for part, end in zip(self.parts, ends, strict=True)
+        ]
+        for kind in self.state.kinds:
+            with self.state.averaged(kind) if self.mean else contextlib.nullcontext():
+                with self._copies.behind(self._copies.computed()):
+                    for part, room in zip(self.parts, host, strict=True):
+                        if part.kind == kind:
+                            room.copy_(part.values, non_blocking=True)
+                            self.state.let_go()
+                self.state.read = self._copies.passed()
+        return host
 
     def _on_host(self, values: Tensor) -> Array:
         """Asked for one by one, as each is written: those before need no memory any more."""
         self.state.let_go()
         return values.cpu().numpy()
-
-    def _host_memory(self, like: Tensor) -> Tensor:
-        """Room for this rank's whole part, made at the first save."""
-        if self._host is None:
-            size = sum(part.values.numel() for part in self.parts)
-            self._host = torch.empty(size, dtype=like.dtype, pin_memory=like.is_cuda)
-        return self._host
 
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight
@@ -262,11 +279,12 @@ class Checkpoints:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def resume(self, wanted: str) -> tuple[Progress | None, list[str]]:
+    def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
         "never" nothing, else the checkpoint of that path, of a run directory the newest one there,
         or, where an earlier start has gone on from that path, the run's own newest. Returns also
-        what was stepped over.
+        what was stepped over. `lost`: replicas were, so that those that are left may begin from the
+        mean of all.
 
         Raises InputError if a named checkpoint cannot be used, if one is of another model or was
         trained on something else (`Course.judge`), or if all are damaged: to begin
@@ -280,13 +298,19 @@ class Checkpoints:
         elif wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
             self.followed, wanted = Path(wanted), "auto"
         skipped: list[str] = []
+
+        def judge(where: Path, manifest: Manifest) -> None:
+            self.course.judge("resume", where, manifest.said)
+
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
-            loaded = load(self.state, self.world, candidate, partial(self.course.judge, "resume"))
-            if isinstance(loaded, Progress):
+            loaded = load(self.state, self.world, candidate, judge, self.mean or lost)
+            if isinstance(loaded, Manifest):
+                if took_mean(self.state, loaded):
+                    self.mean_of = loaded.replicas
                 if wanted != "auto":
                     named = Path(wanted)
                     self._branch = partial(files.branch, self.directory, candidate, named)
-                return loaded, skipped
+                return loaded.progress, skipped
             skipped.append(f"{candidate}: {loaded}")
             self.damaged += [candidate.name] if wanted == "auto" else []
         if wanted != "auto":
@@ -319,15 +343,18 @@ class Checkpoints:
         tokenizer that they know, where its checkpoint does not say so."""
         directory = on_root(self.world, lambda: newest(path))
 
-        def judge(where: Path, said: Mapping[str, Any]) -> None:
-            self.course.judge("initial", where, said)
+        def judge(where: Path, manifest: Manifest) -> None:
+            self.course.judge("initial", where, manifest.said)
             if self.course.answer.note:
                 self.course.require_tokenizer(path, tokenizer_sha256)
 
-        loaded = load_tensors(self.state, self.world, directory, judge=judge)
+        model = self.course.config.model
+        head = parameters.task_head(model)
+        loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
         if isinstance(loaded, str):
             raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
-        return str(directory)
+        words = ", ".join(new := drawn(loaded, head))
+        return f"{directory}{f'; drawn from run.seed: {words}' if new else ''}"
 
     def _candidates(self, wanted: str) -> list[Path]:
         if wanted != "auto":
@@ -338,6 +365,12 @@ class Checkpoints:
         if self.directory.is_dir():
             files.put_back(self.directory)
         return files.checkpoints_in(self.directory)[::-1]
+
+
+def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:
+    """A rank's file, once what it is made of has been copied to the host."""
+    read.host_waits()
+    return write(path, parts)
 
 
 def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:

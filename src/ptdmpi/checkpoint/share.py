@@ -10,18 +10,15 @@ from ptdmpi.model.state import Piece, State
 WHOLE_BYTES = 1 << 16
 
 
-def share(state: State, axes: Axes) -> Iterator[Piece]:
-    """What this rank writes, so that every element of every tensor is written once."""
+def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
+    """What this rank writes, so that every element of every tensor is written once. `mean`: of
+    replicas that differ their mean is, under one name, and else each of them."""
     grid, rank = axes.grid, axes.world.rank
-    if any(axes.coordinates[axis] for axis in state.differs):
-        return  # of replicas that differ the first one is saved
-    owned = [piece for piece in state.pieces() if piece.owned]
+    owned = [piece for piece in state.pieces(mean) if piece.owned]
     # those that the fewest ranks hold come first
     for cut_by in sorted({piece.cut_by for piece in owned}, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
-        alike = grid.group(
-            rank, *(axis for axis in grid.axes if axis not in {*cut_by, *state.differs})
-        )
+        alike = grid.group(rank, *(axis for axis in grid.axes if axis not in cut_by))
         shapes = [piece.box.size for piece in pieces]
         element_bytes = pieces[0].values.element_size()
         for number, rows in divide(shapes, element_bytes, len(alike), alike.index(rank)):

@@ -1,4 +1,4 @@
-"""Clocks that time what a rank does: the host's here, a device's beside its wire.
+"""Clocks that time what a rank does: the host's, and a device's by its events.
 
 Work that is handed to a device runs after the call that handed it over has returned, so the host's
 time around the call says nothing. A moment is therefore a mark: put down in the order of the work,
@@ -7,7 +7,10 @@ read when the work before it is done. On the host that is at once.
 
 import time
 from collections import deque
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 
 
 class Mark(Protocol):
@@ -54,6 +57,54 @@ class HostClock:
 
 
 HOST = HostClock()
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    """A moment on both clocks: an event that is reached, and the host's seconds of it."""
+
+    event: Any
+    at_s: float
+
+
+@dataclass(frozen=True)
+class _DeviceMark:
+    event: Any
+    anchor: _Anchor
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def at_s(self) -> float:
+        return self.anchor.at_s + self.anchor.event.elapsed_time(self.event) / 1e3
+
+
+class DeviceClock:
+    """Marks are events in the queue that is current on the device; they tell the time by the last
+    moment at which the host had waited for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self.settle()
+
+    def mark(self) -> Mark:
+        return _DeviceMark(self._event(), self._anchor)
+
+    def settle(self) -> None:
+        event = self._event()
+        event.synchronize()
+        # at once: what lies between is how far the two times may be apart
+        self._anchor = _Anchor(event, time.perf_counter())
+
+    def _event(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what computes on a device."""
+    return HOST if device.type == "cpu" else DeviceClock(device)
 
 
 class Total:

@@ -11,7 +11,7 @@ does not need x goes on meanwhile. Every rank of a group begins the same ones in
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ptdmpi.base.traffic import Tally
 from ptdmpi.comm.clock import HOST, Clock, Total
+from ptdmpi.comm.pairs import pair_order
+from ptdmpi.comm.traits import WireTraits
 
 if TYPE_CHECKING:  # the import initialises MPI, which work on one rank does without
     from mpi4py import MPI
@@ -47,22 +49,14 @@ class _Done:
 DONE: Handle = _Done()
 
 
-class Communicator(ABC):
+class Communicator(WireTraits, ABC):
     """One group of the process grid, such as an axis: `rank` of `size`.
 
     MPI carries the control messages on every wire. `busy` names the collective that this rank is
-    in, and is empty outside; another thread may read it. `tally` counts what this rank sends of
-    tensors; one thread sends. `under_way` keeps the collectives that nobody has waited for to their
-    end, with their tensors: the wire may still write there when whoever began them has failed.
-
-    A wire says of itself: `exact`, that sums are taken in ascending rank order, in float32 at
-    least, so that they depend neither on how a tensor is cut into messages nor on the library's
-    choice of algorithm; who needs equal bits asks. And `posts_early`, that a receive may be begun
-    long before its message is sent without holding up what is begun after it.
+    in, and is empty outside; any thread may read it. `tally` counts what it sends of tensors.
+    `under_way` keeps the collectives that nobody has waited for to their end, with their tensors:
+    the wire may still write there when whoever began them has failed.
     """
-
-    exact: ClassVar[bool] = False
-    posts_early: ClassVar[bool] = False
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
         """`clock` times the work of this wire; `group` is what the grid calls these ranks."""
@@ -73,11 +67,11 @@ class Communicator(ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
+        self.made: list[MPI.Comm] = []  # of `control`, by the wire, to be revoked with it
 
     @contextlib.contextmanager
     def counting(self, waits: Total) -> Iterator[None]:
-        """Collectives inside add their time to `waits`: it is mostly waiting, where one rank is
-        slow, and no work of this rank."""
+        """Collectives inside add their time to `waits`: it is mostly waiting, not work."""
         self._waits = waits
         try:
             yield
@@ -105,8 +99,7 @@ class Communicator(ABC):
         return result
 
     def all_gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """[n, ...] on each rank -> [size n, ...], rank after rank, once the handle was waited
-        for."""
+        """[n, ...] on each rank -> [size n, ...], rank after rank, once waited for."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -121,8 +114,7 @@ class Communicator(ABC):
         return result
 
     def reduce_scatter_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """[size n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks, once
-        the handle was waited for."""
+        """[size n, ...] -> [n, ...]: this rank's part of the sum, once waited for."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -169,13 +161,19 @@ class Communicator(ABC):
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        _require(tensor)
-        self.tally.add("send", tensor.nbytes)
+        self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
         _require(tensor)
         return self._irecv(tensor.view(-1), peer)
+
+    def neighbours(
+        self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
+    ) -> "Neighbourhood":
+        """The graph on which this rank hears from `sources` and tells `destinations`; all ranks
+        call it. `lasting`: for many exchanges, so that a wire may have all ranks meet for it."""
+        return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -196,9 +194,7 @@ class Communicator(ABC):
 
     def greatest(self, values: Sequence[int]) -> list[int]:
         """The greatest of each of `values` (64 bits) over the axis: one small message, no pickling.
-
-        MPI takes this maximum itself: of integers it is exact in any order.
-        """
+        MPI takes this maximum itself: of integers it is exact in any order."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -268,6 +264,71 @@ class _UnderWay:
         return done
 
 
+class _All:
+    """Several messages, as one handle."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def done(self) -> bool:
+        # all are asked: on some wires it is by being asked that a message gets on
+        over = [handle.done() for handle in self._handles]
+        return all(over)
+
+
+class Neighbourhood:
+    """Whom this rank of a group hears from, and whom it tells: a graph, as seen from one rank.
+
+    This one exchanges in pairs, so that a wire needs no more than sends and receives; a wire that
+    knows graphs has one of its own. An exchange is counted as "neighbours" and named so in `busy`.
+    """
+
+    def __init__(
+        self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
+    ) -> None:
+        """Raises ValueError for ranks that are not in the group, twice there, or this one."""
+        for peers in (sources, destinations):
+            there = set(peers) - {group.rank}
+            if len(there) < len(peers) or not there <= set(range(group.size)):
+                raise ValueError(
+                    f"{list(peers)} are no neighbours of rank {group.rank} of {group.size}"
+                )
+        self.group, self.sources, self.destinations = group, tuple(sources), tuple(destinations)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[...] on each rank -> [sources, ...]: what each of the sources brings, in their order."""
+        result, handle = self.gather_begin(tensor)
+        handle.wait()
+        return result
+
+    def gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
+        """[...] on each rank -> [sources, ...], once the handle was waited for; until then nobody
+        changes `tensor`. All ranks of the group begin the same exchanges in the same order."""
+        _require(tensor)
+        result = tensor.new_empty((len(self.sources), *tensor.shape))
+        if not tensor.numel() or not (self.sources or self.destinations):
+            return result, DONE
+        group, name = self.group, "neighbours"
+        group.tally.add(name, tensor.nbytes, len(self.destinations))
+        handle = group.timed(name, self._gather, result.view(-1), tensor.view(-1))
+        return result, _UnderWay(group, name, handle, [tensor, result])
+
+    def _gather(self, result: Tensor, flat: Tensor) -> Handle:
+        parts = dict(zip(self.sources, result.view(len(self.sources), -1), strict=True))
+        return _All(
+            [
+                self.group._isend(flat, peer) if sends else self.group._irecv(parts[peer], peer)
+                for sends, peer in pair_order(
+                    self.group.rank, self.group.size, self.sources, self.destinations
+                )
+            ]
+        )
+
+
 class OneRank(Communicator):
     """A group of one rank outside of any MPI program: nothing is ever exchanged."""
 
@@ -277,7 +338,7 @@ class OneRank(Communicator):
         self.rank, self.size = 0, 1
         self.tally = Tally(1)
         self.clock, self.group = HOST, ""
-        self.busy, self._waits, self.under_way = "", None, set()
+        self.busy, self._waits, self.under_way, self.made = "", None, set(), []
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")
@@ -285,10 +346,11 @@ class OneRank(Communicator):
     _all_reduce = _all_gather = _reduce_scatter = _broadcast = _isend = _irecv = _never
 
 
-def _require(tensor: Tensor) -> None:
+def _require(tensor: Tensor) -> Tensor:
     # wires send memory, not elements: with gaps in it NCCL sends the wrong ones, and says nothing
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
+    return tensor
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:

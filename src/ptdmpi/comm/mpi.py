@@ -5,12 +5,14 @@ every sum is ours (ascending rank), and the result does not depend on the MPI li
 algorithm. Tensors of another device are staged through the host.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import DONE, Communicator, Handle, combine
+from ptdmpi.comm.communicator import DONE, Communicator, Handle, Neighbourhood, combine
 
 # Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
 DIRECT_BYTES = 32 * 1024
@@ -28,10 +30,17 @@ def _bytes(flat: Tensor) -> np.ndarray:
 class _Request:
     """An MPI request with the host tensor that it works on."""
 
-    def __init__(self, request: MPI.Request, host: Tensor, target: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        request: MPI.Request,
+        host: Tensor,
+        target: Tensor | None = None,
+        sent: Tensor | None = None,
+    ) -> None:
         self._request = request
         self._host = host
         self._target = target
+        self._sent = sent  # kept for as long as MPI may read it
 
     def wait(self) -> None:
         self._request.Wait()
@@ -56,6 +65,13 @@ class MpiCommunicator(Communicator):
 
     exact = True
     posts_early = True  # MPI matches by sender, whatever else is under way
+
+    def neighbours(
+        self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
+    ) -> Neighbourhood:
+        if lasting and self.size > 1:
+            return MpiNeighbourhood(self, sources, destinations)
+        return super().neighbours(sources, destinations, lasting)
 
     def _all_reduce(self, flat: Tensor, op: str) -> Handle:
         host = flat.cpu()
@@ -141,3 +157,28 @@ class MpiCommunicator(Communicator):
     def _irecv(self, flat: Tensor, peer: int) -> Handle:
         host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
         return _Request(self.control.Irecv(_bytes(host), peer), host, flat)
+
+
+class MpiNeighbourhood(Neighbourhood):
+    """MPI's own: a distributed graph, and its nonblocking neighbourhood gather (MPI 4.1, sections
+    8.5.4 and 8.8). Begun, all its messages are under way at once; asking `done` gets them on."""
+
+    def __init__(
+        self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
+    ) -> None:
+        super().__init__(group, sources, destinations)
+        assert isinstance(group.control, MPI.Intracomm), "a group is one of ranks, not of two sides"
+        # ranks keep their places: what each of them holds is there already
+        self._graph = group.control.Create_dist_graph_adjacent(
+            self.sources, self.destinations, reorder=False
+        )
+        group.made.append(self._graph)
+        # used after this only: see `World`
+        group.control.Barrier()
+
+    def _gather(self, result: Tensor, flat: Tensor) -> Handle:
+        sent, host = flat.cpu(), result.cpu()
+        request = self._graph.Ineighbor_allgather(
+            [_bytes(sent), flat.nbytes, MPI.BYTE], [_bytes(host), flat.nbytes, MPI.BYTE]
+        )
+        return _Request(request, host, result, sent)

@@ -3,12 +3,16 @@
 import importlib
 from dataclasses import dataclass
 
+import torch
 from mpi4py import MPI
 
-from ptdmpi.comm.clock import HOST, Clock
+from ptdmpi.comm.clock import HOST, Clock, clock_of
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.nccl.library import installed
 from ptdmpi.config import InputError
 from ptdmpi.config.wires import AUTO, WIRES, wire_mistakes
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -22,19 +26,42 @@ class Wire:
 
     kind: type[Communicator]
     clock: Clock = HOST
+    device: torch.device = CPU
+    remark: str = ""
+
+    def open(self, everyone: MPI.Comm) -> str:
+        """Once on all ranks of a world, before its groups are connected; returns what the log
+        should say of it."""
+        return self.kind.open(everyone, self.device) or self.remark
 
     def connect(self, control: MPI.Comm, group: str) -> Communicator:
         """This rank's end of `group`, such as "tensor" or "replicas"."""
         return self.kind(control, self.clock, group)
 
 
-def wire_named(name: str = AUTO, clock: Clock = HOST) -> Wire:
-    """The wire that `comm.wire` names; its work is timed by `clock`.
+def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None = None) -> Wire:
+    """The wire that `comm.wire` names, for ranks that compute on `device`; its work is timed by
+    `clock`, or, without one, by that of the device.
 
     Raises InputError for a name that is not in `ptdmpi.config.wires`.
     """
     for mistake in wire_mistakes(name):
         raise InputError(mistake)
-    chosen = next(iter(WIRES)) if name == AUTO else name
+    chosen, remark = preferred(device) if name == AUTO else (name, "")
     module, _, kind = WIRES[chosen].partition(":")
-    return Wire(getattr(importlib.import_module(module), kind), clock)
+    clock = clock_of(device) if clock is None else clock
+    return Wire(getattr(importlib.import_module(module), kind), clock, device, remark)
+
+
+def preferred(device: torch.device) -> tuple[str, str]:
+    """The wire that "auto" chooses for ranks that compute on `device`, and what to say of it."""
+    if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
+        return "torch", ""
+    if device.type == "cuda" and installed():
+        return "nccl", ""
+    if device.type == "cpu":
+        return "mpi", ""
+    return "mpi", (
+        f"tensors of {device.type} devices travel through MPI, staged on the host: no nccl4py "
+        '(pip install ptdmpi[nccl], or comm.wire = "torch")'
+    )

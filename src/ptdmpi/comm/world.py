@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ class Axes:
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
     clock: Clock  # times the work of this rank, as the wire's does its own
+    carried_by: str = ""  # what the log should say of the wire
 
     def __getitem__(self, group: str) -> Communicator:
         """The communicator of a group that this rank is in; raises KeyError for another."""
@@ -54,6 +55,10 @@ class Axes:
     def world(self) -> Communicator:
         """All ranks of the grid."""
         return self.groups[WORLD]
+
+    def abort(self) -> None:
+        """End what is under way on this rank's device, in all groups and from any thread."""
+        _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
         """What this rank has sent so far, as a copy. Groups that share a communicator are one, by
@@ -100,6 +105,7 @@ class World:
         self.local_size = sum(process.node == self.process.node for process in self.processes)
         self.nodes: int = len({process.node for process in self.processes})
         self.host = self.process.host
+        self.connected: list[Communicator] = []
         # what a failing rank does before it ends all, such as telling where the others are
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
@@ -125,7 +131,11 @@ class World:
         color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
         control = self._make(self.control.Split(color, key))
         processes = [self.processes[rank] for rank in ranks]
-        return World(control, processes, self.made) if inside else None
+        if not inside:
+            return None
+        part = World(control, processes, self.made)
+        part.connected = self.connected
+        return part
 
     def first(self, ranks: int) -> "World | None":
         """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
@@ -154,16 +164,19 @@ class World:
         self._make(*made.values())
         # All at the start and one after the other: a wire may have to talk while it connects, and
         # one that connects when it is first used can deadlock with another.
+        carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
             if control != MPI.COMM_NULL:
                 connected[group] = wire.connect(control, group)
+                self.connected.append(connected[group])
+                connected[group].made = self.made
         groups = {
             group: connected[grid.same_as(group)]
             for group in grid.groups
             if grid.same_as(group) in connected
         }
-        return Axes(grid, grid.coordinates(self.rank), groups, wire.clock)
+        return Axes(grid, grid.coordinates(self.rank), groups, wire.clock, carried_by)
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """True on every rank if some tensor group has ranks on more than one node."""
@@ -171,6 +184,12 @@ class World:
             len({self.processes[peer].node for peer in grid.group(rank, "tensor")}) > 1
             for rank in range(self.size)
         )
+
+    def abort_wires(self) -> None:
+        """End what is under way on this rank's device, from any thread, when a rank has failed: who
+        waits for its device waits for a message that does not come. Nothing can be sent then but
+        through MPI; a new world connects anew."""
+        _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
         """`work()` done by rank 0 for everyone; its InputError is raised on every rank, and so is a
@@ -186,6 +205,12 @@ class World:
         if not fine:
             raise SharedInputError(value)
         return value
+
+
+def _abort(communicators: Iterable[Communicator]) -> None:
+    for communicator in communicators:
+        with contextlib.suppress(Exception):  # the next one is to be ended all the same
+            communicator.abort()
 
 
 @contextlib.contextmanager
@@ -219,4 +244,5 @@ def fail_together(world: World) -> Iterator[None]:
         lines = [f"[rank {world.rank} on {world.host}] {line}" for line in text.splitlines()]
         print("\n".join(lines), file=sys.stderr, flush=True)
         world.last_words(error)
+        world.abort_wires()
         world.control.Abort(1)

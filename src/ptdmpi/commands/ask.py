@@ -9,8 +9,9 @@ import click
 
 from ptdmpi.commands.plan import Number, published_batch, usual_precision
 from ptdmpi.config import InputError
+from ptdmpi.config.layout import complete, parse
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
-from ptdmpi.plan.ask import inverse, network, partition, restarts, sweep
+from ptdmpi.plan.ask import inverse, methods, network, partition, restarts, sweep
 from ptdmpi.plan.ask.answer import Reply
 from ptdmpi.plan.ask.ranks import answer as cheapest
 from ptdmpi.plan.cost.price import Pricer
@@ -172,6 +173,29 @@ def over(
 def why(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
     """Why weights are cut by columns, then rows."""
     return partition.answer(_pricer(model, cluster, 1), tensor, micro_size)
+
+
+@command.command("methods")
+@MODEL
+@CLUSTER
+@click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; in --layout d may say it.")
+@click.option("--layout", help="Such as t=8,p=8,d=4,b=1; default: the fastest with zero = 0.")
+@BATCH
+@_told
+def less(
+    model: str, cluster: str, ranks: int | None, layout: str | None, batch: int | None
+) -> Reply:
+    """Decentralised, local, compressed: what each saves."""
+    pricer = _pricer(model, cluster, batch)
+    if layout is not None:
+        chosen = complete(parse(layout), ranks)
+        if mistakes := list(chosen.mistakes(pricer.model.config, pricer.batch)):
+            raise InputError(f"layout {layout}: {'; '.join(mistakes)}")
+        return methods.answer(pricer, chosen)
+    if ranks is None:
+        raise InputError("give --ranks, or a --layout with d")
+    note("ptdmpi ask: searching the layout, whose replicas tell each other less")
+    return methods.answer(pricer, search(pricer, Space(ranks, zero=(0,)), 1)[0].layout)
 
 
 @command.command("days")

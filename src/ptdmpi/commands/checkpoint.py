@@ -11,7 +11,7 @@ import click
 from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
-from ptdmpi.checkpoint.manifest import sound_manifest
+from ptdmpi.checkpoint.manifest import QUANTIZATION, Manifest, sound_manifest
 from ptdmpi.config import InputError
 from ptdmpi.terminal.program import CommandGroup
 
@@ -50,12 +50,14 @@ def _summary(path: Path, tensors: bool) -> dict[str, Any]:
     except InputError as error:
         return {"path": str(path), "problem": str(error)}
     shapes = {name: list(tensor.shape) for name, tensor in manifest.tensors.items()}
-    weights = [name for name in shapes if name.startswith("weights/")]
+    weights = [name for name in manifest.names if name.startswith("weights/")]
     summary = {
         "path": str(path),
         "problem": None,
         **asdict(manifest.progress),
-        "parameters": sum(math.prod(shapes[name]) for name in weights),
+        "parameters": sum(math.prod(manifest[name].shape) for name in weights),
+        **({"replicas": manifest.replicas} if manifest.replicas else {}),
+        **({QUANTIZATION: _quantization(manifest)} if manifest.form else {}),
         "tensors": len(shapes),
         "types": sorted({tensor.dtype for tensor in manifest.tensors.values()}),
         "files": len(manifest.files),
@@ -64,6 +66,13 @@ def _summary(path: Path, tensors: bool) -> dict[str, Any]:
     if tensors:
         summary["shapes"] = shapes
     return summary
+
+
+def _quantization(manifest: Manifest) -> str:
+    """What the manifest says of its weights in few bits."""
+    said = manifest.said[QUANTIZATION]
+    more = ", ".join(f"{key} {value}" for key, value in said.items() if key != "codes")
+    return f"{said['codes']}, {more}; {len(manifest.in_few_bits)} matrices"
 
 
 def _print(summary: dict[str, Any]) -> None:

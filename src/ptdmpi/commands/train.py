@@ -49,7 +49,7 @@ def command(
     if dry_run:
         note("ptdmpi train --dry-run: checking configuration, data and memory")
         launch.prepare()
-        from ptdmpi.commands.dry_run import show
+        from ptdmpi.preview.dry_run import show
 
         if auto := layout == "auto":
             require_free(overrides)

@@ -4,6 +4,7 @@ Rules about the layout stand in `Layout`, all others that tie keys together in `
 mistake is found before any rank allocates memory, and all of a file are reported together.
 """
 
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.errors import InputError, SharedInputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
@@ -15,21 +16,27 @@ from ptdmpi.config.sections import (
     CommConfig,
     Config,
     DataConfig,
+    DataParallelConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    QuantizeConfig,
+    RateGroup,
     RecomputeConfig,
     RunConfig,
+    TaskConfig,
     TrainDataConfig,
 )
 
 __all__ = [
+    "AdaptConfig",
     "BatchConfig",
     "CheckpointConfig",
     "CommConfig",
     "Config",
     "DataConfig",
+    "DataParallelConfig",
     "InputError",
     "Layout",
     "LogConfig",
@@ -37,9 +44,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "QuantizeConfig",
+    "RateGroup",
     "RecomputeConfig",
     "RunConfig",
     "SharedInputError",
+    "TaskConfig",
     "TrainDataConfig",
     "load",
     "resolve",

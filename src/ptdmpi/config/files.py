@@ -17,7 +17,10 @@ from ptdmpi.config.legality import shards_of_a_node
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
-from ptdmpi.config.sections import Config, TrainDataConfig
+from ptdmpi.config.sections import Config, RateGroup, TrainDataConfig
+
+# What the tables in a section are that may stand there more than once.
+TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
     if mistakes:
         raise InputError("\n".join(mistakes))
-    config = Config.model_construct(set(sections), **sections)
+    config = Config.model_construct(set(sections), **sections).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     data = working // (parallel.tensor * parallel.pipeline)
     group = parallel.shard_group
@@ -153,11 +156,12 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             continue  # the list seems short only because of a mistake in one of its items
         path = [str(part) for part in mistake["loc"]]
         # pydantic appends the tried branch of a union (such as 'int') to the location
-        keys = {*model.model_fields, *TrainDataConfig.model_fields}
+        nested = TABLES.get(section, model)
+        keys = {*model.model_fields, *nested.model_fields}
         known = [part for part in path if part in keys or part.isdigit()]
         key = ".".join([section, *(path if mistake["type"] == "extra_forbidden" else known)])
         if mistake["type"] == "extra_forbidden":
-            owner = TrainDataConfig if len(path) > 1 else model
+            owner = nested if len(path) > 1 else model
             yield f"{key} is no key{_did_you_mean(path[-1], owner.model_fields)}"
         elif mistake["type"] == "missing":
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
@@ -191,6 +195,10 @@ def to_toml(config: Config) -> str:
     for dataset in tree["data"]["train"]:
         dataset.update({k: str(v) for k, v in dataset.items() if isinstance(v, Decimal)})
     tree["data"]["train"] = list(tree["data"]["train"])
+    tree["optimizer"]["groups"] = list(tree["optimizer"]["groups"])
+    if not isinstance(config.adapt.targets, str):
+        tree["adapt"]["targets"] = list(config.adapt.targets)
+    tree["task"]["labels"] = list(config.task.labels)
     if config.data.valid is not None and not isinstance(config.data.valid, str):
         tree["data"]["valid"] = list(config.data.valid)
     return tomlkit.dumps(tree)

@@ -110,6 +110,13 @@ class Layout:
         """Model chunks of all pipeline ranks, p v."""
         return self.pipeline * self.virtual
 
+    def changed(self, **fields: Any) -> Self:
+        """A copy with other values of some fields: `dataclasses.replace`, ten times as fast, which
+        a search over 10^5 layouts feels."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, **fields)
+        return copy
+
     def __str__(self) -> str:
         return ",".join(f"{letter}={getattr(self, name)}" for letter, name in LETTERS.items())
 

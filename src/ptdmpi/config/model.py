@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.section import MOST, Fraction, NonNegative, Positive, Section
 
 # What each kind of model means; a key given explicitly wins over its kind.
@@ -114,7 +115,8 @@ class ModelConfig(Section):
     ) = "all"
     block_norm: Literal["pre", "post", "sandwich"]
     embedding_norm: bool
-    output_head: Literal["linear", "mlm"]
+    output_head: Literal["linear", "mlm", "classes"]
+    classes: NonNegative = 0
     token_types: NonNegative
     sentence_order: bool
     norm_eps: Number
@@ -127,6 +129,8 @@ class ModelConfig(Section):
     dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     init_std: Number = 0.02
+    # of [adapt]: whoever counts or builds the model asks it for its adapters, too
+    _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -147,6 +151,17 @@ class ModelConfig(Section):
             ffn_hidden = default_ffn_hidden(filled) if _sound(hidden) else 1
             filled["ffn_hidden"] = min(ffn_hidden, MOST)
         return filled
+
+    @property
+    def adapt(self) -> AdaptConfig:
+        """What trains beside it, if not the model itself."""
+        return self._adapt
+
+    def adapted(self, adapt: AdaptConfig) -> Self:
+        """The same model with these adapters."""
+        copy = self.model_copy()
+        copy._adapt = adapt
+        return copy
 
     @property
     def attention_width(self) -> int:
@@ -211,6 +226,11 @@ class ModelConfig(Section):
         return self.attention == "bidirectional"
 
     @property
+    def classifies(self) -> bool:
+        """Whether its head gives one score per class, or per candidate, of a whole sequence."""
+        return self.output_head == "classes"
+
+    @property
     def text_length(self) -> int:
         """Tokens of text in a sample: of a masked model's without the special ones in front,
         between and behind."""
@@ -218,7 +238,9 @@ class ModelConfig(Section):
         return self.seq_length - special if self.masked else self.seq_length
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Positions of a sample whose tokens are asked for, at most."""
+        """Positions of a sample that the head is asked for, at most."""
+        if self.classifies:
+            return 1
         if not self.masked:
             return self.seq_length
         return max(1, round(mask_fraction * self.text_length))

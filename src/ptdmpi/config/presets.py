@@ -10,6 +10,7 @@ from typing import Any
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
 RECIPE = ("batch", "optimizer")  # sections of which a preset may state keys
 # A warm-up is published for a run of full length: of a shorter one it takes at most this part.
+ADAM = ("beta1", "beta2", "eps")
 WARMUP_SHARE = 10
 
 
@@ -56,6 +57,8 @@ def _fitted(
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:
         keys.pop("min_learning_rate", None)
+    if own.get("kind", "adamw") != "adamw":  # what sources say of Adam
+        keys = {key: value for key, value in keys.items() if key not in ADAM}
     if "warmup_steps" in keys and type(steps) is int:
         keys["warmup_steps"] = min(keys["warmup_steps"], max(0, steps) // WARMUP_SHARE)
     return keys

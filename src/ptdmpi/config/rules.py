@@ -1,24 +1,33 @@
 """Every rule that ties two keys together, such as sizes that must divide each other."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 from ptdmpi.base.words import counted
+from ptdmpi.config.adapt import AdaptConfig, adapt_rules
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import groups_need_zero, stages_of_zero
+from ptdmpi.config.methods import method_rules, replicas_differ
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors, nearest
+from ptdmpi.config.optimizing import optimizer_rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     BatchConfig,
     CheckpointConfig,
     CommConfig,
     DataConfig,
+    DataParallelConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
+    PrecisionConfig,
+    QuantizeConfig,
     RecomputeConfig,
     RunConfig,
+    TaskConfig,
 )
+from ptdmpi.config.split import split_mistakes
 from ptdmpi.config.wires import wire_mistakes
 
 MIN_MASKED_LENGTH = 8
@@ -30,7 +39,7 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     `ranks` were started; `run.spare_ranks` of them wait.
     """
     model, parallel = sections.get("model"), sections.get("parallel")
-    run, optimizer = sections.get("run"), sections.get("optimizer")
+    run = sections.get("run")
     spare = 0
     if isinstance(run, RunConfig):
         spare = run.spare_ranks
@@ -62,6 +71,9 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
                 "run.reproducible = true adds up the microbatches' gradients along one tree, and "
                 f"parallel.zero = {parallel.zero} one by one, in shards; legal: zero = 0 or 1"
             )
+    yield from _method_mistakes(sections)
+    yield from _noise_mistakes(sections, ranks)
+    yield from _quantize_rules(sections)
     batch = sections.get("batch")
     if isinstance(run, RunConfig) and isinstance(batch, BatchConfig):
         most = (2**63 - 1) // batch.global_size
@@ -70,16 +82,158 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
                 f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
                 f"samples than 64 bits number; legal: at most {most} steps"
             )
+    yield from split_mistakes(sections, ranks)
     if isinstance(comm := sections.get("comm"), CommConfig):
         yield from wire_mistakes(comm.wire)
-    if isinstance(optimizer, OptimizerConfig):
-        if optimizer.min_learning_rate > optimizer.learning_rate:
-            yield "optimizer.min_learning_rate is above learning_rate"
-        if isinstance(run, RunConfig) and optimizer.warmup_steps > run.steps:
+    yield from _adapt_mistakes(sections)
+    yield from optimizer_rules(sections)
+    if isinstance(run, RunConfig) and run.compile:
+        yield from _compile_rules(sections)
+    yield from _task_rules(sections)
+
+
+def _adapt_mistakes(sections: Mapping[str, Section]) -> Iterator[str]:
+    """What adapters beside this model cannot be asked for."""
+    adapt, model, task = sections.get("adapt"), sections.get("model"), sections.get("task")
+    if not isinstance(adapt, AdaptConfig):
+        return
+    if adapt.adapts and isinstance(task, TaskConfig) and task.kind != "none":
+        yield (
+            f'adapt.method = "{adapt.method}" freezes the head of task.kind = "{task.kind}"; '
+            'legal: adapt.method = "none"'
+        )
+    yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None)
+
+
+def _compile_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    """A layer is compiled as one graph, there and back: nothing in it may talk to other ranks, or
+    be told by Python what differs from step to step."""
+    model, parallel, data = (sections.get(name) for name in ("model", "parallel", "data"))
+    refused: dict[str, tuple[bool, str]] = {}
+    if isinstance(parallel, ParallelConfig):
+        splits = parallel.schedule.startswith("zb")
+        refused |= {
+            f"parallel.tensor = {parallel.tensor}": (parallel.tensor > 1, "tensor = 1"),
+            f"parallel.zero = {parallel.zero}": (parallel.zero > 1, "zero = 0 or 1"),
+            f'parallel.schedule = "{parallel.schedule}"': (splits, "one whose backward is whole"),
+        }
+    if isinstance(model, ModelConfig):
+        for key in ("dropout", "attention_dropout", "attention_softcap"):
+            value = getattr(model, key)
+            refused[f"model.{key} = {value}"] = (value > 0, f"{key} = 0")
+    if isinstance(data, DataConfig):
+        told = (data.document_boundaries, "document_boundaries = false")
+        refused["data.document_boundaries = true"] = told
+    if isinstance(adapt := sections.get("adapt"), AdaptConfig):
+        # what they drop is told by Python from step to step; without dropout nobody has tried
+        refused[f'adapt.method = "{adapt.method}"'] = (adapt.adapts, 'method = "none"')
+    for key, (asked, legal) in refused.items():
+        if asked:
+            yield f"run.compile = true compiles a layer as one graph, without {key}; legal: {legal}"
+
+
+def _task_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    """What a head for a task needs, and what it cannot be asked for."""
+    task, batch = sections.get("task"), sections.get("batch")
+    data, log = sections.get("data"), sections.get("log")
+    if not isinstance(task, TaskConfig):
+        return
+    used = {"classification": "labels", "choice": "choices"}.get(task.kind, "")
+    for key in ("labels", "choices", *(["tokenizer"] if not used else [])):
+        if key != used and getattr(task, key):
+            yield f'task.{key} is of no use to task.kind = "{task.kind}"; legal: leave it out'
+    if not used:
+        return
+    if task.kind == "classification" and len(set(task.labels)) < max(2, len(task.labels)):
+        yield "task.labels must name two or more labels, each once"
+    if task.kind == "choice" and task.choices < 2:
+        yield f"task.choices = {task.choices}: legal: 2 or more, the candidates of each question"
+    elif isinstance(batch, BatchConfig):
+        for key, size in (("micro_size", batch.micro_size), ("global_size", batch.global_size)):
+            if size % task.sequences:
+                below = size // task.sequences * task.sequences
+                near = f"{below} or {below + task.sequences}" if below else f"{task.sequences}"
+                yield (
+                    f"batch.{key} = {size} counts sequences, of which task.choices = "
+                    f"{task.choices} make a question; legal nearby: {near}"
+                )
+    if isinstance(log, LogConfig):
+        for key in ("tasks", "bigram_baseline"):
+            if getattr(log, key):
+                yield f"log.{key} predicts tokens: a head for a task has none to predict"
+    if isinstance(data, DataConfig) and data.document_boundaries:
+        yield "data.document_boundaries belongs to shards: each text of a task is a document"
+
+
+def _quantize_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one."""
+    quantize, model = sections.get("quantize"), sections.get("model")
+    parallel = sections.get("parallel")
+    if not isinstance(quantize, QuantizeConfig) or not isinstance(model, ModelConfig):
+        return
+    default = QuantizeConfig.model_fields["block"].default
+    if quantize.weights == "none":
+        if quantize.block != default:
             yield (
-                f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than "
-                f"run.steps = {run.steps}"
+                'quantize.block is of no use to quantize.weights = "none"; legal: '
+                f"block = {default}"
             )
+        return
+    tensor = parallel.tensor if isinstance(parallel, ParallelConfig) else 1
+    divided = (model.attention_width, model.ffn_hidden)
+    if any(width % tensor for width in divided):
+        return  # of what is divided unevenly other rules speak
+    widths = (model.hidden, *(width // tensor for width in divided))
+    if any(width % quantize.block for width in widths):
+        legal = [size for size in divisors(math.gcd(*widths)) if size % 2 == 0]
+        found = f"legal nearby: {nearest(quantize.block, legal)}" if legal else "legal: none here"
+        yield (
+            f"quantize.block = {quantize.block} does not divide the inputs of all linears on a "
+            f"tensor rank ({', '.join(map(str, widths))}); {found}"
+        )
+
+
+def _method_mistakes(sections: Mapping[str, Section]) -> Iterator[str]:
+    """What `methods` says of the sections that did parse."""
+    method, parallel = sections.get("data_parallel"), sections.get("parallel")
+    run, precision = sections.get("run"), sections.get("precision")
+    model, optimizer = sections.get("model"), sections.get("optimizer")
+    if isinstance(method, DataParallelConfig):
+        yield from method_rules(
+            method,
+            parallel if isinstance(parallel, ParallelConfig) else None,
+            run if isinstance(run, RunConfig) else None,
+            precision if isinstance(precision, PrecisionConfig) else None,
+            model if isinstance(model, ModelConfig) else None,
+            optimizer if isinstance(optimizer, OptimizerConfig) else None,
+        )
+
+
+def _noise_mistakes(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
+    """Gradient noise is found where data ranks have whole gradients of their own, and sum them."""
+    log, parallel, run = sections.get("log"), sections.get("parallel"), sections.get("run")
+    method = sections.get("data_parallel")
+    if not isinstance(log, LogConfig) or not log.gradient_noise_every_steps:
+        return
+    key = f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps} compares the"
+    if isinstance(parallel, ParallelConfig):
+        if ranks <= parallel.tensor * parallel.pipeline:
+            yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
+        if parallel.zero:
+            yield (
+                f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
+                "before they are summed; legal: 0, or zero = 0"
+            )
+    if isinstance(run, RunConfig) and run.reproducible:
+        yield (
+            f"{key} gradients of data ranks, and run.reproducible = true sums microbatches along "
+            "one tree, in which no rank has a gradient of its own; legal: 0"
+        )
+    if isinstance(method, DataParallelConfig) and replicas_differ(method):
+        yield (
+            f"{key} gradients of data ranks with their sum, which data_parallel.method = "
+            f'"{method.method}" does not take; legal: 0, or method = "all_reduce"'
+        )
 
 
 def _validation_rules(sections: Mapping[str, Section]) -> Iterator[str]:
@@ -133,7 +287,15 @@ def _model_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:
-    """What belongs to masked language models, and what these need."""
+    """What belongs to masked language models and to heads for tasks, and what these need."""
+    if model.classifies != bool(model.classes):
+        yield (
+            f'model.classes = {model.classes} and model.output_head = "{model.output_head}" do not '
+            "go together: [task] sets both"
+        )
+    for key in ("tie_embeddings", "sentence_order"):
+        if model.classifies and getattr(model, key):
+            yield f'model.{key} = true: model.output_head = "classes" has no such head'
     if not model.masked:
         for key, value in (
             ('output_head = "mlm"', model.output_head == "mlm"),

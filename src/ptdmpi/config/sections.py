@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout, default_schedule
-from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
+from ptdmpi.config.legality import CodesName, OffloadName, RecomputeMode, ScheduleName
+from ptdmpi.config.methods import CompressorName, FeedbackName, MethodName, kept_by
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig
 from ptdmpi.config.section import (
     MOST_BATCH,
@@ -21,6 +23,11 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
+# The kind of state of the master weights, and of the weights of a model that does not train.
+WEIGHTS = "weights"
+AVERAGE = "ema"  # the kind of state that is the weights' moving average
+LION_BETA2 = 0.99
+
 
 class RunConfig(Section):
     """Which run this is, how long it goes, and the seed of all its randomness."""
@@ -31,6 +38,7 @@ class RunConfig(Section):
     steps: Positive
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
+    compile: bool = False
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
     max_skips: NonNegative = 3
@@ -82,6 +90,36 @@ class ParallelConfig(Section):
         return values
 
 
+class DataParallelConfig(Section):
+    """What replicas tell each other, and when. Which keys a method uses, and what a run may ask for
+    beside it, stands in `methods`."""
+
+    method: MethodName = "all_reduce"
+    topology: Annotated[str, Field(min_length=1)] = "ring"
+    average_every: NonNegative = 0
+    overlap: bool = False
+    local_steps: Positive = 1
+    average_moments: bool = False
+    outer_learning_rate: Annotated[float, Field(gt=0)] = 1.0
+    outer_momentum: Fraction = 0.0
+    compressor: CompressorName = "none"
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    levels: Annotated[int, Field(ge=1, le=2**15 - 1)] = 127
+    block: Positive = 256
+    rank: Positive = 2
+    error_feedback: FeedbackName = "none"
+    rounds: Positive = 2
+    consensus_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
+    checkpoint: Literal["replicas", "average"] = "replicas"
+    consensus_every: NonNegative = 100
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the method keeps of each parameter beside weights and moments: a number of the
+        masters' type for every element."""
+        return kept_by(self)
+
+
 class BatchConfig(Section):
     """Sequences per optimizer step over all ranks, and per microbatch."""
 
@@ -102,6 +140,14 @@ class PrecisionConfig(Section):
         return self.compute == "fp16"
 
 
+class QuantizeConfig(Section):
+    """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
+    a scale each: those that train are rounded on the way, those that do not are held so."""
+
+    weights: CodesName | Literal["none"] = "none"
+    block: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 64
+
+
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward, and
     whether those that full recomputation keeps are divided over the tensor axis."""
@@ -111,18 +157,57 @@ class RecomputeConfig(Section):
     partition_activations: bool = False
 
 
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019), warm-up, decay and clipping."""
+class RateGroup(Section):
+    """Parameters whose learning rate and weight decay are other ones: `names` are globs of logical
+    names (`layers.*.mlp.*`, `*.bias`), and both factors multiply what the optimizer says."""
 
+    names: Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]
+    learning_rate_factor: Annotated[float, Field(ge=0)] = 1.0
+    weight_decay_factor: Annotated[float, Field(ge=0)] = 1.0
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum; warm-up,
+    decay and clipping. `decay_steps`: how many steps `decay = "wsd"` ends with, or which share of
+    all. `ema_decay` above 0: the state has the weights' moving average, too."""
+
+    kind: Literal["adamw", "sgd", "lion"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 0
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.1
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: Fraction = 0.0
+    nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    ema_decay: Fraction = 0.0
+    groups: Annotated[tuple[RateGroup, ...], Field(strict=False)] = ()
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What is kept of each parameter beside its weight, by torch's names; last the weights'
+        moving average, where there is one."""
+        kept: tuple[str, ...] = ("momentum_buffer",) if self.momentum else ()
+        if self.kind != "sgd":
+            kept = ("exp_avg", "exp_avg_sq") if self.kind == "adamw" else ("exp_avg",)
+        return (*kept, AVERAGE) if self.ema_decay else kept
+
+    def last_steps(self, steps: int) -> int:
+        """How many of `steps` steps `decay = "wsd"` decays in, at least one."""
+        asked = self.decay_steps
+        return asked if isinstance(asked, int) else max(1, round(asked * steps))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_beta2(cls, values: Any) -> Any:
+        # Lion's own (Chen et al. 2023, arXiv 2302.06675, section 3.2); 0.95 is for AdamW
+        if isinstance(values, Mapping) and values.get("kind") == "lion":
+            return {"beta2": LION_BETA2, **values}
+        return values
 
 
 class TrainDataConfig(Section):
@@ -155,6 +240,7 @@ class DataConfig(Section):
     whole_words: bool = True
     reader: Literal["mmap", "pread"] = "mmap"
     change: Literal["refuse", "from here"] = "refuse"
+    split: Literal["shared", "by_rank"] = "shared"
 
     @property
     def valid_paths(self) -> tuple[str, ...]:
@@ -162,6 +248,27 @@ class DataConfig(Section):
         if self.valid is None:
             return ()
         return (self.valid,) if isinstance(self.valid, str) else self.valid
+
+
+class TaskConfig(Section):
+    """What a head for a task is trained on: `data.train` and `data.valid` are then JSON lines, of
+    texts with one of `labels`, or of questions with `choices` candidates each, which are as many
+    sequences. The model's head follows from it (`Config.with_head`)."""
+
+    kind: Literal["none", "classification", "choice"] = "none"
+    labels: Annotated[tuple[FileName, ...], Field(strict=False)] = ()
+    choices: NonNegative = 0
+    tokenizer: str = ""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one sample."""
+        return self.choices if self.kind == "choice" else 1
+
+    @property
+    def classes(self) -> int:
+        """Scores of one sequence."""
+        return 1 if self.kind == "choice" else len(self.labels)
 
 
 class CheckpointConfig(Section):
@@ -188,11 +295,17 @@ class LogConfig(Section):
     validate_every_steps: NonNegative = 0
     validate_samples: Positive | Literal["all"] = "all"
     bigram_baseline: bool = False
+    gradient_noise_every_steps: NonNegative = 0
     tasks: Annotated[tuple[FileName, ...], Field(strict=False)] = ()
     tasks_every_steps: NonNegative = 0
     tensorboard: bool = False
     wandb: bool | Literal["offline", "online"] = False
     wandb_project: str = "ptdmpi"
+
+    @property
+    def most_validated(self) -> int | None:
+        """Samples of a validation dataset, None: all."""
+        return None if self.validate_samples == "all" else self.validate_samples
 
 
 class CommConfig(Section):
@@ -207,11 +320,15 @@ class Config(Section):
     run: RunConfig
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    adapt: AdaptConfig = AdaptConfig()
     batch: BatchConfig
     precision: PrecisionConfig = PrecisionConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig
+    task: TaskConfig = TaskConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     comm: CommConfig = CommConfig()
@@ -232,6 +349,23 @@ class Config(Section):
     def microbatches(self) -> int:
         """m = B / (d b), microbatches per pipeline per step."""
         return self.layout.microbatches(self.batch.global_size)
+
+    def adapted(self) -> Self:
+        """With [adapt] known to the model, too."""
+        return self.model_copy(update={"model": self.model.adapted(self.adapt)})
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step: B, or its share where several sequences make one."""
+        return self.batch.global_size // self.task.sequences
+
+    def with_head(self) -> Self:
+        """The same with the head that the task asks for: no output to the vocabulary, so nothing
+        that it could share with the embedding."""
+        if self.task.kind == "none":
+            return self
+        gone = {"tie_embeddings": False, "sentence_order": False}
+        return self.replace("model", output_head="classes", classes=self.task.classes, **gone)
 
     def replace(self, section: str, **values: Any) -> Self:
         changed = getattr(self, section).model_copy(update=values)

@@ -10,21 +10,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.boxes import Reader
-from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config
 from ptdmpi.convert.family import ConfigJson, Counterpart, Family
+from ptdmpi.convert.packed import UnpackedFiles
 from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.tensors import TYPES, WeightFiles
-from ptdmpi.inference.stored import StoredModel
-from ptdmpi.model.buffer import ParameterBuffer
-from ptdmpi.model.flat import Portion
-from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.model.stage import Batch, Stage
-from ptdmpi.model.state import WEIGHTS, key
-from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.inference.stored import StoredModel, loaded_layer
+from ptdmpi.model.batch import Batch
+from ptdmpi.model.stage import Stage
 
 # Greatest difference of two logits over the greatest magnitude of all.
 BAR = 1e-5
@@ -52,7 +47,7 @@ def compare(
     stored: StoredModel,
     family: Family,
     config: ConfigJson,
-    files: WeightFiles,
+    files: WeightFiles | UnpackedFiles,
     plan: Plan,
 ) -> float:
     """The greatest relative difference of the logits of any head. Raises CheckFailed above BAR.
@@ -126,18 +121,9 @@ def _stage(
 ) -> Stage:
     """One layer of our model with its weights, and what stands before the first or after the
     last."""
-    stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
-    buffer = ParameterBuffer(
-        stage.named_logical_parameters(),
-        PRECISIONS["fp64"],
-        torch.device("cpu"),
-        Portion(),
-        trains=False,
-    )
+    stage, buffer = loaded_layer(config, vocab_size, layer, reader)
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
-        reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
         for counterpart, dtype in types.get(name, []):
             whole[counterpart.box.index] = whole[counterpart.box.index].to(TYPES[dtype]).double()
-    stage.place_tables(config.model, torch.device("cpu"))
     return stage

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ def from_hf(source: Path, target: Path) -> Converted:
         plan = _settled(plan, model, theirs)
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
-        size = _write_checkpoint(folder / "checkpoints", parts, model.model_dump())
+        size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
         _write_config(folder / CONFIG, model.model_dump(), target, source)
         _keep(folder / KEPT, theirs, plan)
         difference = compare(open_model(folder), family, config, theirs, plan)
@@ -116,14 +116,21 @@ def _ours(theirs: WeightFiles, name: str, slab: Box, transposed: bool, dtype: to
     return (values.t() if transposed else values).to(dtype).contiguous().numpy()
 
 
-def _write_checkpoint(directory: Path, parts: list[Outgoing], model: Mapping[str, Any]) -> int:
+def write_checkpoint(
+    directory: Path,
+    parts: Sequence[Outgoing],
+    model: Mapping[str, Any],
+    lineage: Mapping[str, Any] | None = None,
+) -> int:
+    """A checkpoint of weights alone, before any step, below `directory`; returns its bytes.
+    `model` and `lineage` as of `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
         told = [replace(part, values=partial(_told, part, advance)) for part in parts]
         written = write(temporary / "rank-00000.safetensors", told)
     fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
-    write_manifest(temporary, fresh, model, [written])
+    write_manifest(temporary, fresh, model, [written], lineage)
     files.publish(temporary, ())
     return written.bytes
 

@@ -24,6 +24,7 @@ from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_for, family_of
 from ptdmpi.convert.family import ConfigJson, Family, counterparts
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.packed import PackedModel, UnpackedFiles
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
 from ptdmpi.inference.stored import (
@@ -59,16 +60,26 @@ class Contents:
 
 
 def to_hf(
-    source: Path, target: Path, like: Path | None = None, dtype: str | None = None
+    source: Path,
+    target: Path,
+    like: Path | None = None,
+    dtype: str | None = None,
+    in_few_bits: bool = False,
 ) -> Converted:
     """Convert the newest checkpoint that `source` names.
 
     `like`: a directory that `from_hf` wrote, whose files, names and types are taken; by default
     that of `source`, or of what its run began from. Without one they are made from [model], in
-    float32. `dtype` (of DTYPES) is another type for all parameters. Raises InputError, and
+    float32. `dtype` (of DTYPES) is another type for all parameters. `in_few_bits`: what the
+    checkpoint has in few bits stays so (`packed`), else it is unpacked. Raises InputError, and
     CheckFailed; then there is no `target`.
     """
     stored = open_model(source)
+    if stored.config().model.classifies:
+        raise InputError(
+            f"{source} has a head for a task, which is not converted; legal: a model that predicts "
+            "tokens"
+        )
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
     contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)
@@ -80,16 +91,20 @@ def to_hf(
     damaged = examine.problems(stored.checkpoint)
     if damaged:
         raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
-    size = sum(one.nbytes for one in contents.tensors.values())
     with new_directory(target) as folder, stored.reader() as reader:
         require_weights(reader, needed)
+        packed = PackedModel.of(contents.family, plan, reader) if in_few_bits else None
+        contents = contents if packed is None else _with_packed(contents, packed)
+        size = sum(one.nbytes for one in contents.tensors.values())
         files.require_space(folder, size)
         _write_others(contents, folder)
         for file, text in contents.headers.items():
-            tensors.write_file(folder / file, text, partial(_values, reader, plan, contents.kept))
+            values = partial(_values, reader, plan, contents.kept, packed)
+            tensors.write_file(folder / file, text, values)
         config = ConfigJson(contents.config, "config.json")
         with WeightFiles(folder) as written:
-            difference = compare(stored, contents.family, config, written, plan)
+            read = written if packed is None else UnpackedFiles(written, packed)
+            difference = compare(stored, contents.family, config, read, plan)
     count = sum(math.prod(one.shape) for one in needed.values())
     name, vocab_size = contents.family.model_type, stored.vocab_size
     return Converted(
@@ -215,6 +230,11 @@ def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
     return replace(contents, config={**contents.config, key: dtype}, headers=headers)
 
 
+def _with_packed(contents: Contents, packed: PackedModel) -> Contents:
+    config = {**contents.config, "quantization_config": packed.config(contents.family)}
+    return replace(contents, config=config, headers=packed.headers(contents.headers))
+
+
 def _write_others(contents: Contents, folder: Path) -> None:
     """All files but the weights."""
     if contents.kept is not None:
@@ -235,9 +255,18 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _values(
-    reader: Reader, plan: Plan, kept: Path | None, name: str, stored: Stored
+    reader: Reader,
+    plan: Plan,
+    kept: Path | None,
+    packed: PackedModel | None,
+    name: str,
+    stored: Stored,
 ) -> Iterator[Tensor]:
     """The elements of one of their tensors, in pieces."""
+    whole = None if packed is None else packed.values(reader, name)
+    if whole is not None:
+        yield whole
+        return
     counterpart = plan.by_name.get(name)
     if counterpart is None:
         if kept is None:
@@ -246,7 +275,7 @@ def _values(
             yield buffers.get_tensor(name)
         return
     ours = key(WEIGHTS, counterpart.ours)
-    dtype = reader.tensors[ours].dtype
+    dtype = reader.manifest[ours].dtype
     for slab in slabs(stored.shape, np.dtype(dtype).itemsize):
         box = counterpart.ours_of(slab)
         values = np.empty(box.size, dtype)

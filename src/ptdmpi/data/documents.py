@@ -1,14 +1,18 @@
-"""Which document each token of a window of a shard is of, and samples that respect that."""
+"""Which document each token of a window of a shard is of, what it weighs as a label, and samples
+that respect that."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
 
+from ptdmpi.config import InputError
 from ptdmpi.data.batches import Microbatch, Steps
 from ptdmpi.data.shards import Dataset
 
 _OPEN_DOCUMENTS = 512  # shards whose document offsets are mapped at a time
+
+_OPEN_WEIGHTS = 512  # shards whose weights are mapped at a time
 
 # global sample numbers [n] -> datasets and samples of them, int64 [n] each
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -36,6 +40,47 @@ class Windows:
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1
         return numbers.cumsum(axis=1)
+
+
+class LabelWeights:
+    """The weights that shards with rows give their tokens as labels, sample by sample; the tokens
+    of datasets without rows count all."""
+
+    def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
+        self._datasets, self._locate, self._length = datasets, locate, length
+        self._weights = lru_cache(_OPEN_WEIGHTS)(partial(_shard_weights, tuple(datasets)))
+
+    def of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """float32 [n, length], each the weight of a label, so of the token behind an input. Raises
+        InputError for what is neither 0 nor 1."""
+        weights = np.ones((len(sample_ids), self._length), dtype=np.float32)
+        datasets, samples = self._locate(sample_ids)
+        for row, (number, sample) in enumerate(
+            zip(datasets.tolist(), samples.tolist(), strict=True)
+        ):
+            dataset = self._datasets[number]
+            if dataset.row_length:
+                (shard,), (start,) = dataset.places(np.array([sample]), self._length)
+                stored = self._weights(number, int(shard))
+                weights[row] = stored[start + 1 : start + 1 + self._length]
+        if weights.max() > 1:
+            raise InputError(
+                f"dataset {self._datasets[0].directory}, or one beside it, has a weight of "
+                f"{weights.max():g}; legal: 0 or 1; ptdmpi-data verify tells where"
+            )
+        return weights
+
+
+def with_weights(weights: LabelWeights, microbatch: Microbatch) -> Microbatch:
+    """The microbatch in which labels count by their weights in the shards."""
+    counts = weights.of(microbatch.sample_ids)
+    if microbatch.loss_mask is not None:
+        counts *= microbatch.loss_mask
+    return microbatch._replace(loss_mask=counts)
+
+
+def _shard_weights(datasets: Sequence[Dataset], dataset: int, shard: int) -> np.ndarray:
+    return datasets[dataset].weights(shard)
 
 
 def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> np.ndarray:

@@ -3,7 +3,9 @@ from the list that `ptdmpi-data` leaves beside the shards.
 
 A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
 little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
-number of tokens) and attributes.
+number of tokens) and attributes. One of format 2 has a dataset `weights` besides (uint8, one for
+each token: 1 where it counts as a label, 0 where it is only read) and the length of the rows that
+its documents were packed in.
 """
 
 import hashlib
@@ -18,12 +20,16 @@ import h5py
 import numpy as np
 
 from ptdmpi.config import InputError
+from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
+WEIGHTED_VERSION = 2  # of shards with weights
 SUMMARY = "tokenize.json"  # what was made of what, and the headers of the shards beside it
 _HEAP_BYTES = 1 << 20  # looked at in each place where HDF5 keeps the texts of attributes
 _INTEGERS = ("format_version", "vocab_size", "eod_id")
 _TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
+# Of format 2 besides.
+_WEIGHTED = ("row_length", "weights_checksum")
 # HDF5's type of an attribute, h5py's, and its name; of texts: True
 _KINDS: dict[bool, tuple[Any, type[Any], str]] = {
     False: (h5py.h5t.TypeIntegerID, np.integer, "integer"),
@@ -46,6 +52,9 @@ class ShardHeader:
     vocab_size: int
     eod_id: int
     checksum: str
+    weights_byte_offset: int = 0  # of the first token's weight in the file; 0: all tokens count
+    row_length: int = 0  # tokens of the rows that documents were packed in; 0: in none
+    weights_checksum: str = ""
     listed: bool = False  # taken from SUMMARY, not yet from the file itself: see `confirmed`
 
 
@@ -57,11 +66,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def _attributes(file: h5py.File) -> dict[str, Any]:
     values: dict[str, Any] = {}
     attributes = file.attrs  # h5py makes a new object each time it is asked
-    for name in (*_INTEGERS, *_TEXTS):
+    weighted = "weights" in file
+    for name in (*_INTEGERS, *_TEXTS, *(_WEIGHTED if weighted else ())):
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
         stored = attributes.get_id(name)
-        kind, wanted, what = _KINDS[name in _TEXTS]
+        kind, wanted, what = _KINDS[name in (*_TEXTS, "weights_checksum")]
         # looked at first: HDF5 2.0 crashes where it reads a text whose type is damaged
         if stored.shape != () or not isinstance(stored.get_type(), kind):
             raise ValueError(f"attribute {name!r} is no {what}")
@@ -69,10 +79,13 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if not isinstance(value, wanted):
             raise ValueError(f"attribute {name!r} is {value!r}, no {what}")
         values[name] = value if wanted is str else int(value)
-    if values["format_version"] != FORMAT_VERSION:
+    if values["format_version"] != (WEIGHTED_VERSION if weighted else FORMAT_VERSION):
         raise ValueError(
-            f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}"
+            f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}, "
+            f"and {WEIGHTED_VERSION} with weights"
         )
+    if weighted and not 0 < values["row_length"] <= MOST:
+        raise ValueError(f"has rows of {values['row_length']} tokens; at least 1 is needed")
     if not 0 <= values["eod_id"] < values["vocab_size"] <= 1 << 32:
         raise ValueError(
             f"has eod_id {values['eod_id']} and vocab_size {values['vocab_size']}; "
@@ -100,15 +113,15 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
     return shape[0], dtype, offset
 
 
-def _check_heaps(path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
+def _check_heaps(path: Path, *datasets: tuple[int, int]) -> None:
     """Raises ValueError for a heap of texts whose objects do not fit into it: HDF5 2.0 reads such a
-    one for ever. `first`, `second`: the bytes of the datasets; heaps stand between or behind them.
+    one for ever. `datasets`: their bytes; heaps stand between or behind them.
 
     Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
     """
-    (_, after), (start, end) = sorted((first, second))
+    begins, ends = zip(*sorted(datasets), strict=True)
     with open(path, "rb") as stream:
-        for begin, stop in ((0, min(first[0], second[0])), (after, start), (end, 1 << 62)):
+        for begin, stop in zip((0, *ends), (*begins, 1 << 62), strict=True):
             content = os.pread(stream.fileno(), max(0, min(stop - begin, _HEAP_BYTES)), begin)
             heap = content.find(b"GCOL")
             while heap >= 0:
@@ -138,11 +151,17 @@ def read_header(path: str | Path) -> ShardHeader:
         with h5py.File(path, "r") as file:
             tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
             offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
-            _check_heaps(
-                path,
+            spans = [
                 (byte_offset, byte_offset + tokens * dtype.itemsize),
                 (documents_byte_offset, documents_byte_offset + 8 * offsets),
-            )
+            ]
+            weights_byte_offset = 0
+            if "weights" in file:
+                weights, _, weights_byte_offset = _extent(file, "weights", ("|u1",))
+                if weights != tokens:
+                    raise ValueError(f"has {weights} weights for {tokens} tokens")
+                spans.append((weights_byte_offset, weights_byte_offset + weights))
+            _check_heaps(path, *spans)
             values = _attributes(file)
         with open(path, "rb") as stream:
             ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
@@ -170,6 +189,9 @@ def read_header(path: str | Path) -> ShardHeader:
         vocab_size=int(values["vocab_size"]),
         eod_id=int(values["eod_id"]),
         checksum=str(values["checksum"]),
+        weights_byte_offset=weights_byte_offset,
+        row_length=int(values.get("row_length", 0)),
+        weights_checksum=str(values.get("weights_checksum", "")),
     )
 
 
@@ -185,12 +207,15 @@ def headers_sha256(headers: Iterable[ShardHeader]) -> str:
     names = ("tokenizer_sha256", "vocab_size", "eod_id", "tokens", "documents", "checksum")
     digest = hashlib.sha256()
     for header in headers:
-        digest.update(json.dumps([getattr(header, name) for name in names]).encode())
+        told = [getattr(header, name) for name in names]
+        told += [header.row_length, header.weights_checksum] if header.row_length else []
+        digest.update(json.dumps(told).encode())
     return digest.hexdigest()
 
 
 _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(one.name for one in fields(ShardHeader) if one.name not in ("path", "listed"))
+_OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")  # where there are weights
 _FIELDS = frozenset(_OWN)
 
 
@@ -198,17 +223,20 @@ def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
     """What SUMMARY says of shards, by the names of their files."""
     return {
         header.path.name: {
-            name: header.dtype.str if name == "dtype" else getattr(header, name) for name in _OWN
+            name: header.dtype.str if name == "dtype" else getattr(header, name)
+            for name in _OWN
+            if header.row_length or name not in _OPTIONAL
         }
         for header in headers
     }
 
 
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
-    if entry.keys() != _FIELDS:
+    if entry.keys() not in (_FIELDS, _FIELDS - {*_OPTIONAL}):
         raise ValueError("other fields than a header has")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
-    counts = (entry["tokens"], entry["documents"], entry["vocab_size"])
+    named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
+    counts = tuple(entry[name] for name in named if name in entry)
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})

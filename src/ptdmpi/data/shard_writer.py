@@ -21,7 +21,12 @@ import numpy as np
 
 from ptdmpi.base.disk import put_in_place, start_writing_out
 from ptdmpi.config import InputError
-from ptdmpi.data.header import FORMAT_VERSION, format_checksum, token_dtype
+from ptdmpi.data.header import (
+    FORMAT_VERSION,
+    WEIGHTED_VERSION,
+    format_checksum,
+    token_dtype,
+)
 
 _ALIGNMENT_BYTES = (
     4096  # tokens start on a page, past the structures of an empty file (under 1 KiB)
@@ -60,7 +65,8 @@ class ShardWriter:
     """Context manager that writes one shard as a stream: `PATH.tmp` first, then renamed to PATH.
 
     Nothing but a whole, synced shard ever has the name PATH; when the block ends by an exception,
-    or a write fails, the temporary file is removed. Memory: one buffer and 8 bytes per document.
+    or a write fails, the temporary file is removed. Memory: one buffer, 8 bytes per document, and
+    one per token of a shard with rows.
 
     Raises InputError if the file cannot be written (a full disk, say), for a token id outside the
     vocabulary (in a later call where blocks are short: they are gathered), and for a shard that
@@ -68,8 +74,15 @@ class ShardWriter:
     """
 
     def __init__(
-        self, path: str | Path, tokenizer: str, tokenizer_sha256: str, vocab_size: int, eod_id: int
+        self,
+        path: str | Path,
+        tokenizer: str,
+        tokenizer_sha256: str,
+        vocab_size: int,
+        eod_id: int,
+        row_length: int = 0,
     ):
+        """`row_length` above 0: of the rows that documents are packed in; tokens have weights."""
         self.path = Path(path)
         self.tokens = 0  # written so far
         self._temporary = self.path.with_name(self.path.name + ".tmp")
@@ -80,6 +93,9 @@ class ShardWriter:
             "vocab_size": vocab_size,
             "eod_id": eod_id,
         }
+        self._weights = bytearray()  # one for each token, of a shard with rows
+        if row_length:
+            self._attributes |= {"format_version": WEIGHTED_VERSION, "row_length": row_length}
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._ends = array("Q", [0])
@@ -106,6 +122,11 @@ class ShardWriter:
             self.close()
         else:
             self.discard()
+
+    def write_row(self, tokens: np.ndarray, document_ends: np.ndarray, weights: np.ndarray) -> None:
+        """As `write`, of a shard with rows, with the weights (bool [n]) of the tokens as labels."""
+        self._weights += weights.astype(np.uint8).tobytes()
+        self.write(tokens, document_ends)
 
     def write(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
         """Append tokens (int [n]). `document_ends` (int [k], rising, in 1..n) counts from this
@@ -178,6 +199,10 @@ class ShardWriter:
             with _open_hdf5(self._temporary, mode="r+") as file:
                 offset = _create_tokens(file, self.tokens, self._dtype)
                 file.create_dataset("documents", data=documents)
+                if self._weights:
+                    weights = np.frombuffer(self._weights, np.uint8)
+                    file.create_dataset("weights", data=weights)
+                    file.attrs["weights_checksum"] = format_checksum(zlib.crc32(weights.data))
                 file.attrs.update(self._attributes, checksum=format_checksum(self._crc32))
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")

@@ -26,6 +26,7 @@ from ptdmpi.data.header import (
     ShardHeader,
     confirmed,
     format_checksum,
+    headers_sha256,
     listed_headers,
     read_header,
 )
@@ -130,6 +131,13 @@ class _MappedTokens:
         return self._tokens[part]
 
 
+def map_weights(header: ShardHeader) -> np.ndarray:
+    """Weights of the tokens of a shard that has any, uint8 [tokens], mapped like the tokens."""
+    header = confirmed(header)
+    offset = header.weights_byte_offset
+    return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
+
+
 class _PreadTokens:
     """The tokens of a shard, read by pread as they are sliced."""
 
@@ -180,7 +188,7 @@ class Dataset:
         self.headers = find_headers(directory)
         first = self.headers[0]
         for header in self.headers:
-            for name in ("tokenizer_sha256", "vocab_size", "eod_id"):
+            for name in ("tokenizer_sha256", "vocab_size", "eod_id", "row_length"):
                 if getattr(header, name) != getattr(first, name):
                     raise InputError(
                         f"shard {header.path} has {name} {getattr(header, name)}, but {first.path} "
@@ -190,6 +198,8 @@ class Dataset:
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
+        # of the rows that its documents are packed in, whose tokens have weights; 0: in none
+        self.row_length = first.row_length
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # Caches that do not refer to the dataset: files close when it goes, not at some collection.
@@ -199,6 +209,11 @@ class Dataset:
             lambda shard: open_tokens(_confirm(headers, shard))
         )
         self._first_samples = lru_cache(4)(partial(_first_samples, headers))
+
+    @property
+    def sha256(self) -> str:
+        """That of the headers of its shards, which have their checksums."""
+        return headers_sha256(self.headers)
 
     def samples(self, seq_length: int) -> int:
         """The number of training samples. Raises InputError if no shard has seq_length + 1
@@ -235,6 +250,10 @@ class Dataset:
             shard = bisect_right(firsts, sample) - 1
             places.append((0, shard, (sample - firsts[shard]) * seq_length))
         return gather([self], places, seq_length + 1)
+
+    def weights(self, shard: int) -> np.ndarray:
+        """Weights of the tokens of one shard as labels, uint8; of a dataset that has rows."""
+        return map_weights(_confirm(self.headers, shard))
 
     def documents(self, shard: int) -> np.ndarray:
         """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
@@ -284,6 +303,22 @@ def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: n
         )
 
 
+def _weight_problems(header: ShardHeader) -> list[str]:
+    if not header.weights_byte_offset:
+        return []
+    weights, checksum = map_weights(header), 0
+    for start in range(0, header.tokens, _VERIFY_TOKENS):
+        piece = weights[start : start + _VERIFY_TOKENS]
+        checksum = zlib.crc32(piece.data, checksum)
+        if piece.max() > 1:
+            at = int(np.argmax(piece > 1))
+            return [f"{header.path}: token {start + at} has weight {piece[at]}; legal: 0 or 1"]
+    found = format_checksum(checksum)
+    if found != header.weights_checksum:
+        return [f"{header.path}: weights' checksum {found}, recorded {header.weights_checksum}"]
+    return []
+
+
 def _offset_problems(header: ShardHeader) -> list[str]:
     documents = map_documents(header)
     for start in range(0, header.documents, _VERIFY_TOKENS):
@@ -297,8 +332,8 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 def verify(path: str | Path) -> list[str]:
     """Read a whole shard in bounded memory; the problems found, one line each, none if it is sound.
 
-    Checked: header, checksum of the token bytes, ids inside the vocabulary, document offsets
-    rising.
+    Checked: header, checksums of the bytes of tokens and weights, ids inside the vocabulary,
+    weights 0 or 1, document offsets rising.
     """
     try:
         header = read_header(path)
@@ -318,4 +353,4 @@ def verify(path: str | Path) -> list[str]:
             )
     if format_checksum(checksum) != header.checksum:
         problems.append(f"{path}: checksum {format_checksum(checksum)}, recorded {header.checksum}")
-    return problems + _offset_problems(header)
+    return problems + _weight_problems(header) + _offset_problems(header)

@@ -8,7 +8,7 @@ each start from the `tokenizer.json` beside the shards; the byte tokenizer needs
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,7 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     it is of no known kind.
     """
     tree, ids = _tokenizer(dataset, whole_words)
-    special, size = {}, dataset.vocab_size
-    for role, names in SPECIAL_NAMES.items():
-        known = next((ids[name] for name in names if name in ids), size)
-        special[role], size = known, size + (known == size)
+    special, size = special_ids(ids, dataset.vocab_size)
     inner, opened = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
     if whole_words:
         apart = {token["id"] for token in tree.get("added_tokens", [])} | {dataset.eod_id}
@@ -68,6 +65,16 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
             if token and number not in apart and 0 <= number < size:
                 inner[number], opened[number] = ends(token)
     return MaskingVocabulary(size, dataset.vocab_size, **special, inner=inner, open=opened)
+
+
+def special_ids(ids: Mapping[str, int], size: int) -> tuple[dict[str, int], int]:
+    """The id of each special token by its role, and the size of the vocabulary with those that the
+    `size` tokens `ids` lack: they stand behind it."""
+    special = {}
+    for role, names in SPECIAL_NAMES.items():
+        known = next((ids[name] for name in names if name in ids), size)
+        special[role], size = known, size + (known == size)
+    return special, size
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:

@@ -9,20 +9,29 @@ import torch
 from torch import Tensor
 
 from ptdmpi.base.traffic import Traffic
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.queues import on_its_way
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, SharedInputError
-from ptdmpi.engine.data_parallel import DataParallel, Replica, data_parallel
+from ptdmpi.config.sections import AVERAGE
+from ptdmpi.engine.data_parallel import data_parallel
+from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.noise import GradientNoise, OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
-from ptdmpi.engine.optimizer import MOMENTS, LossScale, Optimizer, learning_rate
+from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
+from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.runner import Runner
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import ALL, Portion
+from ptdmpi.model.kernels import compiler
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
-from ptdmpi.model.stage import TIED_NAME, Batch, Stage
-from ptdmpi.model.state import State
+from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.model.transformer import Block
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
@@ -38,7 +47,10 @@ class StepResult:
     that is fp16's, and a smaller loss scale may mend it. `watch` has this rank's timeline;
     `compute_s` of it went into its own ops, without the collectives in them (`inside_s`, by group).
     `order_loss`, part of `loss`: in nats per sentence order, where the model is asked for any.
-    `traffic` is what this rank has sent in the step."""
+    `traffic` is what this rank has sent in the step. `consensus`: how far replicas that differ were
+    apart, before they were mixed (`Replicas.consensus`), in steps where that is asked for.
+    `bits_per_element`: of this rank's codes, where gradients are compressed. `noise`: of data
+    ranks' gradients, in steps where that is asked for."""
 
     loss: float
     grad_norm: float
@@ -51,6 +63,9 @@ class StepResult:
     inside_s: Mapping[str, float]
     traffic: Traffic
     order_loss: float | None = None
+    consensus: float | None = None
+    bits_per_element: float | None = None
+    noise: GradientNoise | None = None
 
     @property
     def spans(self) -> list[Span]:
@@ -60,13 +75,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Sums:
-    """Losses in nats, summed over all data ranks' microbatches, and over how many: of tokens, and
-    of sentence orders."""
+    """Losses in nats, summed over all data ranks' microbatches, and over how many: of tokens (or of
+    samples that are classified), and of sentence orders; `right`: samples that were classified
+    right."""
 
     loss: float = 0.0
     tokens: float = 0.0
     order_loss: float = 0.0
     orders: int = 0
+    right: float = 0.0
 
     def __add__(self, other: "Sums") -> "Sums":
         mine, more = astuple(self), astuple(other)
@@ -101,12 +118,16 @@ class Engine:
             for number in self.schedule.stages_of(pipeline.rank)
         }
         portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
-        buffer = partial(_buffer, self.stages, config, self.device, portion)
+        # the sum of all alone is begun place by place: other methods have their state as one
+        begun = config.data_parallel.method == "all_reduce" and axes["data"].overlaps
+        overlaps = begun and axes["data"].size > 1
+        buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed)
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
-        self.program = self._program(self.schedule)
+        _compile(config, self.stages, axes.world, self.device)
+        self.program = _program(pipeline, self.schedule)
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
         if portion.sharded > 1:
             self.runner.inside["shard"] = axes["shard"]
@@ -115,17 +136,17 @@ class Engine:
                 "run.reproducible = true needs sums in ascending rank order, which "
                 f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
             )
-        replica = Replica(axes, self.buffer, self.stages, self.schedule)
-        policy = data_parallel(config, replica)
+        policy = data_parallel(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
         # a tied table on two ranks is one parameter: the first stage's counts
         tied = any(stage.tied for stage in self.stages.values())
         first = any(stage.first for stage in self.stages.values())
         borrowed = [TIED_NAME] if tied and not first else []
-        scales = config.precision.scales_loss
-        held = partial(State, self.buffer, MOMENTS, borrowed, policy.differs, scales)
-        self.state = with_room(axes.world, config, held)
+        held = partial(_state, config, self.buffer, borrowed, policy)
+        self.state = policy.state = with_room(axes.world, config, held)
+        self.state.settle = policy.settle
         self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
+        require_groups(config.optimizer, pipeline, self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
@@ -136,10 +157,10 @@ class Engine:
         """The data-parallel method: the first step of the reduction."""
         return self.reduction.policy
 
-    def _program(self, schedule: schedules.Schedule) -> Program:
-        axis = self.axes["pipeline"]
-        program = programs(schedule)[axis.rank]
-        return post_early(program) if axis.posts_early else program
+    @property
+    def replicas(self) -> Replicas:
+        """This rank's replica of the model among the others."""
+        return Replicas(self.config, self.axes["data"], self.state, self.reduction)
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
@@ -147,20 +168,22 @@ class Engine:
         scale = self.loss_scale.value
         valid, orders = self.accumulate(step, batches, watch)
         with watch.span("reduce"):
-            self.reduction.reduce()
-            total, order_total = self._summed_losses()
-            loss = total / valid
+            own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
             # the norm, and so clipping, is of the gradients without fp16's loss scale
             self.optimizer.unscale(scale)
-            norm = self.reduction.global_norm()
+            asked = self._arriving(*own, self.reduction.global_norm())
             # The one place of a step where the host waits for the device: what it decides now
             # needs loss and norm. Before the update, which must not run on what an abort has left.
             self.axes.clock.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
-            told = self.policy.agreed(float(norm))
+            *losses, norm = asked.tolist()
+            mine = OwnGradient.of(losses.pop() / scale, batches) if own else None
+            total, order_total, _ = self._summed(losses)
+            loss = total / valid
+            told = self.policy.agreed(norm)
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(told))
             overflow = skipped and self.loss_scale.can_fall
@@ -169,7 +192,8 @@ class Engine:
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
-            self.policy.after_update(step)
+            apart = None if skipped else self.replicas.measured(step)
+            self.policy.after_update(step, skipped)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
             # behind it: weights follow from masters, whoever goes on with these
@@ -186,6 +210,9 @@ class Engine:
             inside_s,
             self.axes.traffic().since(before),
             order_total / orders if orders else None,
+            apart,
+            self.policy.bits_per_element,
+            None if mine is None else mine.noise(self.axes["data"], norm, valid),
         )
 
     def stopwatch(self) -> Stopwatch:
@@ -204,8 +231,8 @@ class Engine:
         # (a batch without any: its loss is 0, not 0 / 0)
         valid = self._valid_tokens(batches) or 1.0
         orders = self._valid_orders(batches)
-        self.buffer.gradients.zero_()
         self.policy.begin_step()
+        self.buffer.gradients.zero_()
         for stage in self.stages.values():
             # the step's loss is the mean over tokens plus the mean over sentence orders
             order_weight = valid / orders if orders else 0.0
@@ -220,48 +247,64 @@ class Engine:
         for stage in self.stages.values():
             stage.begin_step(None, list(batches), 1.0)
         with torch.no_grad():
-            self.runner.run(schedule, self._program(schedule), self.stopwatch())
-        loss, order_loss = self._summed_losses()
+            self.runner.run(schedule, _program(self.axes["pipeline"], schedule), self.stopwatch())
+        asked = self._arriving()
+        self.axes.clock.settle()
+        loss, order_loss, right = self._summed(asked.tolist())
         tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
-        return Sums(loss, tokens, order_loss, orders)
+        return Sums(loss, tokens, order_loss, orders, right)
 
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
         """Valid tokens (weights, where labels have some) of the global batch; equal on all
         ranks."""
-        # in float64: float32 counts to 2^24 only, and large batches have more tokens
-        mine = sum(
-            float(batch.labels.numel() if batch.weights is None else batch.weights.double().sum())
-            for batch in batches
-        )
-        return sum(self.axes["data"].all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(sum(batch.tokens for batch in batches)))
 
     def _valid_orders(self, batches: Sequence[Batch]) -> int:
         """Samples of the global batch that have a sentence order."""
         if not self.config.model.sentence_order:
             return 0
-        orders = [batch.order for batch in batches if batch.order is not None]
-        mine = sum(int((order >= 0).sum()) for order in orders)
-        return sum(self.axes["data"].all_gather_object(mine))
+        return sum(self.axes["data"].all_gather_object(sum(batch.orders for batch in batches)))
 
-    def _summed_losses(self) -> tuple[float, float]:
-        """What counts as loss, and the sentence orders' alone, added up in order of the global
-        batch's microbatches."""
+    def _arriving(self, *more: Tensor) -> Tensor:
+        """The losses of this rank's microbatches in their order, then those of their sentence
+        orders and their numbers of right answers, and `more`: on their way to the host by one
+        copy."""
+        last = self.stages.get(self.schedule.stages - 1)
+        kept = [] if last is None else [last.losses, last.order_losses, last.right]
+        found = [losses[i] for losses in kept for i in sorted(losses)]
+        values = [*found, *more]
+        return on_its_way(torch.stack(values)) if values else torch.empty(0)
+
+    def _summed(self, losses: Sequence[float]) -> tuple[float, float, float]:
+        """What counts as loss, the sentence orders' alone, and right answers, added up in order of
+        the global batch's microbatches; `losses` are those of `_arriving`."""
         last_stage = self.schedule.stages - 1
         last = self.stages.get(last_stage)
-        sums = (0.0, 0.0)
+        sums = (0.0, 0.0, 0.0)
         if last is not None:
-            mine = [_values(kept) for kept in (last.losses, last.order_losses)]
-            every = self.axes["data"].all_gather_object(mine)
-            sums = _added(tokens for tokens, _ in every), _added(orders for _, orders in every)
+            one, two = len(last.losses), len(last.losses) + len(last.order_losses)
+            parts = (losses[:one], losses[one:two], losses[two:])
+            every = self.axes["data"].all_gather_object(parts)
+            sums = _added(every, 0), _added(every, 1), _added(every, 2)
         # only the rank with the last stage has seen losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 
 
+def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
+    """This rank's part of a schedule, with its messages."""
+    program = programs(schedule)[pipeline.rank]
+    return post_early(program) if pipeline.posts_early else program
+
+
 def _buffer(
-    stages: Mapping[int, Stage], config: Config, device: torch.device, portion: Portion
+    stages: Mapping[int, Stage],
+    config: Config,
+    device: torch.device,
+    portion: Portion,
+    overlaps: bool,
 ) -> ParameterBuffer:
-    """The parameters of a rank's stages, and what these do where some of it is sharded. Raises
-    OSError where a file has no room for them."""
+    """The parameters of a rank's stages, and what these do where some of it is sharded; `overlaps`:
+    sums over the data axis are begun place by place. Raises OSError where a file has no room."""
     # first stages first: of a tied table the embedding's use comes before the head's
     named = [one for stage in stages.values() for one in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
@@ -269,7 +312,8 @@ def _buffer(
     def unit_of(name: str) -> str:
         if tied and name == TIED_NAME and portion.sharded:
             return name  # alone, so that both ends of the pipeline, and both uses, are cut alike
-        return place_of(name) if portion.sharded > 1 else ALL
+        apart = portion.sharded > 1 or config.data_parallel.overlap or overlaps
+        return place_of(name) if apart else ALL
 
     precision, storage = PRECISIONS[config.precision.compute], storage_of(config, device)
     buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
@@ -284,16 +328,43 @@ def _buffer(
     return buffer
 
 
-def _values(losses: dict[int, Tensor]) -> list[float]:
-    """The losses of one rank's microbatches, in their order, in nats."""
-    # stacked, so that the host fetches them from the device at once
-    return torch.stack([losses[i] for i in sorted(losses)]).double().tolist() if losses else []
+def _compile(
+    config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
+) -> None:
+    """Have layers compiled when they are used first, where `run.compile` asks for it. Raises
+    SharedInputError on all ranks where one of them cannot."""
+    if not config.run.compile:
+        return
+    for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):
+        if wanted:
+            raise SharedInputError(
+                f"run.compile = true: rank {rank} has no {wanted}; legal: compile = false"
+            )
+    for block in (block for stage in stages.values() for block in stage.layers.values()):
+        assert isinstance(block, Block)
+        block.compiled_by(compiler.BACKEND)
 
 
-def _added(parts: Iterable[list[float]]) -> float:
-    """The sum of all ranks' losses, one after the other, in the same order on every layout."""
+def _state(
+    config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
+) -> State:
+    """The state behind the parameters of a rank. Raises OSError where a file has no room for it."""
+    moments = {
+        name: Kept(policy.differs, needed=True)
+        if name != AVERAGE
+        else Kept(policy.differs, begins="weights")
+        for name in config.optimizer.moments
+    }
+    scales = config.precision.scales_loss
+    kinds = {**moments, **policy.kinds}
+    return State(buffer, kinds, borrowed, policy.differs, scales, policy.data)
+
+
+def _added(every: Iterable[Sequence[Sequence[float]]], kind: int) -> float:
+    """The sum of all ranks' losses of one kind, one after the other, in the same order on every
+    layout."""
     total = 0.0
-    for losses in parts:
-        for loss in losses:
+    for of_rank in every:
+        for loss in of_rank[kind]:
             total += loss
     return total

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import Axes
-from ptdmpi.engine.data_parallel import DataParallel
+from ptdmpi.engine.data_parallel.method import DataParallel
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.parameters import Entry, HeldShare
@@ -118,21 +118,37 @@ class GradientReduction:
         self.axes, self.buffer, self.policy = axes, buffer, policy
         tied = any(stage.tied for stage in stages.values())
         self.copied = _copied(axes["tensor"], buffer)
-        self.steps: list[GradientStep] = [policy, *_partial_sums(axes, buffer, stages)]
+        self.steps: list[GradientStep] = list(_partial_sums(axes, buffer, stages))
         if self.copied:
             self.steps.append(CopiedShares(axes["tensor"], buffer, self.copied))
         if tied and TIED_NAME in buffer.second:
             self.steps.append(TiedTable(buffer, None))
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
+        self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
+        # sums may be taken in either order; a method that does more needs to see the sums, and so
+        # does whoever asks for the norm of this replica's own gradient
+        self.steps.insert(
+            0 if policy.linear and not self._own_norm_every else len(self.steps), policy
+        )
         # sorted: what a rank sends of its norms is told apart by its place alone
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
+        # which of them every tensor rank has whole; once, for it comes from the host
+        whole = ["tensor" in buffer.entries[name].declaration.replicated for name in self.counted]
+        self._whole = torch.tensor(whole, device=buffer.device)
         self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
 
-    def reduce(self) -> None:
-        """Run all steps; afterwards the buffer has the gradients to update with."""
-        for step in self.steps:
-            step.reduce()
+    def reduce(self, step: int | None = None) -> list[Tensor]:
+        """Run all steps; afterwards the buffer has the gradients to update with. Where the norm of
+        this data rank's own is asked for in training step `step` (from 0), it returns that."""
+        *others, last = self.steps
+        for one in others:
+            one.reduce()
+        every = self._own_norm_every
+        asked = step is not None and every > 0 and (step + 1) % every == 0
+        found = [self.global_norm()] if asked else []
+        last.reduce()
+        return found
 
     def global_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, the same bits on every rank.
@@ -160,23 +176,14 @@ class GradientReduction:
         if not self.counted:  # nothing trains on this rank, or on any of its tensor group
             return self.buffer.gradients.new_zeros(0)
         entries = [self.buffer.entries[name] for name in self.counted]
-        norms = torch.stack(
-            [
-                torch.linalg.vector_norm(
-                    rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)]
-                )
-                for e in entries
-            ]
-        )
+        parts = [rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)] for e in entries]
+        norms = torch.stack(torch._foreach_norm(parts))
         if self.axes["tensor"].size == 1:
             return norms
         # a part on each rank: squares add up; the whole on each rank: it counts once
-        whole = torch.tensor(
-            ["tensor" in entry.declaration.replicated for entry in entries], device=norms.device
-        )
         # all of them travel, also those that are not used: one message of one length on all ranks
         squares = self.axes["tensor"].all_reduce(norms.square())
-        return torch.where(whole, norms, squares.sqrt())
+        return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
         """The norm of each ALIGNMENT elements of the flat order, in which every parameter begins a

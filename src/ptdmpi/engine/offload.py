@@ -28,14 +28,16 @@ HOST = torch.device("cpu")
 
 
 class Alike(NamedTuple):
-    """Flat tensors whose elements decay alike: the masters and the weights that follow them (none
-    where masters are the weights), their gradients, and the optimizer's moments."""
+    """Flat tensors whose elements are updated alike: the masters and the weights that follow them
+    (none where masters are the weights), their gradients, and what the optimizer keeps of them; by
+    which weight decay, and by what share of the learning rate."""
 
     masters: list[Tensor]
     weights: list[Tensor]
     gradients: list[Tensor]
     moments: tuple[list[Tensor], ...]
     decay: float
+    share: float = 1.0
 
     def chunks(self) -> Iterator["Alike"]:
         """The same, in order, in chunks of one tensor each."""
@@ -51,6 +53,7 @@ class Alike(NamedTuple):
                     [self.gradients[number][some]],
                     tuple([parts[number][some]] for parts in self.moments),
                     self.decay,
+                    self.share,
                 )
 
 
@@ -72,8 +75,10 @@ class HostUpdate:
             chunk = self.chunks[number]
             (kept,), (gradient,) = chunk.masters, chunk.gradients
             master = row[0] if chunk.weights else on_host(kept)
-            moments = tuple([kind] for kind in row[-len(chunk.moments) :])
-            yield Alike([master], [], [on_host(gradient)], moments, chunk.decay)
+            moments = tuple([kind] for kind in row[len(row) - len(chunk.moments) :])
+            yield chunk._replace(
+                masters=[master], weights=[], gradients=[on_host(gradient)], moments=moments
+            )
             for weights in chunk.weights:
                 weights.copy_(master)
             if not chunk.weights and master is not kept:

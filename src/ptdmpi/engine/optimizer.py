@@ -1,35 +1,42 @@
-"""AdamW on the flat master weights, the learning-rate schedule, clipping and fp16's loss scale."""
+"""The update of the flat master weights: learning rates, groups of parameters, clipping and fp16's
+loss scale."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from ptdmpi.config import OptimizerConfig, PrecisionConfig
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.config import OptimizerConfig, PrecisionConfig, RateGroup, SharedInputError
 from ptdmpi.engine.offload import Alike, HostUpdate
+from ptdmpi.engine.updates import update
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Unit
 from ptdmpi.model.state import Counters, State
-
-# The kinds of state that AdamW keeps of each parameter, by torch's own names for them.
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     """The rate of step `step` (0-based) of `steps`: linear warm-up, then decay to the minimum.
 
     Step w - 1 of a warm-up of w steps is the first at the full rate. The cosine is written as in
-    PyTorch's CosineAnnealingLR (its closed form), so that the two agree to the bit.
+    PyTorch's CosineAnnealingLR (its closed form), so that the two agree to the bit. "wsd" (warm-up,
+    stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last
+    steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     warmup = optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     done, whole = step - warmup, max(1, steps - warmup)
+    if optimizer.decay == "wsd":
+        whole = optimizer.last_steps(steps)
+        done = max(0, step - (steps - whole))
     if optimizer.decay == "constant":
         return peak
-    if optimizer.decay == "linear":
+    if optimizer.decay in ("linear", "wsd"):
         return low + (peak - low) * (1 - done / whole)
     return low + (peak - low) * (1 + math.cos(math.pi * done / whole)) / 2
 
@@ -66,8 +73,8 @@ class LossScale:
 
 
 class Optimizer:
-    """PyTorch's AdamW, fused, on flat tensors: of each unit of the buffer this rank's part, those
-    weights that decay and those that do not.
+    """The update that the configuration names, on flat tensors: of each unit of the buffer this
+    rank's part, those together that decay alike and have the same share of the learning rate.
 
     The masters, the moments and the count of updates are those of `state`. Where these do not stand
     on the device the update is done on the host, and `writes_weights`.
@@ -79,22 +86,7 @@ class Optimizer:
         self.gradients = buffer.reduced[: len(buffer.units)]
         # Adam's own count
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
-        self._groups = []
-        for decays in (True, False):
-            ranges = [
-                slice(0, buffer.decaying(unit)) if decays else slice(buffer.decaying(unit), None)
-                for unit in buffer.units
-            ]
-            cut = partial(_cut, ranges)
-            group = Alike(
-                cut(buffer.masters),
-                [] if buffer.one_type else cut(buffer.weight_parts),
-                cut(self.gradients),
-                tuple(cut(state.kinds[kind].parts) for kind in MOMENTS),
-                config.weight_decay if decays else 0.0,
-            )
-            if group.masters:
-                self._groups.append(group)
+        self._groups = _alike(config, state)
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
 
@@ -109,50 +101,98 @@ class Optimizer:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
 
-    def step(self, rate: float, norm: Tensor) -> None:
+    def step(self, rate: float, norm: float) -> None:
         """Clip by `norm`, the global norm of the gradients, and update the masters; the weights do
         not follow yet (`State.changed`), or not those of other ranks. Raises OSError where the disk
         fails that has the state.
 
         The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
         """
-        if self.config.clip_norm > 0.0:
-            factor = torch.clamp(self.config.clip_norm / (norm + 1e-6), max=1.0)
-            for gradient in self.gradients:
-                gradient.mul_(factor)
+        if self.config.clip_norm > 0.0 and self.gradients:
+            # in the gradients' type, as on their device, where no number has to be looked up
+            known = torch.tensor(norm, dtype=self.gradients[0].dtype)
+            factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
+            if factor != 1.0:
+                torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
+        self.state.read.computing_waits()
         # Adam corrects its moments by its count: ours, which skips and checkpoints know
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts():
-            self._update(group, rate)
+            update(self.config, group, rate, self._updates)
         counters.updates += 1
 
-    def _update(self, group: Alike, rate: float) -> None:
-        # The function below torch.optim.AdamW, for the class loads torch's compiler when it is
-        # made: 800 modules, 70 MB and a second of every rank's start.
-        first, second = group.moments
-        with torch.no_grad():
-            adamw(
-                group.masters,
-                group.gradients,
-                first,
-                second,
-                [],
-                # each tensor counts for itself
-                [self._updates.clone() for _ in group.masters],
-                # one kernel; it rounds the end of a tensor otherwise (`ALIGNMENT`, plan/shape)
-                fused=True,
-                amsgrad=False,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                lr=rate,
-                weight_decay=group.decay,
-                eps=self.config.eps,
-                maximize=False,
+
+def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
+    """This rank's part of the state, in groups that are updated alike."""
+    buffer, found = state.buffer, dict[tuple[float, float], list[tuple[int, slice]]]()
+    for number, unit in enumerate(buffer.units):
+        for part, decays, share in _ranges(config, buffer, unit):
+            found.setdefault((decays, share), []).append((number, part))
+    groups = []
+    for (decay, share), ranges in found.items():
+        cut = partial(_cut, ranges)
+        groups.append(
+            Alike(
+                cut(buffer.masters),
+                [] if buffer.one_type else cut(buffer.weight_parts),
+                cut(buffer.reduced),
+                tuple(cut(state.kinds[kind].parts) for kind in config.moments),
+                decay,
+                share,
+            )
+        )
+    return groups
+
+
+def _ranges(
+    config: OptimizerConfig, buffer: ParameterBuffer, unit: Unit
+) -> Iterator[tuple[slice, float, float]]:
+    """This rank's part of a unit in ranges that are updated alike: where, by which weight decay,
+    and by what share of the learning rate. Each goes up to where the next one's first parameter
+    begins, padding included."""
+    first, last = buffer.place(unit)
+    begun: list[tuple[int, float, float]] = []
+    for name, entry in buffer.entries.items():
+        if unit.start <= entry.start < unit.stop:
+            group = group_of(config, name)
+            decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
+            alike = (decay, group.learning_rate_factor)
+            if not begun or begun[-1][1:] != alike:
+                begun.append((entry.start, *alike))
+    ends = [*(start for start, _, _ in begun[1:]), unit.stop]
+    for (start, decay, share), end in zip(begun, ends, strict=True):
+        start, end = (min(max(at, first), last) - first for at in (start, end))
+        if start < end:
+            yield slice(start, end), decay, share
+
+
+def require_groups(
+    config: OptimizerConfig, pipeline: Communicator, buffer: ParameterBuffer
+) -> None:
+    """Raises SharedInputError, on every rank, for a glob that names no parameter that trains."""
+    globs = sorted({glob for group in config.groups for glob in group.names})
+    if not globs:
+        return
+    here = [any(fnmatchcase(name, glob) for name in buffer.entries) for glob in globs]
+    found = [any(ranks) for ranks in zip(*pipeline.all_gather_object(here), strict=True)]
+    for glob, names_any in zip(globs, found, strict=True):
+        if not names_any:
+            raise SharedInputError(
+                f'optimizer.groups: names = ["{glob}"] is no parameter that trains; legal: globs '
+                "of names such as layers.0.mlp.up.weight, of which * is any text"
             )
 
 
-def _cut(ranges: Sequence[slice], parts: Sequence[Tensor]) -> list[Tensor]:
-    """A range of each part, where there is anything in it."""
-    cut = (part[some] for part, some in zip(parts, ranges, strict=True))
-    return [part for part in cut if part.numel()]
+def group_of(config: OptimizerConfig, name: str) -> RateGroup:
+    """The first group of the configuration that a logical name belongs to; else one that changes
+    nothing."""
+    for group in config.groups:
+        if any(fnmatchcase(name, glob) for glob in group.names):
+            return group
+    return RateGroup(names=("*",))
+
+
+def _cut(ranges: Sequence[tuple[int, slice]], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Ranges of the parts, by number."""
+    return [parts[number][some] for number, some in ranges]

@@ -7,18 +7,22 @@ from typing import Any
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.config.sections import AVERAGE
 from ptdmpi.data.shards import Dataset
-from ptdmpi.evaluate import tasks
+from ptdmpi.evaluate import code, tasks
 from ptdmpi.evaluate.answers import compiled
+from ptdmpi.evaluate.classes import accuracy, files_of, predictions, task_of
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
 from ptdmpi.evaluate.questions import Asking, Limits, questions
+from ptdmpi.evaluate.sandbox import Sandbox, without_network
 from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import find_text
-from ptdmpi.inference.model import open_inference
-from ptdmpi.inference.stored import StoredModel
+from ptdmpi.generate.text import Text, find_text
+from ptdmpi.inference.model import InferenceModel, open_inference
+from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.inference.tokenizer import tokenizer_sha256
+from ptdmpi.model.state import WEIGHTS
 
 Options = Mapping[str, Any]
 
@@ -28,8 +32,11 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
 
     Raises InputError on every rank, before anything is computed where that is possible.
     """
-    work = world.on_root(lambda: _read(options))
-    model, stored = open_inference(run, world, options["layout"], options["precision"])
+    heads = world.on_root(lambda: _has_task_head(run, options))
+    work = world.on_root(lambda: {} if heads else _read(options))
+    kind = AVERAGE if options["ema"] else WEIGHTS
+    how = options["layout"], options["precision"], heads, options["adapter"], kind
+    model, stored = open_inference(run, world, *how)
     parallel = model.config.parallel
     found: dict[str, Any] = {
         "checkpoint": str(stored.checkpoint),
@@ -39,12 +46,14 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         "perplexity": [],
         "tasks": [],
     }
+    if heads:
+        return found | {"tasks": _accuracies(model, world, stored, options)}
     for path in options["data"]:
-        world.on_root(partial(_check_dataset, path, stored))
+        world.on_root(partial(check_dataset, path, stored))
         found["perplexity"].append(
             perplexity(model, Dataset(path), options["stride"], options["words"])
         )
-    if not (work or options["lm_eval"]):
+    if not (work or options["lm_eval"] or options["code"]):
         return found
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
@@ -53,16 +62,50 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         asked = world.on_root(partial(questions, text, items, contexts, asking, limits))
         given = asked.ask(model, text, range(len(items)))
         found["tasks"].append({"file": path, "shots": options["shots"], **asked.result(given)})
+    if options["code"]:
+        found["code"] = _programs(model, world, text, options)
     if options["lm_eval"]:
         harness = Harness(model, text)
         found["lm_eval"] = simple_evaluate(harness, options)
     return found
 
 
+def _has_task_head(run: Path, options: Options) -> bool:
+    """Whether the model has a head for a task. Raises InputError where that is asked for more than
+    it can give."""
+    if open_model(run).tree["model"].get("output_head") != "classes":
+        return False
+    for key in ("data", "code", "lm_eval", "shots", "words", "stride"):
+        if options[key]:
+            raise InputError(
+                f"--{key.replace('_', '-')}: {run} has a head for a task, and gives no tokens; "
+                "legal: --tasks FILE"
+            )
+    if not options["tasks"]:
+        raise InputError("nothing to evaluate: give --tasks")
+    return True
+
+
+def _accuracies(
+    model: InferenceModel, world: World, stored: StoredModel, options: Options
+) -> list[dict[str, Any]]:
+    """What a model with a head for a task reaches on each file."""
+    given, paths = options["tokenizer"], options["tasks"]
+    form, files = world.on_root(lambda: files_of(stored, given, paths))
+    task = task_of(stored)
+    names = task.labels or [str(number) for number in range(task.choices)]
+    found = []
+    for file in files:
+        values = accuracy(file, predictions(model, file, form), names)
+        found.append({"file": str(file.path), "kind": task.kind, **values})
+    return found
+
+
 def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
     """The items of each task file and their contexts, solved examples included."""
-    if not (options["data"] or options["tasks"] or options["lm_eval"]):
-        raise InputError("nothing to evaluate: give --data, --tasks or --lm-eval")
+    if not any(options[key] for key in ("data", "tasks", "code", "lm_eval")):
+        raise InputError("nothing to evaluate: give --data, --tasks, --code or --lm-eval")
+    _check_code(options)
     if options["shots"] and options["shots_from"] is None:
         raise InputError(f"--shots {options['shots']} needs --shots-from FILE")
     if options["shots_from"] is not None and not options["shots"]:
@@ -86,6 +129,35 @@ def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
     return found
 
 
+def _check_code(options: Options) -> None:
+    """What programs need before a model is asked for any. Raises InputError."""
+    if not options["code"]:
+        return
+    if max(options["k"]) > options["samples"]:
+        raise InputError(
+            f"--k {max(options['k'])} needs as many --samples; legal: 1 to {options['samples']}"
+        )
+    if not options["allow_network"]:
+        without_network()
+    for path in options["code"]:
+        code.read(path)
+
+
+def _programs(
+    model: InferenceModel, world: World, text: Text, options: Options
+) -> list[dict[str, Any]]:
+    """pass@k on each file of programs."""
+    sandbox = Sandbox(network=options["allow_network"])
+    ks = tuple(dict.fromkeys(options["k"]))
+    sizes = (options["samples"], _sampling(options), options["max_new_tokens"])
+    asking = code.CodeAsking(*sizes, ks, sandbox)
+    found = []
+    for path in options["code"]:
+        programs = world.on_root(partial(code.read, path))
+        found.append({"file": str(path), **asking.ask(model, text, programs)})
+    return found
+
+
 def _sampling(options: Options) -> Sampling:
     keys = ("temperature", "top_k", "top_p", "seed")
     return Sampling(**{key: options[key] for key in keys})
@@ -97,7 +169,8 @@ def _asking(options: Options) -> Asking:
     return Asking(sampling=_sampling(options), until=until, **{key: options[key] for key in keys})
 
 
-def _check_dataset(path: Path, stored: StoredModel) -> None:
+def check_dataset(path: Path, stored: StoredModel) -> None:
+    """Raises InputError unless the shards were made with the model's tokenizer."""
     dataset = Dataset(path)
     known = tokenizer_sha256(stored)
     if known not in (None, dataset.tokenizer_sha256):

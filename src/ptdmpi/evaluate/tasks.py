@@ -32,23 +32,30 @@ class TaskItem:
 
 def read(path: Path) -> list[TaskItem]:
     """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
-    items = [_item(line, place) for place, line in numbered_lines(path, "item")]
+    items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
     return items
 
 
-def _item(line: str, place: str) -> TaskItem:
+def values_of(line: str, place: str, key: str) -> dict[str, Any]:
+    """The JSON object of a line that has a text in the field `key`. Raises InputError."""
     try:
         values = json.loads(line)
     except ValueError as error:
         raise InputError(f"{place}: not a JSON line: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("context"), str):
-        raise InputError(f"{place}: no JSON object with a text in the field 'context'")
+    if not isinstance(values, dict) or not isinstance(values.get(key), str):
+        raise InputError(f"{place}: no JSON object with a text in the field {key!r}")
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InputError(f"{place}: half of a UTF-16 pair is no text") from None
+    return values
+
+
+def item_of(line: str, place: str) -> TaskItem:
+    """The item of a line. Raises InputError."""
+    values = values_of(line, place, "context")
     if "choices" in values and "answers" in values:
         raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")
     if "choices" in values:

@@ -10,7 +10,8 @@ import numpy as np
 
 from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.inference.stored import StoredModel
+from ptdmpi.data.words import tokens_of
+from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
     TOKENIZER,
     find_tokenizer,
@@ -64,7 +65,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     """
     kept, trained_here = kept_files(stored), bool(stored.datasets)
     try:
-        name = given or _name_of(stored, kept)
+        name = given or name_of(stored)
     except InputError as error:
         raise InputError(f"{error}; {mended}") from None
     try:
@@ -90,8 +91,15 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
-def _name_of(stored: StoredModel, kept: Path | None) -> str:
-    """What `load_tokenizer` takes for the model's own tokenizer. Raises InputError."""
+def name_of(stored: StoredModel) -> str:
+    """What `load_tokenizer` takes for the model's own tokenizer: of a model with a head for a task
+    the one that the task names, or that of the model that it began from. Raises InputError."""
+    task, kept = stored.tree.get("task", {}), kept_files(stored)
+    if task.get("tokenizer"):
+        return str(task["tokenizer"])
+    began = stored.tree.get("checkpoint", {}).get("initial")
+    if task.get("kind", "none") != "none" and began:
+        return name_of(open_model(Path(began)))
     header = shard_header(stored)
     if header is not None and tokenizer_file(header.tokenizer) is None:
         return header.tokenizer
@@ -100,6 +108,18 @@ def _name_of(stored: StoredModel, kept: Path | None) -> str:
     if kept is not None and (kept / TOKENIZER).is_file():
         return str(kept / TOKENIZER)
     raise InputError(f"{stored.path} does not say which tokenizer it has")
+
+
+def token_ids(name: str) -> dict[str, int]:
+    """Each token of a tokenizer and its id, where it is a tokenizer.json; else none. Raises
+    InputError."""
+    file = tokenizer_file(name)
+    if file is None or file.suffix != ".json":
+        return {}
+    try:
+        return dict(tokens_of(json.loads(file.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{file}: is no tokenizer.json: {error}") from None
 
 
 def _ends(kept: Path) -> set[int]:

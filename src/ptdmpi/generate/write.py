@@ -9,12 +9,14 @@ from typing import Any
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.config.sections import AVERAGE
 from ptdmpi.generate.generator import Prompt, check, generate
 from ptdmpi.generate.prompts import Given, read_prompts
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.inference.stored import StoredModel
+from ptdmpi.model.state import WEIGHTS
 from ptdmpi.terminal.progress import progress
 
 MAX_NEW_TOKENS = 100
@@ -65,7 +67,9 @@ class Writer:
         chosen = {key: options[key] for key in ("temperature", "top_k", "top_p", "seed")}
         self.world, self.options = world, options
         self.sampling = world.on_root(lambda: Sampling(**chosen))
-        opened = open_inference(run, world, options["layout"], options["precision"])
+        kind = AVERAGE if options["ema"] else WEIGHTS
+        how = options["layout"], options["precision"], False, options["adapter"], kind
+        opened = open_inference(run, world, *how)
         self.model: InferenceModel = opened[0]
         self.stored: StoredModel = opened[1]
         # found by rank 0 first, whose mistake is everybody's

@@ -5,26 +5,36 @@ else. No gradients, optimizer or schedule: stages pass activations on, one after
 the first ones go on with the next batch. The weights are a checkpoint's, or those of a run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptdmpi.checkpoint.load import load_tensors
+from ptdmpi.checkpoint.load import load_frozen, load_tensors
+from ptdmpi.checkpoint.manifest import Manifest
 from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config import layout as layouts
-from ptdmpi.inference.stored import StoredModel, open_model
+from ptdmpi.inference.stored import (
+    StoredAdapter,
+    StoredModel,
+    manifest_of,
+    open_adapter,
+    open_model,
+)
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
 from ptdmpi.model.loss import token_log_probabilities
 from ptdmpi.model.parameters import PRECISIONS, Precision
 from ptdmpi.model.stage import Stage
-from ptdmpi.model.state import State
+from ptdmpi.model.state import WEIGHTS, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Context
 from ptdmpi.plan.layout.grid import grid_of
@@ -84,6 +94,26 @@ class InferenceModel:
         With a cache the ids stand at its positions and see what it keeps; else each column is a
         sequence from its beginning.
         """
+
+        def advance(stage: Stage, x: Tensor | None) -> Tensor:
+            context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
+            return stage.advance(ids, x, context)
+
+        return self._through(ids, advance)
+
+    def scores(self, batch: Batch) -> Tensor | None:
+        """Scores [samples, n] of the classes or candidates, of a model with a head for a task, on
+        the last stage; None on others. After the last call comes `finish`."""
+        x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
+        if x is None or self._head is None:
+            return None
+        with torch.no_grad():
+            return self._head.scores(batch, x, None)
+
+    def _through(
+        self, ids: Tensor, advance: Callable[[Stage, Tensor | None], Tensor]
+    ) -> Tensor | None:
+        """What the last stage makes of ids [s, b], each stage by `advance`; None on other ranks."""
         pipeline, last = self.axes["pipeline"], self.placed.stages - 1
         x: Tensor | None = None
         for number, stage in self.stages.items():
@@ -92,8 +122,7 @@ class InferenceModel:
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
                 pipeline.recv(x, self.placed.rank_of(number - 1))
             with torch.no_grad():
-                context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
-                x = stage.advance(ids, x, context)
+                x = advance(stage, x)
             if number < last and self.placed.rank_of(number + 1) != pipeline.rank:
                 self._send(x.contiguous(), self.placed.rank_of(number + 1))
         return x if self._head is not None else None
@@ -163,43 +192,66 @@ def device_of(world: World) -> torch.device:
 
 
 def open_inference(
-    path: Path, world: World, layout: str | None, precision: str | None
+    path: Path,
+    world: World,
+    layout: str | None,
+    precision: str | None,
+    classifies: bool = False,
+    adapter: Path | None = None,
+    kind: str = WEIGHTS,
 ) -> tuple[InferenceModel, StoredModel]:
-    """The model at `path` with its weights, on all ranks of `world`.
+    """The model at `path` with its weights, on all ranks of `world`: one that is asked for tokens,
+    or that `classifies`, with a head for a task; with the adapters at `adapter`, where given.
 
     `layout` such as "t=2,p=2"; None: that of the run, where it fits these ranks, else one rank for
-    each model. `precision` None: as it was trained. Raises InputError on every rank.
+    each model. `precision` None: as it was trained. `kind` of its state stands for its
+    weights, such as their average; of the adapters' state, where given. Raises InputError on every
+    rank.
     """
 
-    def prepare() -> tuple[StoredModel, Config]:
-        stored = open_model(path)
+    def prepare() -> tuple[StoredModel, StoredAdapter | None, Config]:
+        stored = open_model(path, kind if adapter is None else WEIGHTS)
         trained = stored.tree.get("precision", {}).get("compute", "fp32")
         sizes = _sizes(stored, world.size, layout)
         config = stored.config(world.size, precision or trained, **sizes)
-        if config.model.masked:
+        if config.model.classifies != classifies:
+            raise InputError(
+                f"{stored.path} has a head for a task: it gives no tokens, but its accuracy: "
+                "ptdmpi evaluate --tasks FILE"
+            )
+        if config.model.masked and not classifies:
             raise InputError(
                 f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
             )
-        return stored, config
+        beside = None if adapter is None else open_adapter(adapter)
+        return stored, beside, config if beside is None else beside.over(stored, config)
 
-    stored, config = world.on_root(prepare)
+    stored, beside, config = world.on_root(prepare)
     threads = stored.tree.get("run", {}).get("threads", 1)
     torch.set_num_threads(threads)
-    axes = world.split(grid_of(config))
+    device = device_of(world)
+    axes = world.split(grid_of(config), wire_named(device=device))
     placed = schedules.placement("forward", config.parallel.pipeline, 1)
     stages = new_stages(config, axes, stored.vocab_size, placed)
     compute = PRECISIONS[config.precision.compute].compute
     buffer = ParameterBuffer(
         [one for stage in stages.values() for one in stage.named_logical_parameters()],
         Precision(compute, compute),  # nothing is updated: no masters beside the weights
-        device_of(world),
+        device,
         Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,
     )
-    loaded = load_tensors(State(buffer), axes.world, stored.checkpoint)
+    state = State(buffer)
+    if beside is not None:
+        _load(load_frozen(state, axes.world, stored.checkpoint, lambda path, manifest: None))
+    read = partial(manifest_of, kind=kind)
+    _load(load_tensors(state, axes.world, (beside or stored).checkpoint, read=read))
+    return InferenceModel(config, axes, stored.vocab_size, stages, placed), stored
+
+
+def _load(loaded: Manifest | str) -> None:
     if isinstance(loaded, str):
         raise SharedInputError(loaded)
-    return InferenceModel(config, axes, stored.vocab_size, stages, placed), stored
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:

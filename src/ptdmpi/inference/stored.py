@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ptdmpi.base.box import Box
 from ptdmpi.checkpoint import examine
+from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.config import Config, InputError, Layout, synthetic_config
+from ptdmpi.lineage.adapted import Adapted, Base, adapted_of, require_kind
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
-from ptdmpi.model.parameters import Declaration
+from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import Portion
+from ptdmpi.model.parameters import PRECISIONS, Declaration
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -36,7 +43,7 @@ class StoredModel:
 
     @property
     def vocab_size(self) -> int:
-        return self.manifest.tensors[key(WEIGHTS, TIED_NAME)].shape[0]
+        return self.manifest[key(WEIGHTS, TIED_NAME)].shape[0]
 
     @property
     def trained_on(self) -> TrainedOn | None:
@@ -46,7 +53,10 @@ class StoredModel:
 
     @property
     def datasets(self) -> list[str]:
-        """Paths of the shards that the model was trained on last; none where that was elsewhere."""
+        """Paths of the shards that the model was trained on last; none where that was elsewhere, or
+        on a task's files."""
+        if self.tree.get("task", {}).get("kind", "none") != "none":
+            return []
         if self.trained_on is not None:
             return [one.path for one in self.trained_on.last.sources]
         return [one["path"] for one in self.tree.get("data", {}).get("train", [])]
@@ -63,11 +73,23 @@ class StoredModel:
         return Reader(self.checkpoint, self.manifest)
 
 
-def open_model(path: Path) -> StoredModel:
-    """The newest complete checkpoint that `path` names, and its config.toml. Raises InputError."""
-    checkpoint = examine.newest(path)
+def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
+    """What is in a checkpoint; of another `kind` than the weights, that in their place. Raises
+    InputError."""
     manifest = sound_manifest(checkpoint)
-    if key(WEIGHTS, TIED_NAME) not in manifest.tensors:
+    try:
+        return manifest if kind == WEIGHTS else manifest.as_weights(kind)
+    except InputError as error:
+        raise InputError(f"checkpoint {checkpoint}: {error}") from None
+
+
+def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
+    """The newest complete checkpoint that `path` names, and its config.toml; `kind` stands for its
+    weights. Raises InputError."""
+    checkpoint = examine.newest(path)
+    manifest = manifest_of(checkpoint, kind)
+    require_kind(checkpoint, manifest.said)
+    if manifest.find(key(WEIGHTS, TIED_NAME)) is None:
         raise InputError(f"checkpoint {checkpoint} holds no {key(WEIGHTS, TIED_NAME)}")
     folders = (path, checkpoint.parent.parent, checkpoint)
     folder = next((one for one in folders if (one / CONFIG).is_file()), None)
@@ -85,6 +107,33 @@ def open_model(path: Path) -> StoredModel:
     # the file has what a command asked for last, the checkpoint what was trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """Adapters on the disk: the checkpoint that holds them, and what it says of them."""
+
+    checkpoint: Path
+    adapted: Adapted
+    manifest: Manifest
+
+    def over(self, stored: StoredModel, config: Config) -> Config:
+        """`config`, of the model beneath, with them. Raises InputError if they were trained over
+        another."""
+        self.adapted.require(
+            self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
+        )
+        return config.model_copy(update={"adapt": self.adapted.adapt}).adapted()
+
+
+def open_adapter(path: Path) -> StoredAdapter:
+    """The adapters of the newest complete checkpoint that `path` names. Raises InputError."""
+    checkpoint = examine.newest(path)
+    manifest = sound_manifest(checkpoint)
+    found = adapted_of(checkpoint, manifest.said)
+    if found is None:
+        raise InputError(f"checkpoint {checkpoint} is a whole model, no adapter; legal: as RUN")
+    return StoredAdapter(checkpoint, found, manifest)
 
 
 def config_of(
@@ -109,13 +158,30 @@ def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
     return {name: weight.declaration for name, weight in stage.named_logical_parameters()}
 
 
+def loaded_layer(
+    config: Config, vocab_size: int, layer: int, reader: Reader
+) -> tuple[Stage, ParameterBuffer]:
+    """One layer of a model on the host with its weights, and what stands before the first or after
+    the last; in the type of `config`, which is fp32 or fp64. Raises Damaged."""
+    stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
+    host, precision = torch.device("cpu"), PRECISIONS[config.precision.compute]
+    named = stage.named_logical_parameters()
+    buffer = ParameterBuffer(named, precision, host, Portion(), trains=False)
+    for name, entry in buffer.entries.items():
+        whole = entry.view(buffer.weights)
+        reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
+    stage.place_tables(config.model, host)
+    return stage, buffer
+
+
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     """Raises InputError unless the checkpoint has exactly these weights in these shapes."""
     for name, declaration in needed.items():
         reader.require(key(WEIGHTS, name), declaration.shape)
     known = {key(WEIGHTS, name) for name in needed}
     prefix = key(WEIGHTS, "")
-    extra = [name for name in reader.tensors if name.startswith(prefix) and name not in known]
+    there = reader.manifest.names
+    extra = [name for name in there if name.startswith(prefix) and name not in known]
     if extra:
         raise InputError(
             f"checkpoint {reader.directory}: {extra[0]} is not of the model in its {CONFIG}"

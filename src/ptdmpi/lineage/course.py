@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.order import SampleOrder
-from ptdmpi.lineage.judge import Answer, Before, judge, settings
+from ptdmpi.lineage.adapted import Adapted, Base, judge_adapted, require_kind
+from ptdmpi.lineage.judge import Answer, Before, judge, judge_base, settings
 from ptdmpi.lineage.trained_on import TrainedOn
 
 
@@ -16,7 +17,9 @@ class Course:
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config, self.now = config, now
+        self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
         self.answer = Answer(now)
+        self.base: Base | None = None  # beneath adapters
         self._order: SampleOrder | None = None
 
     def judge(
@@ -24,11 +27,25 @@ class Course:
     ) -> None:
         """Take up what the checkpoint at `path` was trained on. Raises InputError if this run may
         not go on from it; the same on every rank."""
+        if self.base is not None:
+            judge_adapted(path, manifest, self.config.adapt, self.base)
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
         """Take up an answer that was given before."""
         self.answer, self._order = answer, None
+
+    def stand_on(
+        self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
+    ) -> None:
+        """Take the model at `path` as what is frozen beneath the adapters. Raises InputError if it
+        is none, or knows other tokens than the data."""
+        require_kind(path, manifest)
+        before = Before.of(path, manifest)
+        judge_base(before, self.config, self.now)
+        if before.trained_on is None:
+            self.require_tokenizer(path, tokenizer_sha256)
+        self.base = base
 
     def require_tokenizer(self, path: Path, sha256: str | None) -> None:
         """Raises InputError if the weights at `path` know another tokenizer than the data has;
@@ -74,4 +91,11 @@ class Course:
 
     def in_manifest(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"trained_on": self.trained_on.as_json(), "settings": settings(self.config)}
+        method = self.config.data_parallel.method
+        adapted = Adapted(self.config.adapt, self.base).in_manifest() if self.base else {}
+        return {
+            **adapted,
+            "trained_on": self.trained_on.as_json(),
+            "settings": self.settings,
+            "data_parallel": {"method": method, "replicas": self.config.data_size},
+        }

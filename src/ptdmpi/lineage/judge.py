@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ptdmpi.config import Config, InputError, ModelConfig
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
+from ptdmpi.plan.layout.topology import file_sha256
 
 # of a model, between one start of a run and the next
 FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
@@ -25,8 +26,11 @@ _TOLD = {
     "precision": None,
     "optimizer": None,
     "data": {"valid", "document_boundaries", "mask_fraction", "mask_ngram", "whole_words"},
+    "task": None,
     "parallel": None,
+    "data_parallel": None,
     "recompute": None,
+    "adapt": {"dropout", "base"},
 }
 
 
@@ -66,12 +70,16 @@ class Answer:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What may change between two starts and is told then: `section.key` -> value."""
+    """What may change between two starts and is told then: `section.key` -> value. Raises
+    InputError where a file that is named there is gone."""
     found: dict[str, Any] = {}
     for section, keys in _TOLD.items():
         table = getattr(config, section).model_dump(mode="json")
         found |= {f"{section}.{key}": v for key, v in table.items() if keys is None or key in keys}
     found["batch.micro_size"] = config.batch.micro_size
+    graph = file_sha256(config.data_parallel)
+    if graph is not None:  # a file is edited under the name that it has
+        found["data_parallel.topology sha256"] = graph[:12]
     return found
 
 
@@ -96,6 +104,13 @@ def judge(
             f'legal: what was before, or data.change = "{FROM_HERE}"'
         )
     return Answer(changed_at(known, now, before.step), (*differences, *told))
+
+
+def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
+    """Raises InputError if adapters that are trained on the data of `now` cannot stand on the
+    weights of `before`."""
+    _require_same_tokenizer(before, now)
+    _require_same_model("initial", before, config)
 
 
 def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
@@ -149,8 +164,16 @@ def _differences(old: Stretch, new: Stretch) -> Iterator[str]:
         yield f"run.seed {old.seed} -> {new.seed}"
     if old.global_size != new.global_size:
         yield f"batch.global_size {old.global_size} -> {new.global_size}"
+    if old.ranks != new.ranks:
+        yield f"data.train {_dealt(old)} -> {_dealt(new)}"
     if _shares(old.sources) != _shares(new.sources):
         yield f"data.train {_mixture(old.sources)} -> {_mixture(new.sources)}"
+
+
+def _dealt(stretch: Stretch) -> str:
+    if stretch.ranks == 1:
+        return "drawn from by all data ranks"
+    return f'dealt to {stretch.ranks} data ranks (data.split = "by_rank")'
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:

@@ -7,13 +7,30 @@ counted through all of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from ptdmpi.config import Config
 from ptdmpi.data.order import Part, SampleOrder, Start
+from ptdmpi.data.split import SplitOrder
 
-if TYPE_CHECKING:  # reads shards by h5py, which a conversion does without
-    from ptdmpi.data.shards import Dataset
+
+class Samples(Protocol):
+    """A dataset as far as a run is told by it: a directory of shards, or a file of a task."""
+
+    @property
+    def tokenizer(self) -> str:
+        """The name of its tokenizer."""
+
+    @property
+    def tokenizer_sha256(self) -> str:
+        """What makes two tokenizers one."""
+
+    @property
+    def sha256(self) -> str:
+        """What changes with its content."""
+
+    def samples(self, length: int) -> int:
+        """How many samples it has, of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,9 @@ class Source:
 @dataclass(frozen=True)
 class Stretch:
     """Steps whose samples come in one order; `step` steps, `sample` samples and `tokens` tokens
-    were trained before it. `gone`: what was drawn of datasets that it no longer has."""
+    were trained before it. `gone`: what was drawn of datasets that it no longer has. `ranks`: to
+    how many data ranks sources are dealt, each of which draws from its own; 1: all draw from all.
+    """
 
     step: int
     sample: int
@@ -45,6 +64,7 @@ class Stretch:
     seq_length: int
     sources: tuple[Source, ...]
     gone: tuple[Source, ...] = ()
+    ranks: int = 1
 
     def samples_after(self, step: int) -> int:
         """Samples consumed when `step` steps are done."""
@@ -62,7 +82,10 @@ class Stretch:
             Part(one.samples, one.weight, limit, one.key, one.drawn)
             for one, limit in zip(self.sources, limits, strict=True)
         ]
-        return SampleOrder(parts, self.seed, Start(self.step, self.sample))
+        start = Start(self.step, self.sample)
+        if self.ranks == 1:
+            return SampleOrder(parts, self.seed, start)
+        return SplitOrder(parts, self.seed, self.ranks, self.global_size, start)
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
         """Every dataset that the run has seen, by `key`, with what was drawn after `step` steps;
@@ -111,17 +134,17 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
     return Stretch(**{**table, **sources})
 
 
-def begun(config: Config, train: Sequence["Dataset"]) -> TrainedOn:
+def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
     """What a run of this configuration is trained on if it begins now."""
-    from ptdmpi.data.header import headers_sha256
-
     length = config.model.text_length
     sources = tuple(
-        Source(part.path, headers_sha256(one.headers), one.samples(length), str(part.weight), key)
+        Source(part.path, one.sha256, one.samples(length), str(part.weight), key)
         for key, (part, one) in enumerate(zip(config.data.train, train, strict=True))
     )
-    size = config.batch.global_size
-    first = Stretch(0, 0, 0, config.run.seed, size, config.model.seq_length, sources)
+    # several sequences may make one sample, which then has the tokens of all of them
+    tokens = config.task.sequences * config.model.seq_length
+    ranks = config.data_size if config.data.split == "by_rank" else 1
+    first = Stretch(0, 0, 0, config.run.seed, config.samples, tokens, sources, ranks=ranks)
     return TrainedOn(train[0].tokenizer, train[0].tokenizer_sha256, (first,))
 
 

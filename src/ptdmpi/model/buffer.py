@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ptdmpi.model.flat import ALL, FlatOrder, Portion, Unit
+from ptdmpi.base.box import Box
+from ptdmpi.model.flat import ALL, FlatOrder, OwnPart, Portion, Unit
 from ptdmpi.model.parameters import Entry, Parameter, Precision
 from ptdmpi.model.random import initial
 
@@ -122,26 +123,18 @@ class ParameterBuffer(FlatOrder):
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def initialise(self, seed: int) -> None:
-        """Fill the master weights from (seed, name): the same logical tensors in every layout."""
+        """Fill the master weights from (seed, name): the same logical tensors in every layout, of
+        which each rank has what it keeps, and never the whole."""
+        place = (self.portion.tensor_rank, self.portion.tensor_size)
         for entry in (*self.entries.values(), *self.frozen.values()):
-            whole = initial(seed, entry.name, entry.declaration.shape, entry.declaration.init)
-            self.fill(entry, whole)
+            if entry.declaration.trains:
+                held, flats = self.own_part(entry), self.masters
+            else:
+                held, flats = OwnPart(entry, 0, entry.elements, 0, entry.start), [self.idle_weights]
+            if held is not None:
+                _fill([one[:2] for one in held.logical(held.view(flats), *place)], entry, seed)
+                self.storage.let_go()
         self.refresh_weights()
-
-    def fill(self, entry: Entry, whole: Tensor) -> None:
-        """Put what this rank holds of a logical tensor into its master weights, or, where it does
-        not train, into its weights."""
-        frozen = not entry.declaration.trains
-        type_ = self.precision.compute if frozen else self.precision.master
-        local = torch.zeros(entry.shape, dtype=type_, device=self.device)
-        tensor = (self.portion.tensor_rank, self.portion.tensor_size)
-        for share in entry.declaration.held(*tensor):
-            local[share.local.index] = whole[share.logical.index].to(local)
-        if frozen:
-            entry.view(self.idle_weights).copy_(local)
-        elif (held := self.own_part(entry)) is not None:
-            held.view(self.masters).copy_(local.view(-1)[held.begin : held.end])
-            self.storage.let_go()
 
     def refresh_weights(self, written: bool = False) -> None:
         """Bring the weights up to date with the masters of all ranks of the shard group; all of
@@ -159,6 +152,18 @@ class ParameterBuffer(FlatOrder):
             ]
             for handle in begun:
                 handle.wait()
+
+
+def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
+    """Put initial values into views of boxes of a logical tensor."""
+    declaration, boxes = entry.declaration, [box for box, _ in parts]
+    drawn = initial(seed, entry.name, declaration.shape, declaration.init, boxes)
+    for slab, values in drawn:
+        for box, view in parts:
+            common = box.overlap(slab)
+            if common is not None:
+                part = values[common.relative(slab).index]
+                view[common.relative(box).index].copy_(part)
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,31 +1,62 @@
 """Modules from the one table of parameters (`plan.shape.parameters`): what the planner counts is
 what the model is built from."""
 
+import itertools
+from collections.abc import Sequence
+
+from ptdmpi.model.adapters.low_rank import LowRankAdapter
+from ptdmpi.model.adapters.scales import ScaleAdapter
+from ptdmpi.model.parameters import Split
+from ptdmpi.model.tables import Table, VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    Table,
     TensorAxis,
-    VocabularyEmbedding,
     VocabularyHead,
 )
-from ptdmpi.plan.shape.parameters import Part, as_linear, as_table
+from ptdmpi.plan.shape.parameters import LowRankPair, Part, Parts, Scale, as_linear, as_table
 
 
-def column_linear(part: Part, axis: TensorAxis) -> ColumnParallelLinear:
-    """A linear whose outputs are divided; raises TypeError for another part, as all do here."""
-    linear = as_linear(part, "columns")
-    return ColumnParallelLinear(
+def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
+    """A linear whose outputs are divided, with its adapters; raises TypeError for another part, as
+    all do here."""
+    linear = as_linear(parts[name], "columns")
+    module = ColumnParallelLinear(
         axis, linear.inputs, linear.outputs, linear.bias, linear.init_std, linear.most
     )
+    sizes = Split(0, linear.outputs, linear.most).local_sizes(axis.size)
+    ends = (0, *itertools.accumulate(sizes))
+    _adapt(module, parts, name, [slice(*pair) for pair in itertools.pairwise(ends)])
+    return module
 
 
-def row_linear(part: Part, axis: TensorAxis) -> RowParallelLinear:
-    """A linear whose inputs are divided."""
-    linear = as_linear(part, "rows")
+def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
+    """A linear whose inputs are divided, with its adapters."""
+    linear = as_linear(parts[name], "rows")
     outputs = sum(linear.outputs)
-    return RowParallelLinear(axis, linear.inputs, outputs, linear.bias, linear.init_std)
+    module = RowParallelLinear(axis, linear.inputs, outputs, linear.bias, linear.init_std)
+    _adapt(module, parts, name, [slice(None)])
+    return module
+
+
+def _adapt(
+    module: ColumnParallelLinear | RowParallelLinear,
+    parts: Parts,
+    name: str,
+    columns: Sequence[slice],
+) -> None:
+    """Put beside a linear what the rows below its name say; `columns` are those of its outputs."""
+    axis, pairs, scales = module.axis, list[LowRankAdapter](), list[ScaleAdapter]()
+    for row, part in parts.items():
+        place, _, leaf = row.rpartition(".")
+        if place == name and isinstance(part, LowRankPair):
+            pairs.append(LowRankAdapter(part, (axis.rank, axis.size), columns[part.output]))
+            module.add_module(leaf, pairs[-1])
+        elif place == name and isinstance(part, Scale):
+            scales.append(ScaleAdapter(part, axis.size, columns[part.output]))
+            module.add_module(leaf, scales[-1])
+    module.adapters, module.scales = pairs, scales
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ptdmpi.model.attention_core import Scores, masked_attention
+from ptdmpi.model.kernels.attention import Scores, masked_attention
 
 
 class KeyValueCache:

@@ -3,7 +3,8 @@
 A document is here what sees itself only: a text of a packed sample, or the padding behind it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -26,8 +27,8 @@ class Documents:
     longest: int
 
     @classmethod
-    def of(cls, numbers: Tensor, device: torch.device | str = "cpu") -> "Documents":
-        """From the numbers [b, s] on the host; a document is a run of one number in a row."""
+    def of(cls, numbers: Tensor) -> "Documents":
+        """From the numbers [b, s], on the host; a document is a run of one number in a row."""
         rows, length = numbers.shape
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -40,11 +41,20 @@ class Documents:
             for begin, end in pairwise(flat)
         )
         return cls(
-            begins.cumsum(1).to(device),
-            positions.t().contiguous().to(device),
+            begins.cumsum(1),
+            positions.t().contiguous(),
             pieces,
-            torch.tensor(flat, dtype=torch.int32, device=device),
+            torch.tensor(flat, dtype=torch.int32),
             max(end - begin for _, begin, end in pieces),
+        )
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
+        """The same documents with another tensor for each of their tensors."""
+        return replace(
+            self,
+            numbers=change(self.numbers),
+            positions=change(self.positions),
+            offsets=change(self.offsets),
         )
 
     def others(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ptdmpi.base.box import Box, runs
 from ptdmpi.comm.communicator import Communicator, OneRank
-from ptdmpi.model.parameters import Entry, Parameter
+from ptdmpi.model.parameters import Entry, HeldShare, Parameter
 from ptdmpi.plan.shape.parameters import ALIGNMENT, aligned
 
 ALL = "all"  # the unit of those that need no unit of their own
@@ -41,11 +41,10 @@ class Portion:
 @dataclass(frozen=True)
 class Unit:
     """Entries that stand together at [start, stop) of the flat order, those with weight decay
-    first, up to `decay_stop`."""
+    first."""
 
     name: str
     start: int
-    decay_stop: int
     stop: int
 
 
@@ -75,6 +74,19 @@ class OwnPart:
         for box in runs(self.entry.shape, self.begin, self.end):
             yield box, flat[done : done + box.elements].view(box.size)
             done += box.elements
+
+    def logical(
+        self, flat: Tensor, tensor_rank: int, tensor_size: int
+    ) -> Iterator[tuple[Box, Tensor, HeldShare]]:
+        """The boxes of the logical tensor that they are, each with its view in `flat`, and the
+        share that it is of; padding is of none."""
+        shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
+        for box, view in self.boxes(flat):
+            for share in shares:
+                common = box.overlap(share.local)
+                if common is not None:
+                    found = view[common.relative(box).index]
+                    yield common.relative(share.local).within(share.logical), found, share
 
 
 class FlatOrder:
@@ -108,7 +120,7 @@ class FlatOrder:
             _place(twice, self.second, self.size) - self.size
         )
         # reduced as a unit is, though it has no weights of its own
-        second = Unit("second", self.size, self.gradient_size, self.gradient_size)
+        second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         self.frozen_size = _place(idle, self.frozen, 0)
@@ -123,11 +135,11 @@ class FlatOrder:
         units, start = [], 0
         for unit, group in groups.items():
             # so the optimizer has two tensors of a unit, one slice each, whatever is in it
-            ends = [start]
+            end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
-                ends.append(_place(some, self.entries, ends[-1]))
-            units.append(Unit(unit, start, ends[1], start + self._end(ends[2] - start)))
+                end = _place(some, self.entries, end)
+            units.append(Unit(unit, start, start + self._end(end - start)))
             start = units[-1].stop
         return units
 
@@ -141,11 +153,6 @@ class FlatOrder:
         share = (unit.stop - unit.start) // self.portion.shards
         first = unit.start + share * (self.portion.group.rank if self.portion.sharded else 0)
         return first, first + share
-
-    def decaying(self, unit: Unit) -> int:
-        """How many elements of this rank's part of a unit, from its first, have weight decay."""
-        first, last = self.place(unit)
-        return min(max(unit.decay_stop, first), last) - first
 
     def own_part(self, entry: Entry) -> OwnPart | None:
         """What of an entry this rank updates, and whose gradient it has once all are reduced; of

@@ -1,6 +1,11 @@
 """Cross-entropy of logits whose columns are divided over the tensor axis: three numbers per token
-cross it, the logits never do (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+cross it, the logits never do (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
+Logits of half types are widened to float32 some positions at a time, in the forward and once more
+in the backward pass: those of a microbatch are the largest tensor of a step, and never held twice.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.shape.chunks import loss_rows
 
 
 def token_log_probabilities(
@@ -15,55 +21,100 @@ def token_log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits)[label] of each token [s, b], in float32 at least, and whether no other
     label is more probable. Logits as in `cross_entropy`, and not overwritten."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    columns = wide.shape[-1]
-    local = labels - axis.rank * columns
+    flat = logits.reshape(-1, logits.shape[-1])
+    local, here = _columns(labels, flat.shape[-1], axis)
+    top, target = _greatest(flat, local, here, axis)
+    sums = torch.empty_like(top)
+    for rows in _chunks(flat):
+        torch.sum((_wide(flat[rows]) - top[rows, None]).exp_(), -1, out=sums[rows])
+    totals = axis.comm.all_reduce(torch.stack((sums, target)))
+    found = totals[1] - top - totals[0].log(), totals[1] >= top
+    return found[0].view(labels.shape), found[1].view(labels.shape)
+
+
+def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """The column [s b, 1] of each label [s, b], and whether [s b] this rank has it."""
+    local = labels.reshape(-1) - axis.rank * columns
     here = (local >= 0) & (local < columns)
-    top = axis.comm.all_reduce(wide.amax(-1), "max")
-    target = wide.gather(-1, local.clamp(0, columns - 1)[..., None]).squeeze(-1)
-    target = target.masked_fill(~here, 0.0)
-    exponentials = (wide - top[..., None]).exp_().sum(-1)
-    totals = axis.comm.all_reduce(torch.stack((exponentials, target)))
-    return totals[1] - top - totals[0].log(), totals[1] >= top
+    return local.clamp(0, columns - 1)[:, None], here
+
+
+def _chunks(flat: Tensor) -> Iterator[slice]:
+    """Rows of [s b, V/t] that are widened at once."""
+    step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
+    for first in range(0, len(flat), step):
+        yield slice(first, first + step)
+
+
+def _widens(flat: Tensor) -> bool:
+    return flat.dtype in (torch.bfloat16, torch.float16)
+
+
+def _wide(chunk: Tensor) -> Tensor:
+    """In float32 at least: itself, or a copy."""
+    return chunk.float() if _widens(chunk) else chunk
+
+
+def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """The greatest logit of each row of [s b, V/t], over all ranks' columns, with which no
+    exponential overflows and which cancels in the loss; and the label's, 0 where it is not here."""
+    wide = torch.float32 if _widens(flat) else flat.dtype
+    top, target = (flat.new_empty(len(flat), dtype=wide) for _ in "ab")
+    for rows in _chunks(flat):
+        chunk = _wide(flat[rows])
+        torch.amax(chunk, -1, out=top[rows])
+        torch.gather(chunk, -1, local[rows], out=target[rows, None])
+        del chunk  # or it would be there beside the next one
+    return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 
 class _CrossEntropy(Function):
     """Never gathers the logits: three numbers per token cross the tensor axis.
 
-    One buffer holds logits, then probabilities, then their gradient.
+    One buffer holds the logits and then their gradient; of the wide types, which need no copy,
+    exponentials in between.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
     ) -> Tensor:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        columns = wide.shape[-1]
-        local = labels - axis.rank * columns
-        here = (local >= 0) & (local < columns)
-        local = local.clamp(0, columns - 1)[..., None]
-        # of all ranks' columns: no exponential overflows, and in the loss it cancels
-        top = axis.comm.all_reduce(wide.amax(-1), "max")
-        target = wide.gather(-1, local).squeeze(-1).masked_fill_(~here, 0.0)
-        # In place: no backward pass wants the logits, and they are the largest tensor of a step.
-        exponentials = wide.sub_(top[..., None]).exp_()
+        # detached: a view of its own would be refused once it is written to
+        flat = logits.detach().contiguous().view(-1, logits.shape[-1])
+        local, here = _columns(labels, flat.shape[-1], axis)
+        top, target = _greatest(flat, local, here, axis)
+        sums = torch.empty_like(top)
+        for rows in _chunks(flat):
+            torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
         # one message for both: of a few bytes per token it is the latency that costs
-        totals = axis.comm.all_reduce(torch.stack((exponentials.sum(-1), target)))
+        totals = axis.comm.all_reduce(torch.stack((sums, target)))
         losses = totals[0].log() + top - totals[1]
-        weights = None if weights is None else weights.to(losses.dtype)
-        probabilities = exponentials.div_(totals[0][..., None])
-        ctx.save_for_backward(probabilities, local, here, weights)
-        ctx.dtype = logits.dtype
+        weights = None if weights is None else weights.reshape(-1).to(losses.dtype)
+        ctx.save_for_backward(flat, local, here, weights, top, totals[0])
+        ctx.shape = logits.shape
         return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, here, weights = ctx.saved_tensors
+        flat, local, here, weights, top, totals = ctx.saved_tensors
         factors = scale.expand(here.shape) if weights is None else scale * weights
-        gradient = probabilities.mul_(factors[..., None])
-        # softmax - 1 at the label, on the rank that has its column; elsewhere the label adds 0
-        gradient.scatter_add_(-1, local, -(factors * here)[..., None])
-        return gradient.to(ctx.dtype), None, None, None
+        labels = -(factors * here)[:, None]
+        for rows in _chunks(flat):
+            chunk = flat[rows]
+            # of wide types the exponentials stand there since the forward pass
+            wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
+            wide.div_(totals[rows, None]).mul_(factors[rows, None])
+            # softmax - 1 at the label, on the rank that has its column; elsewhere it adds 0
+            wide.scatter_add_(-1, local[rows], labels[rows])
+            if wide is not chunk:
+                chunk.copy_(wide)
+            del wide  # or it would be there beside the next one
+        return flat.view(ctx.shape), None, None, None
+
+
+def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
+    """exp(chunk - top), in the chunk's place where it is wide."""
+    return _wide(chunk).sub_(top[:, None]).exp_()
 
 
 def cross_entropy(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.box import Box
+from ptdmpi.model.low_bit.codes import rounded
+from ptdmpi.plan.shape.low_bit import LowBit
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Declaration:
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
     `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
-    without it the parameter has no gradient, no master weight and no moments.
+    without it the parameter has no gradient, no master weight and no moments. `low_bit`: in how few
+    bits products take it.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +76,7 @@ class Declaration:
     shared_gradient: bool = False
     partial_gradient: bool = False
     trains: bool = True
+    low_bit: LowBit | None = None
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -121,6 +125,14 @@ class Parameter(nn.Parameter):
     second: "Entry | None" = None
     main_grad: Tensor
     later: list[Callable[[], object]] | None = None
+
+    @property
+    def operand(self) -> Tensor:
+        """What products take of it: itself, or what its few bits say of it. Gradients are of that,
+        and go to the parameter as they are (the straight-through estimator: Bengio et al. 2013,
+        arXiv 1308.3432, section 4)."""
+        form = self.declaration.low_bit
+        return self if form is None else rounded(self.detach(), form)
 
     @property
     def puts_off(self) -> bool:

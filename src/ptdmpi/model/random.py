@@ -7,30 +7,65 @@ without any generator state.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ptdmpi.base.box import Box
 
-def initial(seed: int, name: str, shape: tuple[int, ...], init: float | str) -> Tensor:
-    """The whole logical tensor `name`, float32 on the CPU.
+# Elements that are drawn at once: few beside any large tensor, and a multiple of 16.
+SLAB_ELEMENTS = 2**22
 
-    `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero.
+
+def initial(
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    init: float | str,
+    wanted: Sequence[Box] | None = None,
+) -> Iterator[tuple[Box, Tensor]]:
+    """The logical tensor `name`, float32 on the CPU, in slabs of rows: those that have something
+    of the boxes that are `wanted`; None: all of it.
+
+    `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
+    slab has the bits that it has in the whole tensor: torch draws one number after the other from
+    the generator, and makes sixteen normal ones of sixteen of them.
     """
-    if init == "zeros":
-        return torch.zeros(shape)
-    if init == "ones":
-        return torch.ones(shape)
+    whole = Box.whole(shape)
+    wanted = [whole] if wanted is None else wanted
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     # on the CPU whatever the device, so that all start alike; a seed has 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape).normal_(0.0, float(init), generator=generator)
+    last = max((box.stop[0] for box in wanted), default=0)
+    for slab in whole.slabs(_slab_rows(shape)):
+        if slab.start[0] >= last:
+            return
+        here = any(slab.overlap(box) is not None for box in wanted)
+        if isinstance(init, str):
+            if here:
+                yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
+        elif here:
+            yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
+        else:  # as many numbers, of which nothing is made: the generator goes on, at twice the pace
+            torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
+
+
+def _slab_rows(shape: Sequence[int]) -> int:
+    """Rows whose elements are a multiple of 16, with at least 16 left for the last slab."""
+    row = math.prod(shape[1:])
+    grain = 16 // math.gcd(16, row)
+    rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
+    # the last sixteen numbers of a tensor that 16 does not divide are drawn anew, all together
+    while shape[0] > rows and 0 < (shape[0] % rows) * row < 16:
+        rows += grain
+    return rows
 
 
 # The finaliser of splitmix64 (Steele, Lea and Flood 2014), in wrapping int64 arithmetic.
-_GOLDEN = -7046029254386353131
+GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
@@ -38,16 +73,16 @@ _MIX_2 = -7723592293110705685
 CHUNK_ELEMENTS = 2**18
 
 
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch shifts int64 arithmetically."""
+def shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64, in new memory; torch's own is arithmetic."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(value: Tensor) -> Tensor:
     """A bijection of int64 whose output bits each depend on all input bits."""
-    value = value.bitwise_xor(_shift(value, 30)).mul_(_MIX_1)
-    value.bitwise_xor_(_shift(value, 27)).mul_(_MIX_2)
-    return value.bitwise_xor_(_shift(value, 31))
+    value = value.bitwise_xor(shift_right(value, 30)).mul_(_MIX_1)
+    value.bitwise_xor_(shift_right(value, 27)).mul_(_MIX_2)
+    return value.bitwise_xor_(shift_right(value, 31))
 
 
 @dataclass(frozen=True)
@@ -55,25 +90,30 @@ class RandomStream:
     """The random stream of one place in the model at one step.
 
     `samples` [b] are the global sample numbers of the microbatch, `first_position` is where this
-    rank's positions begin (not 0 under sequence parallelism), `first_head` likewise.
+    rank's positions begin (not 0 under sequence parallelism), `first_head` and `first_channel`
+    likewise.
     """
 
     key: int
     samples: Tensor
     first_position: int = 0
     first_head: int = 0
+    first_channel: int = 0
 
     @classmethod
     def of(cls, seed: int, step: int, samples: Tensor) -> "RandomStream":
-        return cls(_fold(seed, step), samples)
+        return cls(fold(seed, step), samples)
 
-    def at(self, *place: int, first_position: int = 0, first_head: int = 0) -> "RandomStream":
+    def at(
+        self, *place: int, first_position: int = 0, first_head: int = 0, first_channel: int = 0
+    ) -> "RandomStream":
         """The stream of a place such as (layer, 0)."""
         return replace(
             self,
-            key=_fold(self.key, *place),
+            key=fold(self.key, *place),
             first_position=first_position,
             first_head=first_head,
+            first_channel=first_channel,
         )
 
     def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
@@ -81,8 +121,9 @@ class RandomStream:
         s, _, h = shape
         device = self.samples.device
         positions = torch.arange(self.first_position, self.first_position + s, device=device)
-        rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * _GOLDEN)
-        return _keep(rows[:, :, None], torch.arange(h, device=device), rate)
+        rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * GOLDEN)
+        channels = torch.arange(self.first_channel, self.first_channel + h, device=device)
+        return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
         """[b, a, s, s] bool: True where kept, with probability 1 - rate."""
@@ -90,15 +131,15 @@ class RandomStream:
         device = self.samples.device
         heads = torch.arange(self.first_head, self.first_head + a, device=device)
         positions = torch.arange(s, device=device)
-        rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * _GOLDEN)
-        rows = mix(rows[:, :, None] + positions * _GOLDEN)
+        rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * GOLDEN)
+        rows = mix(rows[:, :, None] + positions * GOLDEN)
         return _keep(rows[:, :, :, None], positions, rate)
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """[..., columns] bool of the hashes rows [..., 1]."""
     # the upper half of the hash, as an integer: exact on every device, a float would not be
-    threshold, columns = round(rate * 2**32), columns * _GOLDEN
+    threshold, columns = round(rate * 2**32), columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
@@ -107,11 +148,12 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):
-        torch.ge(_shift(mix(hashed + columns), 32), threshold, out=part)
+        torch.ge(shift_right(mix(hashed + columns), 32), threshold, out=part)
     return kept.view(shape)
 
 
-def _fold(key: int, *numbers: int) -> int:
+def fold(key: int, *numbers: int) -> int:
+    """A key of 64 bits, signed, for `key` and a place such as (step, layer)."""
     for number in numbers:
         digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)

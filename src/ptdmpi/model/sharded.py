@@ -1,4 +1,5 @@
-"""What a stage does besides computing where gradients or weights are sharded (`zero` = 2, 3).
+"""What a stage does besides computing where gradients or weights are sharded (`zero` = 2, 3), or
+where sums of gradients are begun while it computes.
 
 A stage tells its `Walk` which place it is at: in forward, in backward, and in what is recomputed
 there. Weights are gathered one place ahead and dropped behind (3); the gradient of a place is whole
@@ -8,7 +9,7 @@ arXiv 1910.02054, sections 5.2 and 5.3).
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,6 +87,28 @@ class GatheredWeights:
         for parameter in self.units[number]:
             parameter.data = absent(parameter.entry, flat.dtype, flat.device)
         self.pool.give(flat)
+
+
+class PlacedGradients(Protocol):
+    """Who hears which units' gradients are being computed."""
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """The gradients of these units are about to be computed, and those of no others."""
+
+    def end(self) -> None:
+        """Those that were being computed are complete for this microbatch."""
+
+    def finish(self) -> None:
+        """The backward of this microbatch is over."""
+
+    def forget(self) -> None:
+        """What is left is of a step that was broken off."""
+
+    def looked_at(
+        self, look: Callable[[Parameter], None]
+    ) -> contextlib.AbstractContextManager[None]:
+        """As long as it lasts gradients stay this rank's own until somebody has looked at them: by
+        `look`, or, where they stay in the buffer, at the end of the op."""
 
 
 class ReducedGradients:
@@ -167,7 +190,7 @@ class Walk:
         self,
         parameters: Mapping[str, Sequence[Parameter]],
         weights: GatheredWeights | None,
-        gradients: ReducedGradients | None,
+        gradients: PlacedGradients | None,
         buffer: ParameterBuffer,
     ) -> None:
         self.places = tuple(parameters)
@@ -189,6 +212,11 @@ class Walk:
             place: sorted({_unit(buffer, one.second or one.entry) for one in some})
             for place, some in trained.items()
         }
+
+    @property
+    def units(self) -> list[int]:
+        """The units that this stage adds gradients to."""
+        return sorted({unit for some in self._adds_to.values() for unit in some})
 
     def forward(self, place: str) -> None:
         """The forward is at `place`."""

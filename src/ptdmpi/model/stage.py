@@ -4,8 +4,9 @@ The stage owns what is special about the first and the last one (embedding, head
 the runner needs no such cases. Its boundary owns the form in which activations travel.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
-from ptdmpi.model.documents import Documents
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
@@ -24,6 +25,7 @@ from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import (
     Block,
+    Classes,
     Context,
     Embedding,
     MaskedTransform,
@@ -33,28 +35,9 @@ from ptdmpi.model.transformer import (
 )
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import LowBit
 
 TIED_NAME = "embedding.word.weight"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch on the device: inputs and labels [s, b] of ids, weights [s, b] or None (all
-    1), and the global sample numbers [b].
-
-    `documents` where a sequence holds more than one. Of a masked language model, labels and weights
-    [k, b] belong to the `masked` positions [k, b]; `types` [s, b] tell segments apart, and `order`
-    [b] is 0 where they stand in their order, 1 where swapped, -1 where there is one only.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-    weights: Tensor | None
-    samples: Tensor
-    documents: Documents | None = None
-    masked: Tensor | None = None
-    types: Tensor | None = None
-    order: Tensor | None = None
 
 
 class Boundary:
@@ -125,7 +108,7 @@ class Stage(nn.Module):
         self.first, self.last = layers.start == 0, layers.stop == model.layers
         self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings
-        self.drops = model.dropout > 0.0 or model.attention_dropout > 0.0
+        self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0
         self.embedding = Embedding(model, axis, vocab_size) if self.first else None
         self.layers = nn.ModuleDict(
             {str(i): Block(model, axis, i, config.recompute) for i in layers}
@@ -133,18 +116,21 @@ class Stage(nn.Module):
         self.rotary: tuple[Tensor, Tensor] | None = None
         self._make_head(model, vocab_size)
         self._freeze(model, vocab_size)
+        self._put_in_few_bits(config)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         # where weights or gradients are sharded: told which part of the stage is computed
         self.walk: Walk | None = None
         self.losses: dict[int, Tensor] = {}
         self.order_losses: dict[int, Tensor] = {}
+        self.right: dict[int, Tensor] = {}  # samples that were classified right
         self._batches: dict[int, Batch] = {}
         self._in_flight: dict[int, tuple[Arrival | None, GradientEdge]] = {}
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
-        self.final_norm = self.mlm = self.head = self.sentence = None
+        self.final_norm = self.mlm = self.head = None
+        self.sentence: SentenceOrder | Classes | None = None
         if not self.last:
             return
         # masked positions are few: each rank of the tensor axis takes all of them
@@ -152,6 +138,9 @@ class Stage(nn.Module):
         parts = parameters.head(model, vocab_size)
         if "final_norm" in parts:
             self.final_norm = Norm(model)
+        if model.classifies:
+            self.sentence = Classes(model, parts, self.axis)
+            return
         if "mlm.dense" in parts:
             self.mlm = MaskedTransform(model, parts)
         self.head = built.output_head(parts["head"], axis, model.logit_softcap)
@@ -159,15 +148,25 @@ class Stage(nn.Module):
             self.sentence = SentenceOrder(parts)
 
     def _freeze(self, model: ModelConfig, vocab_size: int) -> None:
-        """Declare what does not train, as the table of parameters has it."""
+        """Declare what does not train, as the table has it; beneath a linear stand its adapters."""
         groups = [(f"layers.{i}.", parameters.layer(model)) for i in self.layers]
         groups += [("embedding.", parameters.embedding(model, vocab_size))] * self.first
         groups += [("", parameters.head(model, vocab_size))] * self.last
         for prefix, parts in groups:
             for name in (name for name, part in parts.items() if not part.trains):
-                for weight in self.get_submodule(prefix + name).parameters():
+                for weight in self.get_submodule(prefix + name).parameters(recurse=False):
                     assert isinstance(weight, Parameter), f"{name} is not declared"
                     weight.declaration = replace(weight.declaration, trains=False)
+
+    def _put_in_few_bits(self, config: Config) -> None:
+        """Declare what products take in few bits: the weights of the layers' linears."""
+        parts = parameters.layer(config.model).items()
+        linears = [name for name, part in parts if isinstance(part, parameters.Linear)]
+        for i, name in itertools.product(self.layers, linears):
+            weight = self.get_parameter(f"layers.{i}.{name}.weight")
+            assert isinstance(weight, Parameter), f"{name} is not declared"
+            form = LowBit.of(config.quantize)
+            weight.declaration = replace(weight.declaration, low_bit=form)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
@@ -222,7 +221,7 @@ class Stage(nn.Module):
         self._step = step
         self._loss_scale = loss_scale
         self._order_weight = order_weight
-        self.losses, self.order_losses = {}, {}
+        self.losses, self.order_losses, self.right = {}, {}, {}
         if self.walk is not None:
             self.walk.begin_step()
         # an input carries a gradient; the first stage has none, and perhaps no weight either
@@ -280,7 +279,29 @@ class Stage(nn.Module):
         logits of this rank's part of the vocabulary at all positions [s, b, V/t], and those of a
         sentence order [b, 2]."""
         tokens = self._token_logits(x)
-        return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
+        if isinstance(self.sentence, SentenceOrder):
+            return tokens, self.sentence(x[0])
+        return (tokens,)
+
+    def scores(self, batch: Batch, x: Tensor, step: int | None) -> Tensor:
+        """The scores [samples, n] of each class, or of each candidate, that the last stage's
+        activations give, in float32 at least."""
+        assert isinstance(self.sentence, Classes) and batch.masked is not None
+        x = select_positions(x, batch.masked, self.axis)  # [1, b, h]
+        scores = self.sentence(x, self._context(batch, step))
+        # the candidates of a sample are neighbours in b
+        scores = scores.view(batch.labels.shape[1], -1)
+        return scores if scores.dtype == torch.float64 else scores.float()
+
+    def _classified(self, batch: Batch, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss of the samples, and how many of them were classified right."""
+        scores, labels = self.scores(batch, x, self._step), batch.labels[0]
+        losses = F.cross_entropy(scores, labels, reduction="none")
+        right = (scores.argmax(-1) == labels).to(losses.dtype)
+        if batch.weights is None:
+            return losses.sum(), right.sum()
+        weights = batch.weights[0].to(losses.dtype)
+        return (losses * weights).sum(), (right * weights).sum()
 
     def _token_logits(self, x: Tensor) -> Tensor:
         assert self.head is not None, "only the last stage has a head"
@@ -295,7 +316,7 @@ class Stage(nn.Module):
         first = torch.zeros_like(batch.masked[:1])
         x = select_positions(x, torch.cat((first, batch.masked)), self.axis)
         loss = cross_entropy(self._token_logits(x[1:]), batch.labels, batch.weights, self.axis)
-        if self.sentence is None:
+        if not isinstance(self.sentence, SentenceOrder):
             return loss, None
         assert batch.order is not None, "a model that judges the order of segments needs to know it"
         logits = self.sentence(x[0]).to(loss.dtype)
@@ -313,7 +334,11 @@ class Stage(nn.Module):
             arrival = Arrival()
             x = _Arrive.apply(x.new_empty(0, requires_grad=True), x, arrival)
         y = self.hidden(batch, x, self._step)
-        if self.last:
+        if isinstance(self.sentence, Classes):
+            y, right = self._classified(batch, y)
+            self.right[microbatch] = right
+            self.losses[microbatch] = y.detach()
+        elif self.last:
             y, order = self._loss(batch, y)
             if order is not None:
                 self.order_losses[microbatch] = order.detach()

@@ -1,31 +1,46 @@
 """The training state of a rank: everything that an update changes, by kind and logical name.
 
-A kind is one number for each element of a parameter: the master `weights`, and each moment that the
-optimizer names. Beside them stand a few counters. Whoever stores or compares state (checkpoints,
-parity) walks over `State.pieces`: boxes of logical tensors with their values. So how a rank holds
-its part is known here alone, and may differ from entry to entry and from kind to kind: a kind has
-entries of its own, and a piece says which ranks hold the same. Only survivors of a lost rank hand
-over `State.flats` as they are, for whoever takes them holds the same part.
+A kind is one number for each element of a parameter: the master `weights`, each moment that the
+optimizer names, and what the data-parallel method keeps; replicas hold the same of it or not, kind
+by kind. Beside them stand a few counters. Whoever stores or compares state (checkpoints, parity)
+walks over `State.pieces`: boxes of logical tensors with their values. So how a rank holds its part
+is known here alone, and may differ from entry to entry and from kind to kind: a kind has entries of
+its own, and a piece says which ranks hold the same. Only survivors of a lost rank hand over
+`State.flats` as they are, for whoever takes them holds the same part.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ptdmpi.base.box import Box
+from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.comm.queues import Passed, copies_of
+from ptdmpi.config.sections import WEIGHTS as WEIGHTS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.plan.layout.grid import CUTTING
 
-# The kind of the master weights, and of the weights of a model that does not train.
-WEIGHTS = "weights"
+
+def key(kind: str, name: str, replica: int | None = None) -> str:
+    """What a tensor of the state is called in files: `weights/layers.0.mlp.up.weight`, or, of one
+    of several replicas that differ, `weights@3/layers.0.mlp.up.weight`."""
+    return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
-def key(kind: str, name: str) -> str:
-    """What a tensor of the state is called in files: `weights/layers.0.mlp.up.weight`."""
-    return f"{kind}/{name}"
+@dataclass(frozen=True)
+class Kept:
+    """How a kind besides the weights is held. `differs`: the axes along which replicas hold other
+    values of it. `begins`: what it holds before the first step, and where a run goes on from a
+    checkpoint that has none of it; `needed`: it does not go on from such a one."""
+
+    differs: tuple[str, ...] = ()
+    begins: Literal["zero", "weights"] = "zero"
+    needed: bool = False
 
 
 @dataclass
@@ -45,6 +60,7 @@ class Piece:
     `cut_by`: the axes along which ranks hold other boxes; on all others they hold this one too.
     `owned`: whether it is for this rank and those to write; else others do, which hold the same
     though the axes do not tell: a tied table, a share that neighbours of the tensor axis copy.
+    `replica`: whose it is, of replicas that differ in it; None where they are equal.
     """
 
     kind: str
@@ -54,55 +70,112 @@ class Piece:
     values: Tensor
     cut_by: tuple[str, ...]
     owned: bool = True
+    replica: int | None = None
 
     @property
     def key(self) -> str:
-        return key(self.kind, self.name)
+        return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
         """Rows [first, last) of dim 0, counted from the piece's own first."""
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """With values of its own: as they are now, and no more than these where it is sent."""
-        return replace(self, values=self.values.clone())
+        """With values of its own, on the host: as they are now, and no more than these where it is
+        sent."""
+        return replace(self, values=self.values.to("cpu", copy=True))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, and
-    which parameters stand where in them."""
+    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, which
+    parameters stand where in them, and how replicas hold it."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
+    kept: Kept = field(default_factory=Kept)
 
 
 class State:
-    """The state behind a parameter buffer. `moments`: kinds besides the weights, all zero at first.
+    """The state behind a parameter buffer. `kinds`: those besides the weights, by name.
 
     `borrowed`: names of parameters that this rank holds a second copy of, such as a tied table on
-    the last pipeline rank. `differs`: axes along which replicas hold other values, as some methods
-    of data parallelism let them. `scales_loss`: the run's loss scale is kept, not the constant 1.
-    Parameters that do not train are no part of it: no update changes them.
+    the last pipeline rank. `differs`: axes along which replicas hold other weights, as some methods
+    of data parallelism let them; `peers` are the replicas, this one among them. `scales_loss`: the
+    run's loss scale is kept, not the constant 1. Parameters that do not train are no part of it: no
+    update changes them.
     """
 
     def __init__(
         self,
         buffer: ParameterBuffer,
-        moments: Sequence[str] = (),
+        kinds: Mapping[str, Kept] | None = None,
         borrowed: Collection[str] = (),
-        differs: Collection[str] = (),
+        differs: tuple[str, ...] = (),
         scales_loss: bool = False,
+        peers: Communicator | None = None,
     ) -> None:
-        self.buffer, self.borrowed, self.differs = buffer, borrowed, differs
+        self.buffer, self.borrowed = buffer, borrowed
         self.scales_loss = scales_loss
+        self.peers = OneRank() if peers is None else peers
         held = {one.entry.name: one for one in buffer.own_parts()}
-        self.kinds = {WEIGHTS: Kind(buffer.masters, held)}
+        self.kinds = {WEIGHTS: Kind(buffer.masters, held, Kept(differs))}
         lengths = [len(part) for part in buffer.masters]
-        for name in moments:
+        for name, kept in (kinds or {}).items():
             parts = buffer.storage.zeros(lengths, buffer.precision.master)
-            self.kinds[name] = Kind(parts, held)
+            self.kinds[name] = Kind(parts, held, kept)
+        # what is zero already must not be touched: in a file it would come into memory
+        self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
+        # where whoever copies the state away is done with it: updates come behind it
+        self.read: Passed = copies_of(buffer.device).passed()
+        # finishes what is under way of a step, before anybody looks at pieces or their mean
+        self.settle: Callable[[], None] = lambda: None
+
+    def begin(self, kinds: Collection[str]) -> None:
+        """Let these kinds hold what they begin with, given the weights as they are."""
+        for name in kinds:
+            kind = self.kinds[name]
+            if name != WEIGHTS:
+                for part, master in zip(kind.parts, self.buffer.masters, strict=True):
+                    part.zero_() if kind.kept.begins == "zero" else part.copy_(master)
+                self.let_go()
+
+    @contextlib.contextmanager
+    def averaged(self, kind: str) -> Iterator[None]:
+        """Inside it, `kind` holds the mean over replicas that differ in it, the same bits on all;
+        every one of them calls it. It takes the memory of the gradients, which are lost. Weights do
+        not follow their masters (`changed`), neither into the mean nor out of it.
+        """
+        self.settle()
+        parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
+        own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
+        for part, kept in zip(parts, own, strict=False):
+            kept.copy_(part)
+        try:
+            for part in parts:
+                self.peers.all_reduce(part)
+                part /= self.peers.size
+            yield
+        finally:
+            self.read.computing_waits()
+            for part, kept in zip(parts, own, strict=False):
+                part.copy_(kept)
+
+    def deviate(self) -> None:
+        """Put what this replica's weights are away from the mean of all into the gradients."""
+        self.settle()
+        parts, whole = self.kinds[WEIGHTS].parts, self.buffer.gradients.zero_()
+        for part, room in zip(
+            parts, whole.split([*map(len, parts), self._beside(parts)]), strict=False
+        ):
+            self.peers.all_reduce(room.copy_(part))
+            room /= self.peers.size
+            torch.sub(part, room, out=room)
+
+    def _beside(self, parts: Sequence[Tensor]) -> int:
+        """Elements of the gradients that are of no such part: of a table's second use."""
+        return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
     def flats(self) -> list[Tensor]:
@@ -113,24 +186,41 @@ class State:
         """What this rank holds of one kind of one parameter, flat, padding included."""
         return self.kinds[kind].held[name].view(self.kinds[kind].parts)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Everything that this rank holds, parameter by parameter and then kind by kind."""
+    def pieces(self, mean: bool = False) -> Iterator[Piece]:
+        """Everything that this rank holds, parameter by parameter and then kind by kind. `mean`:
+        of replicas that differ not each one's, but what is the same on all while it is `averaged`.
+        """
+        self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
                 if name in all_held.held:
-                    yield from self._pieces(kind, all_held.held[name], all_held.parts)
+                    differs = () if mean else all_held.kept.differs
+                    yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
+
+    def frozen(self) -> Iterator[Piece]:
+        """The weights that do not train, as pieces; no part of the state."""
+        for entry in self.buffer.frozen.values():
+            held = OwnPart(entry, 0, entry.elements, 0, entry.start)
+            yield from self._pieces(WEIGHTS, held, [self.buffer.idle_weights])
 
     def gradients(self) -> Iterator[Piece]:
         """The gradients as pieces of the same boxes; no part of the state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
-    def _pieces(self, kind: str, held: OwnPart, parts: Sequence[Tensor]) -> Iterator[Piece]:
+    def _pieces(
+        self, kind: str, held: OwnPart, parts: Sequence[Tensor], differs: tuple[str, ...] = ()
+    ) -> Iterator[Piece]:
         portion, owned = self.buffer.portion, held.entry.name not in self.borrowed
         for piece in pieces_of(
             kind, held, held.view(parts), portion.tensor_rank, portion.tensor_size
         ):
-            yield replace(piece, owned=owned and piece.owned)
+            yield replace(
+                piece,
+                owned=owned and piece.owned,
+                cut_by=(*piece.cut_by, *differs),
+                replica=self.peers.rank if differs else None,
+            )
 
     def restore(self, counters: Counters) -> None:
         """Go on from what was counted before. Of another precision's loss scale nothing is kept."""
@@ -156,13 +246,8 @@ def pieces_of(
     declaration, name = held.entry.declaration, held.entry.name
     # what is not split is whole on every tensor rank: only its stage and shard decide who holds it
     cut_by = tuple(a for a in CUTTING if a != "tensor" or declaration.split is not None)
-    for box, view in held.boxes(values.detach()):
-        for share in declaration.held(tensor_rank, tensor_size):
-            common = box.overlap(share.local)
-            if common is not None:
-                logical = common.relative(share.local).within(share.logical)
-                found = view[common.relative(box).index]
-                yield Piece(kind, name, declaration.shape, logical, found, cut_by, share.counts)
+    for box, found, share in held.logical(values.detach(), tensor_rank, tensor_size):
+        yield Piece(kind, name, declaration.shape, box, found, cut_by, share.counts)
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

@@ -16,17 +16,20 @@ Weight gradients are added to the parameter's float32 `main_grad` where they ari
 backward, in its second part (`Parameter.accumulate`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.comm.communicator import DONE, Communicator, Handle
 from ptdmpi.model import kernels
+from ptdmpi.model.adapters.low_rank import LowRankAdapter
+from ptdmpi.model.adapters.scales import ScaleAdapter, rescaled
 from ptdmpi.model.parameters import Parameter, Split, declare
+from ptdmpi.model.random import RandomStream
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,13 @@ class TensorAxis:
 
     def gather(self, x: Tensor) -> Tensor:
         """Into a block: whole sequences for everyone."""
-        return self.comm.all_gather(x.contiguous()) if self.divides_sequence else x
+        whole, arrived = self.gather_begin(x)
+        arrived.wait()
+        return whole
+
+    def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
+        """`gather`, whose sequences are there once the handle was waited for."""
+        return self.comm.all_gather_begin(x.contiguous()) if self.divides_sequence else (x, DONE)
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Out of a block: the sum of the ranks' parts (this rank's positions of it)."""
@@ -91,65 +100,136 @@ def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
         bias.accumulate(lambda total: total.add_(summed))
 
 
-def accumulate_weight_gradient(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add dy^T x to the weight's `main_grad`; nothing if it does not train."""
-    if weight.requires_grad:
-        weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
+class Gathered:
+    """All positions of an activation, for each gradient that needs them: gathered, of this rank's,
+    `early` from now on, or else when first asked for, of a split backward later."""
+
+    def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
+        self._axis, self._x = axis, x
+        self._begun = axis.gather_begin(x) if early else None
+        self._whole: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._whole is None:
+            whole, arrived = self._begun or self._axis.gather_begin(self._x)
+            arrived.wait()
+            self._whole, self._begun = whole, None
+        return self._whole
+
+
+@dataclass(frozen=True)
+class AdaptersBeside:
+    """What is added to a linear's product in one forward pass: its adapters, and the stream of what
+    they drop."""
+
+    adapters: Sequence[LowRankAdapter] = ()
+    stream: RandomStream | None = None
+
+    @property
+    def trained(self) -> Sequence[Parameter]:
+        """Their weights, for autograd to see."""
+        return [weight for one in self.adapters for weight in (one.a, one.b)]
+
+
+NOTHING = AdaptersBeside()
 
 
 class _ColumnLinear(Function):
-    """f, then x W^T + b. Saves only this rank's positions and gathers them again when needed."""
+    """f, then x W^T + b, and what is beside it. Saves only this rank's positions, where a gradient
+    needs them, and gathers them again."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        axis: TensorAxis,
+        beside: AdaptersBeside = NOTHING,
+        *trained: Parameter,
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = (weight, bias, axis)
-        return kernels.linear(axis.gather(x), weight, bias)
+        whole = axis.gather(x)
+        y = kernels.linear(whole, weight, bias)
+        downs = [one.add_to(y, whole, beside.stream) for one in beside.adapters]
+        ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
+        ctx.layer = (weight, bias, axis, beside)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, bias, axis = ctx.layer
-        x = ctx.saved_tensors[0].detach()  # kept, it would keep the graph that made it
-        # under way while the weights' gradients, which do not need it, are computed
-        dx, summed = axis.reduce_begin(kernels.input_gradient(dy, weight))
-        if weight.requires_grad:
-            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2)
-            weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, axis.gather(x)))
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, axis, beside = ctx.layer
+        x, *downs = ctx.saved_tensors
+        whole = None
+        if x is not None:
+            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2), and
+            # under way while the input's gradient is computed, where it gets on meanwhile: else it
+            # would only be there longer. x itself would keep the graph that made it
+            whole = Gathered(axis, x.detach(), axis.comm.overlaps and not weight.puts_off)
+        ups = [one.up(dy) for one in beside.adapters]
+        dx, summed = None, DONE
+        if ctx.needs_input_grad[0]:
+            dx = kernels.input_gradient(dy, weight)
+            for one, up in zip(beside.adapters, ups, strict=True):
+                one.add_input_gradient(dx, up, beside.stream)
+            # and this one while the weights' gradients, which do not need it, are
+            dx, summed = axis.reduce_begin(dx)
+        if whole is not None:
+            if weight.requires_grad:
+                weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, whole()))
+            for one, down, up in zip(beside.adapters, downs, ups, strict=True):
+                one.accumulate((whole, lambda: dy), down.detach(), up, beside.stream)
         accumulate_bias_gradient(bias, dy)
         summed.wait()
-        return dx, None, None, None
+        return dx, *[None] * (4 + 2 * len(ups))
 
 
 class _RowLinear(Function):
-    """x W^T, then g, then + b."""
+    """x W^T, and what is beside it, then g, then + b."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, axis: TensorAxis
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        axis: TensorAxis,
+        beside: AdaptersBeside = NOTHING,
+        *trained: Parameter,
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer = (weight, bias, axis)
+        ctx.layer = (weight, bias, axis, beside)
+        y = kernels.linear(x, weight, bias if axis.size == 1 else None)
+        downs = [one.add_to(y, x, beside.stream) for one in beside.adapters]
+        ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
         if axis.size == 1:
-            return kernels.linear(x, weight, bias)
-        y = axis.reduce(kernels.linear(x, weight))
+            return y
+        y = axis.reduce(y)
         # behind the sum: in front of it, every rank would add it (Shoeybi et al. 2019, section 3)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        weight, bias, axis = ctx.layer
-        x = ctx.saved_tensors[0].detach()
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, axis, beside = ctx.layer
+        x, *downs = ctx.saved_tensors
         # before the gather: of this rank's positions, a part that is summed after the step
         accumulate_bias_gradient(bias, dy)
         whole = axis.gather(dy)
-        if weight.puts_off and axis.divides_sequence:
-            # this rank's positions are kept, and gathered again
-            weight.accumulate(lambda total: kernels.add_weight_gradient(total, axis.gather(dy), x))
-        else:
-            accumulate_weight_gradient(weight, whole, x)
-        return kernels.input_gradient(whole, weight), None, None, None
+        ups = [one.up(whole) for one in beside.adapters]
+        if x is not None:
+            x = x.detach()
+            # of a split backward this rank's positions are kept, and gathered again
+            later = weight.puts_off and axis.divides_sequence
+            every = Gathered(axis, dy) if later else lambda: whole
+            if weight.requires_grad:
+                weight.accumulate(lambda total: kernels.add_weight_gradient(total, every(), x))
+            for one, down, up in zip(beside.adapters, downs, ups, strict=True):
+                one.accumulate((lambda: x, every), down.detach(), up, beside.stream)
+        nothing = [None] * (4 + 2 * len(ups))
+        if not ctx.needs_input_grad[0]:
+            return None, *nothing
+        dx = kernels.input_gradient(whole, weight)
+        for one, up in zip(beside.adapters, ups, strict=True):
+            one.add_input_gradient(dx, up, beside.stream)
+        return dx, *nothing
 
 
 class ColumnParallelLinear(nn.Module):
@@ -173,9 +253,13 @@ class ColumnParallelLinear(nn.Module):
         split = Split(0, parts, most)
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
         self.bias = declare(axis.size, (sum(parts),), "zeros", split=split) if bias else None
+        self.adapters: Sequence[LowRankAdapter] = ()
+        self.scales: Sequence[ScaleAdapter] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.axis)
+    def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
+        beside = AdaptersBeside(self.adapters, stream)
+        told = (self.weight, self.bias, self.axis, beside, *beside.trained)
+        return rescaled(_ColumnLinear.apply(x, *told), self.scales)
 
 
 class RowParallelLinear(nn.Module):
@@ -188,9 +272,13 @@ class RowParallelLinear(nn.Module):
         self.axis = axis
         self.weight = declare(axis.size, (outputs, inputs), init_std, split=Split(1, (inputs,)))
         self.bias = declare(axis.size, (outputs,), "zeros", shared_gradient=True) if bias else None
+        self.adapters: Sequence[LowRankAdapter] = ()
+        self.scales: Sequence[ScaleAdapter] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _RowLinear.apply(x, self.weight, self.bias, self.axis)
+    def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
+        beside = AdaptersBeside(self.adapters, stream)
+        told = (self.weight, self.bias, self.axis, beside, *beside.trained)
+        return _RowLinear.apply(rescaled(x, self.scales), *told)
 
 
 class _Linear(Function):
@@ -198,14 +286,16 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.layer = (weight, bias)
         return kernels.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         weight, bias = ctx.layer
-        accumulate_weight_gradient(weight, dy, ctx.saved_tensors[0].detach())
+        if weight.requires_grad:
+            x = ctx.saved_tensors[0].detach()
+            weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
         accumulate_bias_gradient(bias, dy)
         return kernels.input_gradient(dy, weight), None, None
 
@@ -241,82 +331,6 @@ class _SelectPositions(Function):
 def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
     """Activations [k, b, h] at some positions [k, b] of each sequence, whole on every rank."""
     return _SelectPositions.apply(x, positions, axis)
-
-
-class _Look(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
-        ctx.rows, ctx.table = rows, table
-        return F.embedding(rows, table)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
-        rows = ctx.rows
-        ctx.table.accumulate(lambda total: _add_rows(total, rows, dy))
-        return None, None
-
-
-def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """Add dy [..., h] to the rows [...] of a table's gradient."""
-    dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
-    total.index_add_(0, rows.reshape(-1), dy)
-
-
-class Table(nn.Module):
-    """A table that every rank holds whole, looked up at this rank's positions: [...] -> [..., h];
-    a slice gives its rows."""
-
-    def __init__(self, rows: int, hidden: int, init_std: float) -> None:
-        super().__init__()
-        self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
-
-    def forward(self, rows: Tensor | slice) -> Tensor:
-        if isinstance(rows, slice):
-            return self.weight[rows]
-        return _Look.apply(rows, self.weight)
-
-
-class _Embed(Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
-        if axis.size == 1:
-            ctx.layer = (weight, axis, ids, None)
-            return F.embedding(ids, weight)
-        rows = weight.shape[0]
-        local = ids - axis.rank * rows
-        # ids of other ranks' rows look up row 0 and count as zero: the sum has each token once
-        elsewhere = (local < 0) | (local >= rows)
-        local = local.masked_fill(elsewhere, 0)
-        ctx.layer = (weight, axis, local, elsewhere)
-        partial = F.embedding(local, weight).masked_fill_(elsewhere[..., None], 0.0)
-        return axis.reduce(partial)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
-        weight, axis, local, elsewhere = ctx.layer
-
-        def add(total: Tensor) -> None:
-            whole = axis.gather(dy)
-            if elsewhere is not None:
-                whole = whole.masked_fill(elsewhere[..., None], 0.0)
-            _add_rows(total, local, whole)
-
-        weight.accumulate(add)
-        return None, None, None
-
-
-class VocabularyEmbedding(nn.Module):
-    """Token ids [s, b] -> [s, b, h], the rows of the table divided over the tensor axis."""
-
-    def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
-        super().__init__()
-        self.axis = axis
-        self.weight = declare(
-            axis.size, (vocab_size, hidden), init_std, split=Split(0, (vocab_size,))
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return _Embed.apply(ids, self.weight, self.axis)
 
 
 class _AddBias(Function):

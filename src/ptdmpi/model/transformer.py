@@ -5,6 +5,7 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built, kernels
-from ptdmpi.model.attention_core import Scores, attention, hidden_keys
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels.attention import Scores, attention, hidden_keys
+from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -37,6 +39,10 @@ class Context:
     documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KeyValueCache | None = None
+
+    def of_adapters(self, layer: int) -> RandomStream | None:
+        """The stream of what a layer's adapters drop."""
+        return None if self.stream is None else self.stream.at(layer, 3)
 
 
 class Norm(nn.Module):
@@ -99,12 +105,6 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     return frequencies * (kept + (1.0 - kept) / model.rope_factor)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, a, head size] turned by its position's angles, which are no wider than x."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class Attention(nn.Module):
     """Self-attention, causal or of both sides, its heads divided over the tensor axis."""
 
@@ -123,28 +123,31 @@ class Attention(nn.Module):
         )
         self.selective = selective
         parts = parameters.layer(model)
-        self.qkv = built.column_linear(parts["attention.qkv"], axis)
+        self.qkv = built.column_linear(parts, "attention.qkv", axis)
         self.query_norm = self.key_norm = None
         if "attention.query_norm" in parts:
             self.query_norm, self.key_norm = (
                 Norm(model, False, model.head_size, partial_gradient=True) for _ in range(2)
             )
-        self.out = built.row_linear(parts["attention.out"], axis)
+        self.out = built.row_linear(parts, "attention.out", axis)
         self.rotary: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        qkv = self.qkv(x)  # [s, b, (a + 2 kv) / t * head size]
-        sizes = [self.heads, self.kv_heads, self.kv_heads]
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_size))
-            for part in qkv.split([size * self.head_size for size in sizes], dim=-1)
-        )
+        adapted = context.of_adapters(self.layer)
+        # [s, b, (a + 2 kv) / t, head size]
+        qkv = self.qkv(x, adapted).unflatten(-1, (-1, self.head_size))
+        rotary = context.rotary or self.rotary
+        normed = self.query_norm is not None and self.key_norm is not None
+        if rotary is not None and not normed:
+            both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
+        else:
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        rotary = context.rotary or self.rotary
+            q, k = (q, k) if rotary is None else (rotate(q, *rotary), rotate(k, *rotary))
         if rotary is not None:
-            # v is a view of all of qkv, which would stay only for its sake
-            q, k, v = rotate(q, *rotary), rotate(k, *rotary), v.clone()
+            v = v.clone()  # a view of all of qkv, which would stay only for its sake
         # heads in front, for a product per head; [s, b, ...] outside (see `tensor_parallel`)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
         if context.cache is not None:
@@ -156,7 +159,7 @@ class Attention(nn.Module):
             )
         else:
             core = self._core(q, k, v, context)
-        return self.out(core.permute(2, 0, 1, 3).flatten(2))
+        return self.out(core.permute(2, 0, 1, 3).flatten(2), adapted)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.stream is None or self.rate == 0.0:
@@ -187,14 +190,15 @@ class Mlp(nn.Module):
         self.activation = model.activation
         self.gated = model.gates == 2
         parts = parameters.layer(model)
-        self.up = built.column_linear(parts["mlp.up"], axis)
-        self.down = built.row_linear(parts["mlp.down"], axis)
+        self.up = built.column_linear(parts, "mlp.up", axis)
+        self.down = built.row_linear(parts, "mlp.down", axis)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
+    def forward(self, x: Tensor, adapted: RandomStream | None = None) -> Tensor:
+        """`adapted`: the stream of what its adapters drop."""
+        x = self.up(x, adapted)
         if self.gated:
-            return self.down(kernels.gated(x, self.activation))
-        return self.down(gelu(x, self.activation))
+            return self.down(kernels.gated(x, self.activation), adapted)
+        return self.down(gelu(x, self.activation), adapted)
 
 
 def gelu(x: Tensor, activation: str) -> Tensor:
@@ -224,18 +228,29 @@ class Block(nn.Module):
         self.attention = Attention(model, axis, layer, recompute.mode == "selective")
         self.mlp_norm = Norm(model)
         self.mlp = Mlp(model, axis)
+        self._compiled: Callable[[Tensor, Context], Tensor] | None = None
         self.attention_post_norm = self.mlp_post_norm = None
         if model.block_norm == "sandwich":
             self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
 
+    def compiled_by(self, backend: str) -> None:
+        """From now on train as one graph there and one back, by a backend of torch.compile. Layers
+        of one shape share it. Raises in the first forward where something breaks the graph."""
+        # loads torch's compiler, which takes seconds: only here
+        kernels.settle(torch.compiler.assume_constant_result)
+        self._compiled = torch.compile(
+            self._forward, fullgraph=True, dynamic=False, backend=backend
+        )
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self._forward(x, context)
+        run = self._forward if self._compiled is None else self._compiled
+        if self.recompute:
             with self._keeping():
                 # no generator to put back: masks follow from coordinates (model/random.py)
-                return checkpoint(
-                    self._forward, x, context, use_reentrant=False, preserve_rng_state=False
-                )
-        return self._forward(x, context)
+                return checkpoint(run, x, context, use_reentrant=False, preserve_rng_state=False)
+        return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
         """How recomputation keeps the one tensor that it does, its input: as it is, or 1/t of it on
@@ -252,13 +267,16 @@ class Block(nn.Module):
     def _forward(self, x: Tensor, context: Context) -> Tensor:
         if self.post:
             x = self.attention_norm(x + self._drop(self.attention(x, context), context, 0))
-            return self.mlp_norm(x + self._drop(self.mlp(x), context, 1))
+            return self.mlp_norm(x + self._drop(self._mlp(x, context), context, 1))
         y = self.attention(self.attention_norm(x), context)
         y = y if self.attention_post_norm is None else self.attention_post_norm(y)
         x = x + self._drop(y, context, 0)
-        y = self.mlp(self.mlp_norm(x))
+        y = self._mlp(self.mlp_norm(x), context)
         y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
         return x + self._drop(y, context, 1)
+
+    def _mlp(self, x: Tensor, context: Context) -> Tensor:
+        return self.mlp(x, context.of_adapters(self.layer))
 
     def _drop(self, x: Tensor, context: Context, place: int) -> Tensor:
         return drop_hidden(x, context, self.rate, (self.layer, place), self.axis)
@@ -337,3 +355,26 @@ class SentenceOrder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.order(self.pooler(x).tanh())
+
+
+class Classes(nn.Module):
+    """Activations at one position of each sequence [1, b, h] -> a score for each class [1, b, n],
+    or for the sequence as one of several candidates (n = 1).
+
+    Of a masked model behind the pooler and dropout (Devlin et al. 2019, sections 4.1, 4.4).
+    """
+
+    def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
+        super().__init__()
+        self.rate, self.place = model.dropout, (model.layers, 0)  # the layer behind the last one
+        self.axis = TensorAxis(axis.comm)  # each rank sees all of the few positions
+        self.pooler = None
+        if "sentence.pooler" in parts:
+            self.pooler = built.replicated_linear(parts["sentence.pooler"])
+        self.classes = built.replicated_linear(parts["sentence.classes"])
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        if self.pooler is not None:
+            x = self.pooler(x).tanh()
+            x = drop_hidden(x, context, self.rate, self.place, self.axis)
+        return self.classes(x)

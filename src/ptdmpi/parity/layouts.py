@@ -92,6 +92,20 @@ class ComparedModel:
 
 
 @dataclass(frozen=True)
+class AdaptedModel(ComparedModel):
+    """The same, frozen, with adapters beside it that train."""
+
+    method: str = "lora"
+
+    @property
+    def adapt(self) -> dict[str, Any]:
+        """Its keys of [adapt]."""
+        if self.method == "ia3":
+            return {"method": self.method}
+        return {"method": self.method, "rank": 4, "dropout": 0.1 if self.dropout else 0.0}
+
+
+@dataclass(frozen=True)
 class ComparedLayout(Layout):
     """How it is trained. The defaults are the plainest layout: one rank, nothing recomputed."""
 
@@ -315,5 +329,19 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
         ComparedLayout(1, 2, 1, 3, 4, "interleaved", "selective"),
     ]
     models = [replace(model, dropout=True), model, replace(model, documents=False)]
+    cases = [Case(*both) for both in zip(layouts, models, strict=True)]
+    return [case for case in cases if refusal(case, ranks) is None]
+
+
+def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """Adapters where their sums, splits and random masks meet what divides, shards or puts off."""
+    lora = AdaptedModel("llama", layers=4, dropout=True)
+    layouts = [
+        ComparedLayout(2, 2, 1, schedule="zb-h1", sequence_parallel=True, micro_size=2),
+        ComparedLayout(2, 1, 2, recompute="full", zero=3, micro_size=2),
+        ComparedLayout(4, 2, 1, 2, schedule="zb-v", micro_size=4),
+        ComparedLayout(2, 2, 2, schedule="1f1b", recompute="selective", zero=1),
+    ]
+    models = [lora, lora, replace(lora, dropout=False), replace(lora, method="ia3")]
     cases = [Case(*both) for both in zip(layouts, models, strict=True)]
     return [case for case in cases if refusal(case, ranks) is None]

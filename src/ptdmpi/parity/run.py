@@ -8,13 +8,14 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, Layout, ModelConfig, synthetic_config
 from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.stage import Batch
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
-from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
+from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, AdaptedModel, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
 SEED = 1234
@@ -68,6 +69,7 @@ def configuration(task: TrainingTask) -> Config:
         batch={"global_size": GLOBAL_SIZE},
         precision={"compute": task.compute},
         optimizer={"warmup_steps": min(5, task.steps), "eps": EPSILON},
+        adapt=model.adapt if isinstance(model, AdaptedModel) else {},
     )
 
 
@@ -141,8 +143,8 @@ class Blocks:
     One set of communicators serves all trainings: MPI libraries have a limited number of them.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, wire: Wire) -> None:
+        self.world, self.wire = world, wire
         self._parts: dict[int, World | None] = {}
         self._axes: dict[Grid, Axes] = {}
 
@@ -176,5 +178,5 @@ class Blocks:
         sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
         grid = training_grid(layout.data, layout.shards, **sizes)
         if grid not in self._axes:
-            self._axes[grid] = part.split(grid)
+            self._axes[grid] = part.split(grid, self.wire)
         return self._axes[grid]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ptdmpi.base.words import counted
+from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.parity import layouts
 from ptdmpi.parity.compare import BARS, BITWISE, Greatest, differences, first_other_bit
@@ -16,6 +17,7 @@ SHORT_STEPS, SHORT_ROWS = 3, slice(1, 3)  # the first row is one rank
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
 MODERN = "Windows, caps, and a key head that all tensor ranks share"
+ADAPTED = "Adapters beside a frozen model"
 TWICE = "A second run of one layout"
 
 
@@ -50,7 +52,8 @@ class Comparison:
 @dataclass(frozen=True)
 class Verdict:
     """What a comparison found. `bits` names the first thing that differs, or None; `torn` the
-    tensors whose copies on several ranks differ; both by compute type."""
+    tensors whose copies on several ranks differ; both by compute type. No bits are compared on a
+    wire that is not exact."""
 
     comparison: Comparison
     differences: dict[str, dict[str, Greatest]]
@@ -74,19 +77,27 @@ class Verdict:
         return found
 
 
-def comparisons(ranks: int, *, short: bool = False) -> list[Comparison]:
+def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """All comparisons that `ranks` ranks can make; `short`: a few of each kind that need little
-    time."""
+    time; `exact` false: none of runs that need a wire which is."""
     covering = layouts.covering_set(ranks)
     reproducible, modern = layouts.reproducible_cases(ranks), layouts.modern_cases(ranks)
+    adapted = layouts.adapted_cases(ranks)
     # most ranks, and of these most effects: as much as possible can go wrong
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
     if short:
         covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
-        modern = modern[:1]
-    sections = {COVERING: covering, REPRODUCIBLE: reproducible, MODERN: modern}
+        modern, adapted = modern[:1], adapted[:1]
+    if not exact:
+        reproducible = []
+    sections = {
+        COVERING: covering,
+        REPRODUCIBLE: reproducible,
+        MODERN: modern,
+        ADAPTED: adapted,
+    }
     return [
         *(
             Comparison(section, case, replace(case, layout=case.layout.base))
@@ -102,14 +113,17 @@ def run(
     wanted: Sequence[Comparison],
     steps: int,
     say: Callable[[str], None] = lambda line: None,
+    wire: Wire | None = None,
 ) -> list[Verdict]:
-    """Do the trainings, small layouts side by side, and compare; every rank calls it alike.
+    """Do the trainings, small layouts side by side, and compare; every rank calls it alike. Bits
+    are compared only on a wire that is exact.
 
     Rank 0 gets the rows and is told by `say` how it goes; the other ranks get no rows. Raises
     InputError if a layout needs more ranks than the world has.
     """
     tasks = list(dict.fromkeys(task for one in wanted for task in one.tasks(steps)))
-    blocks = Blocks(world)
+    wire = wire or wire_named()
+    blocks = Blocks(world, wire)
     results: dict[TrainingTask, Training] = {}
     for ranks in sorted({task.case.layout.ranks for task in tasks}):
         alike = [task for task in tasks if task.case.layout.ranks == ranks]
@@ -119,10 +133,14 @@ def run(
                 f"{counted(ranks, 'rank')} each"
             )
         results |= blocks.run(alike)
-    return [_row(one, steps, results) for one in wanted] if world.rank == 0 else []
+    if world.rank:
+        return []
+    return [_row(one, steps, results, wire.kind.exact) for one in wanted]
 
 
-def _row(one: Comparison, steps: int, results: dict[TrainingTask, Training]) -> Verdict:
+def _row(
+    one: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
+) -> Verdict:
     return Verdict(
         one,
         differences={
@@ -135,7 +153,7 @@ def _row(one: Comparison, steps: int, results: dict[TrainingTask, Training]) -> 
             compute: first_other_bit(
                 results[one.found(compute, steps)], results[one.same_bits(compute, steps)]
             )
-            for compute in BITWISE
+            for compute in (BITWISE if exact else ())
         },
         torn={compute: results[one.found(compute, steps)].torn for compute in (*BARS, "bf16")},
     )

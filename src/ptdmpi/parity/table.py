@@ -9,7 +9,14 @@ from typing import Any
 
 from ptdmpi.config import Layout
 from ptdmpi.parity.compare import BARS, Greatest, left_out
-from ptdmpi.parity.layouts import LAYOUT_FACTORS, MODEL_FACTORS, ComparedModel, Pair, missing_pairs
+from ptdmpi.parity.layouts import (
+    LAYOUT_FACTORS,
+    MODEL_FACTORS,
+    AdaptedModel,
+    ComparedModel,
+    Pair,
+    missing_pairs,
+)
 from ptdmpi.parity.suite import COVERING, Verdict
 
 WIDTH = 120
@@ -60,7 +67,7 @@ def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
         _options(case.layout),
         chr(ord("A") + models.index(case.model)),
         *(_measured(row, compute) for compute in BARS),
-        " ".join("RED" if where else "ok" for where in row.bits.values()),
+        " ".join("RED" if where else "ok" for where in row.bits.values()) or "-",
     ]
 
 
@@ -100,7 +107,8 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "tensor, greatest",
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",
-        f"Bars: {'; '.join(f'{compute} {_bars(compute)}' for compute in BARS)}; bits: equal.",
+        f"Bars: {'; '.join(f'{compute} {_bars(compute)}' for compute in BARS)}; bits: equal "
+        "(-: this wire promises none).",
         "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
         "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
@@ -112,6 +120,7 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
             "dropout" if model.dropout else "no dropout",
             "masked tokens" if model.masked else "no masks",
             "documents" if model.documents else "no documents",
+            *([f"frozen, with {model.method}"] if isinstance(model, AdaptedModel) else ()),
         ]
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(words)}.")
     if names := left_out(models):

@@ -13,22 +13,22 @@ from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import Config, DataParallelConfig, InputError
 from ptdmpi.config.legality import dear
+from ptdmpi.config.methods import stored_numbers
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price
+from ptdmpi.plan.layout.topology import file_ranks
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
-from ptdmpi.train.capacity import rank_memory_bytes
+from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
-from ptdmpi.train.feed import masked_samples, open_datasets, vocabulary
+from ptdmpi.train.feed import source_of
 from ptdmpi.train.standing import standing_of
-
-STATE_KINDS = 3  # of each parameter a checkpoint has its master and two moments
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,9 @@ def preview(
     whatever does not depend on the machine.
     """
     config = checked(tree, ranks.count, ranks.local or None)
-    train, valid = open_datasets(config)
-    masked = masked_samples(config, train[0]) if config.model.masked else None
-    vocab_size = vocabulary(config, train[0], masked)
-    course = Course(config, begun(config, train))
+    source = source_of(config)
+    vocab_size = source.vocab_size
+    course = Course(config, begun(config, source.train))
     resumed = _resumed(config, course)
     course.check()
     first = min(resumed["step"], config.run.steps)
@@ -76,13 +75,14 @@ def preview(
         "train": _drawn(course, config.run.steps),
         "valid": [
             {"path": path, "samples": dataset.samples(config.model.text_length)}
-            for path, dataset in zip(config.data.valid_paths, valid, strict=True)
+            for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
+        "told": list(source.told()),
         "resume": resumed,
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),
         "checkpoint": _checkpoint(config, vocab_size),
-        "batch": text.samples(config, train, course, first, vocab_size),
+        "batch": text.samples(config, source, course, first, vocab_size),
     }
     memory = found["memory"]
     if memory["fits"] is False:
@@ -190,7 +190,7 @@ def _here(local_ranks: int) -> int:
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return rank_memory_bytes(device, local_ranks)
+    return rank_memory_bytes(device, expected_sharing(device, local_ranks))
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
@@ -216,7 +216,9 @@ def _status(path: Path) -> dict[str, Any]:
 def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     """Its size, and how often one is written."""
     element = 8 if config.precision.compute == "fp64" else 4
-    size = STATE_KINDS * element * parameter_count(config.model, vocab_size)
+    moments = len(config.optimizer.moments)
+    numbers = stored_numbers(config.data_parallel, moments, config.data_size)
+    size = numbers * element * parameter_count(config.model, vocab_size)
     there = os.statvfs(_existing(Path(config.run.dir)))
     free = there.f_bavail * there.f_frsize
     return {
@@ -230,13 +232,22 @@ def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
 
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     """(how many ranks a configuration speaks of, whether it takes no others); d counts as 1 where
-    it is what remains."""
+    it is what remains, or as what a file of edges is over."""
 
     def whole(section: str, key: str, default: int) -> int:
         keys = tree.get(section)
         value = keys.get(key, default) if isinstance(keys, Mapping) else default
         return value if type(value) is int and value > 0 else default
 
-    sizes = [whole("parallel", key, 1) for key in ("tensor", "pipeline", "data")]
-    ranks = sizes[0] * sizes[1] * sizes[2] + whole("run", "spare_ranks", 0)
-    return ranks, whole("parallel", "data", 0) > 0
+    sizes = [whole("parallel", key, 1) for key in ("tensor", "pipeline")]
+    data = whole("parallel", "data", 0)
+    ranks = sizes[0] * sizes[1] * (data or _graph_ranks(tree)) + whole("run", "spare_ranks", 0)
+    return ranks, data > 0
+
+
+def _graph_ranks(tree: Mapping[str, Any]) -> int:
+    """What is wrong with the section, or its file, is told by whoever checks it."""
+    try:
+        return file_ranks(DataParallelConfig.model_validate(tree.get("data_parallel", {}))) or 1
+    except (InputError, ValueError):
+        return 1

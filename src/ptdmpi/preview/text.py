@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.config import Config, InputError
-from ptdmpi.data.shards import Dataset
 from ptdmpi.generate.text import Text
 from ptdmpi.lineage.course import Course
+from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.task_files import text_of
 
 SHOWN = 2  # samples of the batch
@@ -16,17 +16,16 @@ IDS = 16
 
 
 def samples(
-    config: Config, train: list[Dataset], course: Course, step: int, vocab_size: int
+    config: Config, source: SampleSource, course: Course, step: int, vocab_size: int
 ) -> dict[str, Any]:
     """The first samples of the batch of `step` (from 0), read and checked as the run would."""
-    count = min(SHOWN, config.batch.global_size)
+    count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)
     numbers, places = course.order.locate(ids)
     found, why = _text(config, course, vocab_size)
     shown = []
     for sample, number, place in zip(ids.tolist(), numbers.tolist(), places, strict=True):
-        length = config.model.text_length
-        tokens = train[number].read(np.array([place]), length)[0, :length].tolist()
+        tokens = source.ids(number, int(place))
         shown.append(
             {
                 "sample": sample,

@@ -37,7 +37,8 @@ def words(found: dict[str, Any]) -> str:
         for one in found["valid"]
     ]
     paths = dict.fromkeys(one["path"] for one in (*found["train"], *found["valid"]))
-    rows.append(("", f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"))
+    checked = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
+    rows.append(("", "; ".join(found["told"]) or checked))  # files of a task are read whole
     has = "" if memory["capacity_bytes"] is None else f" of {size(memory['capacity_bytes'])}"
     parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
     rows.append(("memory", f"{size(memory['bytes'])} a rank{has} ({memory['capacity_from']})"))

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptdmpi.base.words import short
-from ptdmpi.model import attention_core, kernels
+from ptdmpi.model import kernels
+from ptdmpi.model.kernels.attention import Scores
+from ptdmpi.model.kernels.attention import attention as attend
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
@@ -124,7 +126,7 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
             torch.randn(1, heads, s, size, device=bench.device).to(dtype).requires_grad_()
             for _ in range(3)
         )
-        core = partial(attention_core.attention, scores=attention_core.Scores(size**-0.5))
+        core = partial(attend, scores=Scores(size**-0.5))
         out = core(q, k, v)
         near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
         off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ptdmpi.base.words import counted, short
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.stage import Batch
+from ptdmpi.model.batch import Batch
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
@@ -183,7 +184,8 @@ class Layers:
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
         """Times of steps in which each rank has its own batch, or t ranks share one."""
         config = self._config(case, tensor)
-        axes = self.world.split(training_grid(tensor=tensor, data=self.world.size // tensor))
+        grid = training_grid(tensor=tensor, data=self.world.size // tensor)
+        axes = self.world.split(grid, wire_named(device=self.bench.device))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
         batch, stage = self._batch(case), engine.stages[0]
         clock = self.bench.clock if tensor == 1 else time.perf_counter
@@ -193,7 +195,7 @@ class Layers:
             stage.forward_microbatch(0, None)
 
         def update() -> None:
-            engine.optimizer.step(1e-4, engine.reduction.global_norm())
+            engine.optimizer.step(1e-4, float(engine.reduction.global_norm()))
 
         works = (forward, lambda: stage.backward_microbatch(0, None), update)
         times = [self._each_s(works, clock) for _ in range(STEPS)][1:]
@@ -236,6 +238,7 @@ class Layers:
         # one seed on all ranks: those of a tensor axis see the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
-        ids = torch.randint(case.vocab_size, shape, generator=generator).to(self.bench.device)
+        ids = torch.randint(case.vocab_size, shape, generator=generator)
         samples = torch.arange(case.micro_size)
-        return Batch(ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples)
+        batch = Batch(ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples)
+        return batch.each(lambda one: one.to(self.bench.device))

@@ -9,18 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from ptdmpi.base.words import counted
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.activations import COMPUTE_BYTES
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.probe import kernels, messages
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
-from ptdmpi.train.capacity import process_bytes, rank_memory_bytes
+from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 
 # What is measured is reached; `Layers.fit` finds what whole layers reach of it.
 WHOLE = {
@@ -58,10 +59,12 @@ def probe(
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
     if effort is None:
         effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
-    axes = world.split(training_grid(data=world.size))
+    axes = world.split(training_grid(data=world.size), wire_named(device=device))
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
-    memory = min(bench.everyone.all_gather_object(rank_memory_bytes(device, world.local_size)))
+    memory = min(
+        bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
+    )
     # what the program takes is not there for tensors, but is part of what a run is seen to use
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))

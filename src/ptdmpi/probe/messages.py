@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe.bench import Bench
@@ -17,16 +18,17 @@ OVERLAP_BYTES, OVERLAP_S, OVERLAP_TRIALS = 1 << 20, 0.1, 3
 SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
-def groups(world: World) -> Iterator[tuple[Communicator, int, str]]:
-    """(this rank's group, nodes it stands on, where) of each kind of group; those of one kind run
-    at once: pairs and all ranks of a node, and one rank of each node."""
-    local = world.local_size
+def groups(world: World, device: torch.device) -> Iterator[tuple[Communicator, int, str]]:
+    """(this rank's group, nodes it stands on, where) of each kind of group, for tensors of
+    `device`; those of one kind run at once: pairs and all ranks of a node, and one rank of each
+    node."""
+    local, wire = world.local_size, wire_named(device=device)
     for size in sorted({2, local}):
         if 1 < size <= local and local % size == 0:
-            axes = world.split(training_grid(tensor=size, data=world.size // size))
+            axes = world.split(training_grid(tensor=size, data=world.size // size), wire)
             yield axes["tensor"], 1, f"{size} ranks of a node"
     if world.nodes > 1:
-        axes = world.split(training_grid(tensor=local, data=world.nodes))
+        axes = world.split(training_grid(tensor=local, data=world.nodes), wire)
         yield axes["data"], world.nodes, f"one rank of each of {world.nodes} nodes"
 
 
@@ -35,7 +37,7 @@ def tables(
 ) -> list[dict[str, Any]]:
     """A table for each collective on each kind of group."""
     found: list[dict[str, Any]] = []
-    kinds = list(groups(world))
+    kinds = list(groups(world, bench.device))
     if not kinds:
         return found
     with bench.phase("messages", len(kinds) * len(COLLECTIVES) * len(sizes)):
@@ -74,7 +76,8 @@ def _tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Whether a message arrives while its sender computes, without a call to MPI, for that long; or
     only when the sender waits for it."""
-    everyone = world.split(training_grid(data=world.size))["data"]
+    wire = wire_named(device=bench.device)
+    everyone = world.split(training_grid(data=world.size), wire)["data"]
     tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
     work = torch.ones(256, 256)
     peer = everyone.rank ^ 1

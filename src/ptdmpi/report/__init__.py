@@ -14,8 +14,8 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
-from ptdmpi.report import traffic, trained
-from ptdmpi.sinks.record import task_score
+from ptdmpi.report import noise, traffic, trained
+from ptdmpi.sinks.record import median, task_score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,8 @@ PARTS = {
 
 # What a record holds that is of a training step, and of a validation.
 STEP = {"loss", "layout", "rank_count", "tokens"}
-VALIDATION = {"validation_loss", "validation_perplexity"}
+# the second and the third go with tokens and with classes
+VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def read(path: Path) -> Run:
         path,
         trained.config_at(owed, None, config),
         steps,
-        [record for record in records if record.keys() >= VALIDATION],
+        [record for record in records if VALIDATION[0] in record],
         [record for record in records if "tasks" in record],
         _timeline(timelines[-1]) if timelines else None,
         trained.config_at(owed, at, config),
@@ -118,9 +119,11 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Whether the record is of a step, and its losses are numbers."""
+    """Whether the record is of a step, its losses are numbers, and a validation is whole."""
     losses = (record.get(key, 0.0) for key in ("loss", *VALIDATION))
-    return isinstance(record.get("step"), int) and all(isinstance(x, int | float) for x in losses)
+    whole = VALIDATION[0] not in record or any(key in record for key in VALIDATION[1:])
+    numbers = all(isinstance(one, int | float) for one in losses)
+    return isinstance(record.get("step"), int) and numbers and whole
 
 
 def planned(run: Run, measured: Timeline) -> Timeline:
@@ -154,19 +157,20 @@ def summary(run: Run) -> dict[str, Any]:
         numbers["drawn"] = drawn(trained.paths(run.attempts, run.config), last)
     if run.validations:
         numbers["validation_loss"] = run.validations[-1]["validation_loss"]
-        numbers["validation_perplexity"] = run.validations[-1]["validation_perplexity"]
-        for key in ("validation_sentence_order_loss", "validation_losses"):
+        for key in (*VALIDATION[1:], "validation_sentence_order_loss", "validation_losses"):
             if key in run.validations[-1]:
                 numbers[key] = run.validations[-1][key]
     for record in run.validations:
         if "bigram_validation_loss" in record:
             numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
+    if found := noise.judged(run.steps):
+        numbers["gradient_noise"] = found
     if run.tasks:
         numbers["tasks"] = {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
     where = ("layout", "rank_count")  # another layout's steps take other times
     alike = [one for one in run.steps if all(one[key] == last[key] for key in where)]
     for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
-        numbers[f"median_{key}"] = statistics.median(record[key] for record in alike)
+        numbers[f"median_{key}"] = median(record[key] for record in alike)
     numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
     if wire := traffic.sent(last, run.config):
         numbers["wire"] = wire
@@ -225,6 +229,9 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str]]:
             continue
         if key == "profiles":
             rows += [("profile", path) for path in value]
+            continue
+        if key == "gradient_noise":
+            rows += noise.rows(value)
             continue
         if key == "wire":
             rows += traffic.rows(value)

@@ -6,7 +6,9 @@ from typing import Any
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost import pipeline
+from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
@@ -82,7 +84,8 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
     """What prices a resolved configuration on a cluster by name or file. Raises InputError where
     the cluster cannot be used."""
     model, batch = Model(config.run.name, config.model, vocab_size), config.batch.global_size
-    return Pricer(load_cluster(cluster), model, batch, config.precision.compute)
+    told = (load_cluster(cluster), model, batch, config.precision.compute)
+    return MethodPricer(*told, RunMethod.of(config))
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:

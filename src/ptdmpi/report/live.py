@@ -70,7 +70,7 @@ def block(status: dict[str, Any]) -> RenderableType:
         lines.append(
             Text(
                 f"{status['tokens_per_s']:,.0f} tokens/s  {step_s} a step  "
-                f"{status['model_tflops_per_rank']:.3g} TFLOP/s/rank  mfu {status['mfu']:.1%}  "
+                f"{status['model_tflops_per_rank']:.3g} TFLOP/s/rank  {_mfu(status, 'mfu ', '  ')}"
                 f"memory {status['peak_memory_bytes'] / MIB:,.0f} MiB"
             )
         )
@@ -109,7 +109,7 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
         if "step" in status:
             row[2] = f"{status['step']:,}/{status['steps']:,}"
             row[3:5] = f"{status['loss']:.4f}", sparkline(binned(status["losses"], 10))
-            row[6:8] = f"{status['tokens_per_s']:,.0f}", f"{status['mfu']:.1%}"
+            row[6:8] = f"{status['tokens_per_s']:,.0f}", _mfu(status)
             row[8] = duration(status["left_s"]) if status["left_s"] else ""
         if "validation_loss" in status:
             row[5] = f"{status['validation_loss']:.4f}"
@@ -154,6 +154,11 @@ def _checkpoint(status: dict[str, Any], short: bool = False) -> str:
     if short:
         return f"{found['step']:,}"
     return f"{found['name']}, {duration(found['age_s'])} ago"
+
+
+def _mfu(status: dict[str, Any], before: str = "", behind: str = "") -> str:
+    """Nothing where the peak of the device is not known."""
+    return "" if status["mfu"] is None else f"{before}{status['mfu']:.1%}{behind}"
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import InputError
+from ptdmpi.sinks.record import median
 
 RECENT = 50  # steps that rates are taken from
 REMARKS = 3  # lines of the log that are shown
@@ -142,7 +143,7 @@ class Watched:
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "layout", "rank_count")
         found = {key: last[key] for key in keys if key in last}
         for key in ("tokens_per_s", "model_tflops_per_rank", "mfu"):
-            found[key] = statistics.median(record[key] for record in self._recent)
+            found[key] = median(record[key] for record in self._recent)
         found["step_time_s"] = step_s
         found["left_s"] = max(0, self.steps - last["step"]) * step_s
         found["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in self._recent)

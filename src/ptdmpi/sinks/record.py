@@ -1,7 +1,8 @@
 """A record of `metrics.jsonl` as named numbers, the same for every tool; and the kept records."""
 
 import json
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
     elif isinstance(value, list):
         items = {f"{name}/{number}": one for number, one in enumerate(value)}
     return {k: float(one) for k, one in items.items() if isinstance(one, int | float)}
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of what is known; None where nothing is, such as MFU of an unknown device."""
+    known = [one for one in values if one is not None]
+    return statistics.median(known) if known else None
 
 
 def task_score(values: Mapping[str, Any]) -> tuple[str, float]:

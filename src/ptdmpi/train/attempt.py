@@ -6,17 +6,23 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from ptdmpi.base.words import counted, short
+from ptdmpi.checkpoint.base import take_base
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.config.legality import dear
+from ptdmpi.config.methods import told
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
+from ptdmpi.model.kernels import choice
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.layout.topology import topology_of
+from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
 
@@ -25,7 +31,8 @@ class Attempt:
     """Made by all ranks together; rank 0 keeps the history.
 
     `first`: steps that were done before. `over`: why the run has ended before its last step, once
-    it has. `idle`: nothing is left to train, so nothing is written.
+    it has. `idle`: nothing is left to train, so nothing is written. `ways`: how a device computes
+    attention (`choice`).
     """
 
     def __init__(
@@ -41,6 +48,9 @@ class Attempt:
         self.why = self.over = ""
         # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
         engine.steps_done = None
+        if config.adapt.adapts:
+            known = world.on_root(lambda: known_tokenizer(Path(config.adapt.base)))
+            take_base(engine.state, engine.axes.world, self.course, known)
         self.first = self._from_checkpoint(start) if start.load is None else start.load(engine)
         if start.load is not None:
             self.how = f"goes on from live state of step {self.first}"
@@ -50,6 +60,12 @@ class Attempt:
         engine.steps_done = self.first
         self.pending = start.unfinished is not None  # the last step's record and save
         self.history: History | None = None
+        self.ways: list[str] = []
+
+    def choose(self, device: torch.device, say: Callable[[str], None]) -> None:
+        """Settle on all ranks how attention is computed on the device, if anything is trained."""
+        if not self.idle:
+            self.ways = choice.agreed(self.world, self.path, device, say)
 
     @property
     def idle(self) -> bool:
@@ -59,7 +75,7 @@ class Attempt:
         """Load what `checkpoint.resume` and `checkpoint.initial` ask for; returns how many steps
         are done. Raises InputError on every rank."""
         checkpoints, steps = self.checkpoints, self.config.run.steps
-        progress, self.skipped = checkpoints.resume(start.resume)
+        progress, self.skipped = checkpoints.resume(start.resume, start.lost)
         if progress is not None:
             if progress.step >= steps and checkpoints.branches:
                 raise SharedInputError(
@@ -68,6 +84,8 @@ class Attempt:
                     f"{progress.step}"
                 )
             self.how = f"resumed after step {progress.step}"
+            if checkpoints.mean_of:
+                self.how += f", from the mean of its {checkpoints.mean_of} replicas"
             if checkpoints.followed:
                 self.how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
             return progress.step
@@ -137,6 +155,7 @@ class Attempt:
         """What is said at the start."""
         config, world = self.config, self.world
         parameters = parameter_count(config.model, vocab_size)
+        adapters = config.model.layers * trained_elements(config.model)
         if not self.idle:
             yield (
                 f"to stop and keep all: kill -USR1 {os.getpid()} on {world.host}, or "
@@ -147,16 +166,21 @@ class Attempt:
         yield (
             f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
             f"{layout}, {how}, {config.precision.compute}; "
-            f"{short(parameters)} parameters, vocabulary {vocab_size}; "
+            f"{short(parameters)} parameters, "
+            f"{f'of which {short(adapters)} train, ' if config.adapt.adapts else ''}"
+            f"vocabulary {vocab_size}; "
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
         )
+        if config.data_parallel.method == "decentralized":
+            yield f"replicas average with neighbours: {topology_of(config).told}"
         if world.tensor_axis_crosses_nodes(grid_of(config)):
             yield (
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
         yield from dear(layout, config.batch.global_size)
+        yield from filter(None, [told(config.data_parallel)])
         answer = self.course.answer
         changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
         if self.idle:

@@ -38,7 +38,7 @@ class Memory:
         self.step = relief.Step.of(config, vocab_size, wide, device.type == "cpu")
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = self.step.peak(pipeline_rank).total
-        self.capacity_bytes = rank_memory_bytes(device, world.local_size)
+        self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         mine = (needed, self.capacity_bytes)
         found = world.control.allgather(mine)
         # ranks share their host's memory, and have a GPU's for themselves
@@ -75,14 +75,31 @@ def _lacks_memory(error: Exception) -> bool:
     return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
-def rank_memory_bytes(device: torch.device, local_ranks: int) -> int:
-    """Memory of its GPU, or of the host, which its ranks share, less what is taken so far."""
-    if device.type == "cuda":
-        # ranks take GPUs in turn, so the fullest one has the rounded share
-        sharing = -(-local_ranks // torch.cuda.device_count())
-        return torch.cuda.get_device_properties(device).total_memory // sharing
+def ranks_sharing(world: "World", device: torch.device) -> int:
+    """How many ranks have this rank's GPU, or its host. GPUs are told apart by their UUID: a site
+    may show each rank one of several, all of them by the same number. Every rank calls it."""
+    if device.type == "cpu":
+        return world.local_size
+    properties = torch.get_device_module(device).get_device_properties(device)
+    mine = (world.process.node, str(properties.uuid))
+    return world.control.allgather(mine).count(mine)
+
+
+def expected_sharing(device: torch.device, local_ranks: int) -> int:
+    """As `ranks_sharing`, of so many ranks to be started here: they take GPUs in turn, so the
+    fullest one has the rounded share."""
+    if device.type == "cpu":
+        return local_ranks
+    return -(-local_ranks // torch.get_device_module(device).device_count())
+
+
+def rank_memory_bytes(device: torch.device, sharing: int) -> int:
+    """Memory of its GPU, or of the host, as one of so many ranks, less what is taken so far."""
+    if device.type != "cpu":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return int(properties.total_memory) // sharing
     virtual, resident = process_bytes()
-    left = host_memory_bytes() // local_ranks - resident
+    left = host_memory_bytes() // sharing - resident
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         left = min(left, addresses - virtual)

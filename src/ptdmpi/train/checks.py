@@ -7,17 +7,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.config import Config, DataConfig, InputError, LogConfig, ModelConfig, RunConfig, resolve
+from ptdmpi.checkpoint.base import base_at
+from ptdmpi.config import (
+    AdaptConfig,
+    Config,
+    DataConfig,
+    InputError,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    TaskConfig,
+    resolve,
+)
 from ptdmpi.config.files import parsed
 from ptdmpi.config.section import Section
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
+from ptdmpi.evaluate.labelled import items
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.sinks.sinks import require
-from ptdmpi.train.feed import open_datasets, vocabulary
+from ptdmpi.train.feed import source_of
 from ptdmpi.train.task_files import task_files
 
 
@@ -40,15 +53,16 @@ def checked_data(config: Config) -> int:
     mistakes = _told(_apart({name: getattr(config, name) for name in Config.model_fields}))
     if mistakes:
         raise InputError("\n".join(mistakes))
-    train, _ = open_datasets(config)
-    course = Course(config, begun(config, train))
+    if config.data_parallel.method == "decentralized":
+        topology_of(config)  # which the course of the run has, too
+    source = source_of(config)
+    course = Course(config, begun(config, source.train))
     if config.data.change != FROM_HERE:  # else it counts from where the run stands
         mistakes += _told([course.check])
-    vocab_size = vocabulary(config, train[0])
-    mistakes += _told([partial(task_files, config, course, vocab_size)])
+    mistakes += _told([partial(task_files, config, course, source.vocab_size)])
     if mistakes:
         raise InputError("\n".join(mistakes))
-    return vocab_size
+    return source.vocab_size
 
 
 def _told(checks: Iterable[Callable[[], object]]) -> list[str]:
@@ -70,9 +84,14 @@ def _apart(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
         if run.cluster:
             yield partial(load_cluster, run.cluster)
     if isinstance(data, DataConfig):
-        model = sections.get("model")
+        model, task = sections.get("model"), sections.get("task")
         for path in dict.fromkeys((*(part.path for part in data.train), *data.valid_paths)):
-            yield partial(_dataset, path, model if isinstance(model, ModelConfig) else None)
+            if isinstance(task, TaskConfig) and task.kind != "none":
+                yield partial(items, Path(path), task)
+            else:
+                yield partial(_dataset, path, model if isinstance(model, ModelConfig) else None)
+    if isinstance(adapt := sections.get("adapt"), AdaptConfig) and adapt.adapts:
+        yield partial(_base, adapt)
     if isinstance(log, LogConfig):
         yield partial(require, log)
         for path in log.tasks:
@@ -86,6 +105,18 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
             f"model.vocab_size = {model.vocab_size}, but {path} needs {dataset.vocab_size}; legal: "
             f"{dataset.vocab_size} or more, or 0: just as many"
         )
+
+
+def _base(adapt: AdaptConfig) -> None:
+    if not adapt.base:
+        raise InputError(
+            f'adapt.method = "{adapt.method}" trains beside a frozen model: adapt.base is missing; '
+            "legal: a run directory, a checkpoint, or what `ptdmpi convert from-hf` made"
+        )
+    try:
+        base_at(Path(adapt.base))
+    except InputError as error:
+        raise InputError(f"adapt.base: {error}") from None
 
 
 def _task_file(path: str) -> None:

@@ -1,6 +1,7 @@
 """What a run says and records: a record and a line of each step, and its timeline at the end."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,18 @@ class Journal:
         config, result = self.config, done.result
         rates = self.rates.of(done.elapsed_s)
         order = {} if result.order_loss is None else {"sentence_order_loss": result.order_loss}
+        apart = {} if result.consensus is None else {"consensus_distance": result.consensus}
+        bits = result.bits_per_element
+        coded = {} if bits is None else {"bits_per_element": bits}
+        noise = {} if result.noise is None else {"gradient_noise": asdict(result.noise)}
         self.keep(
             step=done.step,
             loss=result.loss,
             **order,
             grad_norm=result.grad_norm,
+            **apart,
+            **coded,
+            **noise,
             learning_rate=result.learning_rate,
             loss_scale=result.loss_scale,
             skipped=result.skipped,
@@ -68,13 +76,16 @@ class Journal:
         steps = config.run.steps
         if done.step % config.log.every_steps == 0 or done.step == steps:
             left = duration((steps - done.step) * usual_s)
+            distance = "".join(f"apart {one:.3g}  " for one in apart.values())
+            mfu = "" if rates["mfu"] is None else f"mfu {rates['mfu']:.1%}  "
             # the last one is a result, also under --quiet
             shown = done.step == steps or not quiet()
             self.directory.say(
                 f"step {done.step:>{len(str(steps))}}/{steps}  "
-                f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  "
+                f"loss {result.loss:7.4f}  grad norm {result.grad_norm:6.3f}  {distance}"
+                f"{f'{bits:.3g} bits an element  ' if bits is not None else ''}"
                 f"lr {result.learning_rate:.2e}  {rates['tokens_per_s']:,.0f} tokens/s  "
-                f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank  mfu {rates['mfu']:.1%}  "
+                f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank  {mfu}"
                 f"left {left}{'  skipped: overflow' if result.overflow else ''}",
                 shown,
             )

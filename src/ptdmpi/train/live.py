@@ -1,6 +1,8 @@
 """What ranks still hold of a run when others are lost, and its way to the ranks that go on."""
 
+import itertools
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +14,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
-from ptdmpi.plan.layout.grid import Coordinates, Grid
+from ptdmpi.plan.layout.grid import CUTTING, Coordinates, Grid
 
 # One message at most: counts of MPI calls are 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
@@ -33,13 +35,14 @@ class Handover:
     how many steps it has behind it; without it, the checkpoint that `resume` names is read.
 
     `unfinished`: the last of these steps, if a rank was lost before it was recorded, validated and
-    saved. `answer`: what the state was trained on, and goes on with.
+    saved. `answer`: what the state was trained on, and goes on with. `lost`: ranks were.
     """
 
     resume: str
     load: Callable[[Engine], int] | None = None
     unfinished: Completed | None = None
     answer: Answer | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,36 @@ def hold(engine: Engine, account: Account) -> Holding:
     return Holding(account, engine.state.flats)
 
 
-def live_step(accounts: Sequence[Account], grid: Grid) -> int | None:
+def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
     """The newest step after which every place of the model is held by some rank; None if none is.
+    Where replicas differ (`apart`), the one after which the most replicas are whole, of these the
+    newest.
 
     Ranks update within a step of each other, but not together. States of different steps never mix.
     """
-    steps = {account.step for account in accounts if account.step is not None}
-    for step in sorted(steps, reverse=True):
+    steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
+    if apart:
+        kept = {step: len(_whole(accounts, grid, step)) for step in steps}
+        return max((step for step in steps if kept[step]), key=lambda one: kept[one], default=None)
+    for step in steps:
         if grid.parts <= {grid.part(place) for place in _after(accounts, step).values()}:
             return step
     return None
+
+
+def _whole(
+    accounts: Sequence[Account], grid: Grid, step: int
+) -> dict[tuple[int, ...], dict[tuple[int, ...], int]]:
+    """The replicas whose state after `step` is whole: by their places on the axes that cut none,
+    which rank holds which part."""
+    found: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    for rank, place in _after(accounts, step).items():
+        found.setdefault(_replica(grid, place), {})[grid.part(place)] = rank
+    return {one: found[one] for one in sorted(found) if grid.parts <= found[one].keys()}
+
+
+def _replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
+    return tuple(place[axis] for axis in grid.axes if axis not in CUTTING)
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
@@ -104,6 +127,33 @@ def routes(
         own = target in sources
         found.append((target if own else sources[place % len(sources)], target))
     return found
+
+
+def routes_apart(
+    accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
+) -> list[tuple[int, int]]:
+    """As `routes`, where replicas differ: every new replica is one old one as a whole, for parts of
+    two would be no model. Each that is whole goes on once before one is copied; a new replica
+    becomes that one of which its ranks hold the most already."""
+    whole, at = _whole(accounts, grid, step), [grid.coordinates(n) for n in range(len(order))]
+    new = sorted({_replica(grid, place) for place in at})
+    holds = Counter(
+        (_replica(grid, place), one)
+        for target, place in zip(order, at, strict=True)
+        for one, ranks in whole.items()
+        if ranks[grid.part(place)] == target
+    )
+    pairs = sorted(itertools.product(new, whole), key=lambda pair: (-holds[pair], pair))
+    chosen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for replica, one in pairs:
+        if replica not in chosen and one not in chosen.values():
+            chosen[replica] = one
+    for replica, one in zip((r for r in new if r not in chosen), itertools.cycle(whole)):
+        chosen[replica] = one
+    return [
+        (whole[chosen[_replica(grid, place)]][grid.part(place)], target)
+        for target, place in zip(order, at, strict=True)
+    ]
 
 
 def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list[Handle]:

@@ -17,14 +17,15 @@ from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.inference.model import device_of
-from ptdmpi.model.stage import Batch
+from ptdmpi.model.batch import Batch
+from ptdmpi.model.kernels import choice
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
-from ptdmpi.train.meter import Rates, agreed_peak_flops, peak_memory_bytes
+from ptdmpi.train.meter import Rates, agreed_peak_flops, device_name, peak_memory_bytes
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.standing import standing_of
@@ -53,18 +54,21 @@ class Loop:
         self.config, self.world = config, world
         torch.set_num_threads(config.run.threads)
         keep_freed(os.environ)
-        self.axes = world.split(grid_of(config), wire_named(config.comm.wire))
+        device = device_of(world)
+        self.axes = world.split(grid_of(config), wire_named(config.comm.wire, device))
         self.journal = Journal(config, self.axes, signals.show)
+        if self.axes.carried_by:
+            self.journal.say(self.axes.carried_by)
         self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)
         try:
-            self._set_up(handover)
+            self._set_up(handover, device)
         except Exception:
             self.lookout.close()  # nobody else knows of it
             raise
         give_back()
 
-    def _set_up(self, handover: Handover | None) -> None:
-        config, world, device = self.config, self.world, device_of(self.world)
+    def _set_up(self, handover: Handover | None, device: torch.device) -> None:
+        config, world = self.config, self.world
         world.on_root(self.lookout.take_lock)
         self.feed = Feed(config, self.axes, device)
         vocab_size = self.feed.vocab_size
@@ -88,14 +92,19 @@ class Loop:
         if not self.attempt.idle:
             checkpoints.check_space()
         self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
+        self.attempt.choose(device, say)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
         tasks = Tasks(self.engine, self.feed.course, world, self.journal)
         self.validation = Validation(config, self.feed, self.engine, tasks, self._vote, standing)
-        for line in self.attempt.lines(vocab_size) if handover is None else ():
-            say(line)
+        if handover is None:
+            for line in (*self.attempt.lines(vocab_size), *self.feed.source.told()):
+                say(line)
         for problem in self.attempt.skipped:
             say(f"stepped over checkpoint {problem}")
         peak = agreed_peak_flops(config, self.axes, device)
+        if peak is None:
+            precision = config.precision.compute
+            say(f"no MFU: no data sheet's {precision} peak is known of {device_name(device)}")
         self.journal.rates = Rates(config, vocab_size, world.size, peak)
 
     @property
@@ -110,7 +119,7 @@ class Loop:
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
         """
-        with self.attempt.told(lambda: self.concluded):
+        with choice.attention_by(self.attempt.ways), self.attempt.told(lambda: self.concluded):
             if not self.attempt.idle:
                 self._train()
             self.lookout.finish()

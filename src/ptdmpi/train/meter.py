@@ -9,8 +9,10 @@ import resource
 import statistics
 import sys
 import time
+import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +28,65 @@ from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
 from ptdmpi.watch.stopwatch import Stopwatch
 
-# Dense peak of the compute type in FLOP/s, from the vendor's data sheets (no sparsity).
-PEAK_FLOPS = {
-    "V100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
-    "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12},
-    "H100": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 34e12},
-    "H200": {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 34e12},
-}
 GEMM_SIZE = 1024
 RECENT_STEPS = 20  # of one of so many last steps the timeline is kept
 
 
+def known_peak(name: str, precision: str) -> float | None:
+    """The data sheet's dense peak of a GPU in FLOP/s; None where no table of ours has it."""
+    text = files("ptdmpi").joinpath("presets", "peaks.toml").read_text(encoding="utf-8")
+    for entry in tomllib.loads(text)["gpu"]:
+        if entry["name"] in name:
+            peak = entry["peak_flops"].get(precision)
+            return None if peak is None else float(peak)
+    return None
+
+
 @functools.cache
-def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float:
-    """Dense peak of one rank: the data sheet's for a known GPU, else that of a square GEMM here.
+def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
+    """Dense peak of one rank: the data sheet's of a GPU, if it is known.
 
     On a CPU no data sheet knows how many cores a rank has, so MFU is against the best of a few
     1024-cubed products in the compute type.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, peaks in PEAK_FLOPS.items():
-            if known in name and precision in peaks:
-                return peaks[precision]
-    a = torch.randn(GEMM_SIZE, GEMM_SIZE, device=device).to(dtype)
+    if device.type != "cpu":
+        return known_peak(device_name(device), precision)
+    a = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
     best = float("inf")
     for _ in range(4):
         start = time.perf_counter()
-        # one element to the host: a device is asynchronous, and has to be waited for
-        (a @ a)[0, 0].item()
+        a @ a
         # the best: whatever disturbs a product only makes it longer
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
 
 
-def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float:
-    """The dense peak in FLOP/s of the rank in the middle: one denominator of MFU for all ranks."""
+def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:
+    """The dense peak in FLOP/s of the rank in the middle: one denominator of MFU for all ranks.
+    None where a rank does not know its own."""
     precision = config.precision.compute
     mine = peak_flops(device, PRECISIONS[precision].compute, precision)
-    return statistics.median(axes.world.all_gather_object(mine))
+    every = axes.world.all_gather_object(mine)
+    return None if None in every else statistics.median(every)
+
+
+def device_name(device: torch.device) -> str:
+    """What torch calls a device, such as "NVIDIA H100 80GB HBM3"."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this rank has used so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Rates:
     """FLOPs of a step and what they come to per second."""
 
-    def __init__(self, config: Config, vocab_size: int, ranks: int, peak: float) -> None:
+    def __init__(self, config: Config, vocab_size: int, ranks: int, peak: float | None) -> None:
         model, recompute = config.model, config.recompute
         self.tokens = config.batch.global_size * model.seq_length
         self.ranks, self.peak = ranks, peak
@@ -85,14 +94,15 @@ class Rates:
         self.model_flops = model_flops(model, vocab_size, self.tokens)
         self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recompute.mode, layers)
 
-    def of(self, step_time_s: float) -> dict[str, float]:
+    def of(self, step_time_s: float) -> dict[str, float | None]:
+        """`mfu` is None where no peak is known."""
         per_rank = self.ranks * step_time_s
         return {
             "step_time_s": step_time_s,
             "tokens_per_s": self.tokens / step_time_s,
             "model_tflops_per_rank": self.model_flops / per_rank / 1e12,
             "hardware_tflops_per_rank": self.hardware_flops / per_rank / 1e12,
-            "mfu": self.model_flops / per_rank / self.peak,
+            "mfu": None if self.peak is None else self.model_flops / per_rank / self.peak,
         }
 
 
@@ -245,19 +255,33 @@ def _until(line: bytes, step: int) -> bool:
         return False
 
 
-def validation_record(paths: Sequence[str], sums: Sequence[Sums]) -> tuple[dict[str, Any], str]:
-    """A validation's values and its line, from the sums of each dataset.
+def validation_record(
+    paths: Sequence[str], sums: Sequence[Sums], classifies: bool = False
+) -> tuple[dict[str, Any], str]:
+    """A validation's values and its line, from the sums of each dataset. `classifies`: these are of
+    samples with one right class each, and an accuracy is told instead of a perplexity.
 
     The mean is over all tokens; where there are several datasets, each one's own is given too.
     """
     whole = sum(sums, Sums())
     mean = whole.loss / whole.tokens
+    if classifies:
+        right = whole.right / whole.tokens
+        told = {"validation_loss": mean, "validation_accuracy": right}
+        return _by_dataset(told, f"validation loss {mean:.4f}  accuracy {right:.2%}", paths, sums)
     perplexity = math.exp(mean) if mean < 700 else math.inf
     values: dict[str, Any] = {"validation_loss": mean, "validation_perplexity": perplexity}
     text = f"validation loss {mean:.4f}  perplexity {perplexity:.2f}"
     if whole.orders:
         values["validation_sentence_order_loss"] = order = whole.order_loss / whole.orders
         text += f"  sentence order loss {order:.4f}"
+    return _by_dataset(values, text, paths, sums)
+
+
+def _by_dataset(
+    values: dict[str, Any], text: str, paths: Sequence[str], sums: Sequence[Sums]
+) -> tuple[dict[str, Any], str]:
+    """With the loss of each dataset, where there are several."""
     if len(paths) > 1:
         means = {path: one.loss / one.tokens for path, one in zip(paths, sums, strict=True)}
         values["validation_losses"] = means

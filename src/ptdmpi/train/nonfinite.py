@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.engine.runner import OpHook
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.parameters import Parameter
-from ptdmpi.model.stage import Batch, Stage
+from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 
 FAILED_EXIT_CODE = 1

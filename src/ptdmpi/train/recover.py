@@ -19,6 +19,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Process, World, fail_together
 from ptdmpi.config import Config, InputError, SharedInputError
+from ptdmpi.config.methods import replicas_differ
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import seats, widest
@@ -99,6 +100,7 @@ class Survivors:
             if not ulfm.rank_lost(self.world):
                 raise
             self.failed_at = self.failed_at or time.perf_counter()
+            self.world.abort_wires()
             ulfm.revoke(self.world)
             # Agreed in here, while the frames of this exception hold the buffers of what was under
             # way: after it nobody sends any more.
@@ -128,8 +130,10 @@ class Survivors:
             [account.place for account in accounts],
             [process.node for process in world.processes],
         )
-        step = live.live_step(accounts, self.grid)
-        ways = [] if step is None else live.routes(accounts, self.grid, order, step)
+        apart = replicas_differ(self.config.data_parallel)
+        step = live.live_step(accounts, self.grid, apart)
+        routes = live.routes_apart if apart else live.routes
+        ways = [] if step is None else routes(accounts, self.grid, order, step)
         crew = world.part(order)
         handles = live.give(world, self.holding, ways)
         if crew is not None:
@@ -167,12 +171,13 @@ class Survivors:
         if any(account.saved for account in accounts):  # what the run itself has saved is newer
             resume = "auto"
         if step is None:
-            return Handover(resume)
+            return Handover(resume, lost=True)
         source = next(source for source, target in ways if target == self.world.rank)
 
         def load(engine: Engine) -> int:
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
+            engine.policy.replicas_lost()
             return step
 
         same = [account for account in accounts if account.step == step]
@@ -191,7 +196,8 @@ class Survivors:
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
         account = Account(
             place=loop.axes.coordinates,
-            step=loop.engine.steps_done,
+            # what still comes from neighbours is part of the step
+            step=loop.engine.steps_done if loop.engine.policy.settled else None,
             counters=replace(loop.engine.state.counters),
             completed=loop.completed,
             concluded=loop.concluded,

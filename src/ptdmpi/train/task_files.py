@@ -1,13 +1,16 @@
 """The task files of a run as questions, by the tokenizer of its data: prepared without MPI, so that
 a dry run finds what is wrong with them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
+from ptdmpi.evaluate.labelled import Framing, framing
 from ptdmpi.evaluate.questions import Asking, Limits, Questions, read
-from ptdmpi.generate.text import Text, find_text
+from ptdmpi.generate.text import Text, find_text, name_of
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.stage import TIED_NAME
@@ -17,13 +20,30 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
     """The tokenizer of the shards: as of the model that the run would save. Raises InputError where
     it is not to be found."""
+    stored = _stored(config, course.in_manifest(), vocab_size)
+    return find_text(stored, mended="put it beside them")
+
+
+def task_framing(config: Config) -> Framing:
+    """How the texts of the run's task become sequences: by the tokenizer that `task.tokenizer`
+    names, or that of the model that the run begins from. Raises InputError where neither says."""
+    if not (config.task.tokenizer or config.checkpoint.initial):
+        raise InputError(
+            'task.tokenizer is missing: legal: "bytes", or the path of a tokenizer.json; a run '
+            "that begins from checkpoint.initial can do without, by the tokenizer of that model"
+        )
+    stored = _stored(config, {}, config.model.vocab_size or 2**31)
+    text = find_text(stored, mended="set task.tokenizer")
+    return framing(text, name_of(stored), config.model)
+
+
+def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredModel:
+    """The model that the run would save; `more` its manifest says."""
     progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
-    model = config.model.model_dump()
-    said = {"progress": asdict(progress), "model": model, **course.in_manifest()}
+    said = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
     table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
     manifest = Manifest(progress, said, {}, {key(WEIGHTS, TIED_NAME): table})
-    stored = StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
-    return find_text(stored, mended="put it beside them")
+    return StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
 
 
 def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:

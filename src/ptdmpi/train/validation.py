@@ -43,7 +43,12 @@ class Validation:
         return bool(self.feed.valid) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int) -> Asked:
-        """Measure what is due, record and say it; returns what the ranks want by then."""
+        """Measure what is due, record and say it; returns what the ranks want by then. Of replicas
+        that differ the mean is measured."""
+        with self.engine.replicas.averaged():
+            return self._after_step(step)
+
+    def _after_step(self, step: int) -> Asked:
         asked = self._validate(step) if self._due(step) else Asked("", Save.NO, 0)
         ends = bool(self.standing.over)
         if asked.stop or not (self.tasks.due(step) or ends):
@@ -63,7 +68,9 @@ class Validation:
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} broken off")
                 return asked
-        values, text = validation_record(self.config.data.valid_paths, sums)
+        values, text = validation_record(
+            self.config.data.valid_paths, sums, self.config.model.classifies
+        )
         if self.bigram_pending:
             values["bigram_validation_loss"] = self.feed.bigram_loss()
             text += f"  (bigram model: loss {values['bigram_validation_loss']:.4f})"

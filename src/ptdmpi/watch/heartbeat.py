@@ -116,10 +116,13 @@ class Heartbeat:
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own.
-        with contextlib.suppress(MPI.Exception):
+        try:
             while not self._ended.is_set():
                 self._beat()
+        except MPI.Exception:
+            # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own. The
+            # main thread may wait for its device, and that for what the lost rank does not send.
+            self.axes.abort()
 
     def _beat(self) -> None:
         hurried = self.judge is not None and self.judge.verdict is not None
@@ -172,7 +175,7 @@ class Heartbeat:
             self.mailbox.abort(1)
 
     def _report(self, leaves: bool = False) -> Report:
-        doing, now_s = self.place.doing, time.monotonic()
+        doing, now_s = self.place.now(), time.monotonic()
         axis, collective = "", ""
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read once: the other thread may leave it meanwhile

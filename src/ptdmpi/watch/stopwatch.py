@@ -21,12 +21,20 @@ class Doing(NamedTuple):
     since_s: float  # of time.perf_counter
 
 
+class _UnderWay(NamedTuple):
+    """Work that was handed to a device: `doing` as the host saw it, and its two marks."""
+
+    doing: Doing
+    begin: Mark
+    end: Mark
+
+
 class Place:
     """Where a rank is: written by the thread that trains, read by the heartbeat's.
 
-    `doing` is replaced as a whole, so a reader never sees half of it. `phase` is "start-up",
-    "training", "validation", "saving" or "ending"; `step` counts from 1; `compute_s` are the
-    seconds of this rank's own work in each of the last steps.
+    `doing` is what the host does, and is replaced as a whole, so a reader never sees half of it.
+    `phase` is "start-up", "training", "validation", "saving" or "ending"; `step` counts from 1;
+    `compute_s` are the seconds of this rank's own work in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -34,6 +42,24 @@ class Place:
         self.step = 0
         self.compute_s: deque[float] = deque(maxlen=COMPUTE_STEPS)
         self.doing = Doing("", "", None, time.perf_counter())
+        self._under_way: deque[_UnderWay] = deque()
+
+    def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
+        """The host has gone on from a span; its device may not have."""
+        while self._under_way and self._under_way[0].end.done():
+            self._under_way.popleft()
+        if not end.done():
+            self._under_way.append(_UnderWay(doing, begin, end))
+
+    def now(self) -> Doing:
+        """What is done in truth: the oldest work that the device has not finished, else what the
+        host does. For any thread: it asks marks, and waits for none."""
+        # a copy, in one operation of the interpreter: the other thread changes it meanwhile
+        for doing, begin, end in list(self._under_way):
+            if not end.done():
+                since_s = begin.at_s() if begin.done() else doing.since_s
+                return doing._replace(since_s=since_s)
+        return self.doing
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -52,9 +78,11 @@ class Stopwatch:
         """What is done inside is one span. The place is the host's: where it hangs, if it does."""
         self.place.doing = Doing(kind, op, peer, time.perf_counter())
         # no finally: what raises leaves no span, and `place` says for the table where it was
-        begin = self.clock.mark()
+        doing, begin = self.place.doing, self.clock.mark()
         yield
-        self._marked.append((kind, op, begin, self.clock.mark()))
+        end = self.clock.mark()
+        self._marked.append((kind, op, begin, end))
+        self.place.handed_over(doing, begin, end)
 
     @property
     def spans(self) -> list[Span]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdmpi.plan.cost.activations import (
+from ptdmpi.plan.cost.kept.activations import (
     Sizes,
     kept,
     korthikanti_layer,
@@ -14,6 +14,7 @@ from ptdmpi.plan.cost.activations import (
     total_bytes,
 )
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.plan.schedule.ops import FORWARD
@@ -200,3 +201,29 @@ def test_state_bytes_per_parameter(compute, bytes_per_parameter):
     count = parameter_count(config.model, VOCAB_SIZE)
     peak = MemoryModel.of(config, VOCAB_SIZE).peak(config.layout, 0, 1)
     assert peak.standing == bytes_per_parameter * count
+
+
+@pytest.mark.parametrize(
+    ("keys", "elements"),
+    [
+        ({"method": "ring"}, MESSAGE_ELEMENTS),
+        ({"method": "parameter_server"}, MESSAGE_ELEMENTS),
+        ({"method": "decentralized"}, 2 * 2 * BUCKET_ELEMENTS),
+        ({"method": "decentralized", "overlap": True}, None),
+    ],
+)
+def test_messages_have_room_when_nothing_is_in_flight_or_beside_it(keys, elements):
+    """Few tokens of a wide model; without `overlap` only what activations had not."""
+    told = {f"data_parallel.{key}": value for key, value in keys.items()}
+    wide = {"model.hidden": 4096, "model.seq_length": 2, **_configs.layout(d=4)}
+    plain, found = (_small(wide | changes, ranks=4) for changes in ({}, told))
+    vocab_size = VOCAB_SIZE
+    before, after = (
+        MemoryModel.of(one, vocab_size).peak(one.layout, 0, 1) for one in (plain, found)
+    )
+    every = parameter_count(found.model, vocab_size)
+    room = 4 * (2 * every if elements is None else elements)
+    held = before.activations + before.working
+    assert 0 < held < room
+    more = room if elements is None else room - held
+    assert after.total - before.total == more

@@ -102,8 +102,10 @@ def test_published_tied_head_on_one_rank():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [True, False, "attention", "mlp"])
-def test_the_table_has_every_weight_of_the_model_by_name(kind, tied, bias):
+@pytest.mark.parametrize("adapt", ["none", "lora", "ia3"])
+def test_the_table_has_every_weight_of_the_model_by_name(kind, tied, bias, adapt):
     changes = {"model.kind": kind, "model.tie_embeddings": tied, "model.bias": bias}
+    changes |= {"adapt.method": adapt}
     config = small(changes | {"model.kv_heads": 2})
     model = config.model
     parts = {f"embedding.{k}": v for k, v in parameters.embedding(model, VOCAB_SIZE).items()}

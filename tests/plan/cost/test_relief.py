@@ -108,3 +108,11 @@ def test_sizes_read_well():
         "3.0 MiB",
         "5.0 GiB",
     ]
+
+
+def test_nothing_is_advised_that_the_method_refuses():
+    config = shaped(**{"model.hidden": 512, "data_parallel.method": "local"})
+    found = relief.Step.of(config, VOCAB, on_host=False)
+    needed = 0.6 * found.largest()[1].total
+    keys = [text for text, _ in itertools.islice(relief.changes(found, needed), 20)]
+    assert keys and not any("parallel.zero" in key or "offload" in key for key in keys)

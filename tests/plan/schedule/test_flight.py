@@ -105,6 +105,17 @@ def test_the_most_in_all_chunks_is_that_of_the_schedule(kind, p, v, m):
         assert most == peaks[rank]
 
 
+@pytest.mark.parametrize(("kind", "p", "v", "m"), CASES)
+def test_forwards_ahead_of_what_frees_are_not_overcounted(kind, p, v, m):
+    """What a search refuses layouts by: exact but for phantoms, and where nothing is known."""
+    for rank, order in enumerate(build(kind, p, v, m).orders):
+        forwards = [*itertools.takewhile(lambda op: not op.row.frees, order)]
+        ahead = KINDS[kind].ahead(rank, p, v, m)
+        assert ahead <= len(forwards)
+        if kind == "gpipe" or (kind in ("1f1b", "interleaved") and m % p == 0):
+            assert ahead == len(forwards)
+
+
 def test_validation_keeps_nothing():
     """Each forward's activations go with it."""
     found = fullest("forward", 2, 2, 5, 0).moments

@@ -64,3 +64,27 @@ def test_a_run_with_a_checkpoint_keeps_its_layout(tmp_path):
     for change in ({"checkpoint.resume": "never"}, {"batch.global_size": 32}, {"model.layers": 8}):
         assert choose.begun(choose.bare(small(**where, **change)), RANKS) is None
     assert choose.begun(again, 4) is None
+
+
+@pytest.mark.parametrize("method", ["local", "ring"])
+def test_what_the_method_refuses_is_not_chosen(method):
+    given = small(**{"data_parallel.method": method})
+    prices, _ = choose.choose(choose.bare(given), 53, load_cluster("dgx-h100"), RANKS)
+    for price in prices:
+        resolve(choose.applied(given, price.layout.sections()), RANKS)
+
+
+def test_a_graph_in_a_file_and_dealt_datasets_choose_d(tmp_path):
+    (tmp_path / "edges").write_text("0 1\n1 2\n2 3\n")
+    gossip = {"data_parallel.method": "decentralized"}
+    gossip["data_parallel.topology"] = str(tmp_path / "edges")
+    where = {"run.cluster": "dgx-h100", "run.dir": str(tmp_path / "run")}
+    found = choose.settled(small(**gossip, **where), RANKS, lambda config: 53)
+    assert found is not None and resolve(found[0], RANKS).data_size == 4
+    with pytest.raises(InputError, match="over 4 data ranks: no layout of 6 ranks has such a d"):
+        choose.settled(small(**gossip, **where), 6, lambda config: 53)
+    three = tree({"batch.global_size": 12, "data.split": "by_rank"})
+    three["data"]["train"] = [{"path": name} for name in "abc"]
+    config = choose.bare(three)
+    assert choose.replicas(config, 12) == (1, 3)
+    assert choose.replicas(choose.bare(small()), 12) is None

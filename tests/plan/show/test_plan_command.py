@@ -108,8 +108,16 @@ def test_a_first_stage_with_fewer_layers_is_priced_advised_and_trained():
         run(*options, "--first-layers", "16")
     with pytest.raises(InputError, match="one stage has all"):
         run("--layout", "t=1,p=1,d=1,v=1,b=1", "--first-layers", "2")
+    with pytest.raises(InputError, match="--uneven searches"):
+        run(*options, "--uneven")
     found = json.loads(run("--ranks", "8", "--first-layers", "1", "--json").stdout)["layouts"]
     assert {entry["first_layers"] for entry in found} <= {None, 1}
+    small = ("--model", "l=6,h=512,a=8,V=60000", "--ranks", "4", "--batch", "8", "--json")
+    times = [
+        json.loads(run(*small, *more).stdout)["layouts"][0]["step_time_s"]
+        for more in ((), ("--uneven",))
+    ]
+    assert times[1] <= times[0]
 
 
 def test_a_preset_with_other_sizes_trains_so():

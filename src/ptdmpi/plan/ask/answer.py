@@ -1,5 +1,6 @@
 """What an answer consists of: a sentence, a table, numbers for a program, a picture."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
+LETTERS_PER_PANEL = 56  # of a title
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Reply:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4.8 * len(self.panels), 3.4), dpi=110, layout="constrained")
-        figure.suptitle(self.title, x=0.01, ha="left", fontsize=10)
+        title = textwrap.fill(self.title, LETTERS_PER_PANEL * len(self.panels))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         grid = figure.subplots(1, len(self.panels), squeeze=False)
         for panel, axes in zip(self.panels, grid[0], strict=True):
             _draw(panel, axes)

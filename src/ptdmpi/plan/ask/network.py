@@ -169,6 +169,6 @@ def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Reply:
         f"the most of what was asked: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
         rows,
         {"ranks": ranks, "changes": entries},
-        f"{pricer.model.name} on {where}, {found[0].best.layout}: what if",
+        f"{pricer.model.name} on {where}, {found[0].best.layout}: what if the network changed",
         [Panel("step time, % more", "", bars=bars)],
     )

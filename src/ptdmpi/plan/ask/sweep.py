@@ -61,13 +61,13 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
         rows.append([f"{size:,}", step, speed, *shares, words])
         entries.append({over.replace(" ", "_"): size, "tokens_per_s": tokens / price.step_time_s})
         entries[-1] |= entry
-    best, last = max(speeds, key=lambda one: one[1]), speeds[-1]
+    best, least = (choose(speeds, key=lambda one: one[1]) for choose in (max, min))
     where = f"{counted(ranks, 'rank')} of {pricers[0].cluster.name}"
     left = [f"{p.batch if over == 'batch' else p.model.config.seq_length:,}" for p in pricers]
     left = [size for size in left if size not in {row[0] for row in rows}]
     return Reply(
         f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: {best[1]:,.0f} per "
-        f"rank; at {last[0]:,.0f} it is {last[1] / best[1]:.0%} of that.",
+        f"rank; at {least[0]:,.0f} it is {least[1] / best[1]:.0%} of that.",
         rows,
         {"ranks": ranks, "choices": entries},
         f"{pricers[0].model.name} on {where}: by {over}",

@@ -18,7 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.cost.activations import WIDE_BYTES
+from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
@@ -53,6 +53,7 @@ class DataAxis:
         self.machine, self.cluster = machine, machine.cluster
         self.model, self.vocab_size = model.config, model.vocab_size
         self.gradient_bytes = self.cluster.software.gradient_bytes
+        self.layer_elements = cache(lambda tensor: parameters.trained_elements(self.model, tensor))
         self._tensor_pair_s = cache(self._one_tensor_s)
         self._unit_pair_s = cache(self._one_unit_s)
         self._in_ops, self._behind = cache(self._counted_in_ops), cache(self._counted_behind)
@@ -87,7 +88,7 @@ class DataAxis:
         as there would be, and the rest."""
         if layout.zero < 2 or self.cluster.software.zero_unit == "tensor":
             return [(elements, 1)]
-        layer = parameters.layer_elements(self.model, layout.tensor)
+        layer = self.layer_elements(layout.tensor)
         count, rest = divmod(elements, layer)
         return [(layer, int(count)), (rest, int(rest > 0))]
 
@@ -111,7 +112,7 @@ class DataAxis:
     def _ends_s(self, layout: Layout) -> float:
         """The first and the last stage sum the gradients of a tied table: of it or, where gradients
         are sharded, of each rank's shard."""
-        if layout.pipeline == 1 or not self.model.tie_embeddings:
+        if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
             return 0.0
         shards = layout.shards if layout.zero >= 2 else 1
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
@@ -178,7 +179,7 @@ class DataAxis:
                 return 0.0
             gathers = 3 if layout.recompute == "full" else 2
             return layers * (gathers * gathered_s + summed_s)
-        unit = parameters.layer_elements(self.model, layout.tensor)
+        unit = self.layer_elements(layout.tensor)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
         again = 2 * max(0.0, layers - 1) if layout.zero == 3 else 0.0
         return layers * summed_s + again * gathered_s
@@ -194,8 +195,8 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def layer_tensors(self, tensor: int) -> list[int]:
-        """Elements of a layer's weights, biases and norms on a tensor rank."""
-        every = parameters.layer(self.model).values()
+        """Elements of what trains of a layer, weight by weight, on a tensor rank."""
+        every = parameters.trained(parameters.layer(self.model).values())
         return [size for part in every for size in part.weights(tensor)]
 
     def _table_elements(self, tensor: int) -> int:

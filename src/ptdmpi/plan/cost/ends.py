@@ -3,7 +3,7 @@
 from functools import cached_property
 
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.cost.activations import WIDE_BYTES
+from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.cost.layer import LocalLinear, Seconds, TensorRank
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Machine
@@ -33,6 +33,8 @@ class EndTimes(TensorRank):
     @cached_property
     def embedding_backward(self) -> Seconds:
         """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
+        if self.model.adapt.adapts:
+            return Seconds()
         if self.software.adds_in_place:
             moved = self.tokens * self.model.hidden * (self.e + 2 * self.g)
             gathered = self._gather_s if self.layout.sequence_parallel else 0.0
@@ -42,8 +44,9 @@ class EndTimes(TensorRank):
     @cached_property
     def head_forward(self) -> Seconds:
         """Final norm, logits, cross-entropy in float32: widened, greatest, shifted, exponentials,
-        their sum, their quotient. Three numbers per token are summed over the tensor axis."""
-        columns, e = self.table_elements // self.model.hidden, self.e  # this rank's part of V
+        their sum, their quotient. Three numbers per token are summed over the tensor axis, of a
+        head for a task none."""
+        columns, e = self._columns, self.e
         logits = self.predicted * columns
         norm = self._norm(2 * e)
         product = self.machine.gemm_s(self.predicted, columns, self.model.hidden)
@@ -51,13 +54,17 @@ class EndTimes(TensorRank):
         # one kernel each, in the order of the docstring: those that reduce read only
         sizes = (*((e + w,) if e != w else ()), w, 2 * w, 2 * w, w, 2 * w)
         loss = self.machine.elementwise_s("loss", logits, *(logits * size for size in sizes))
-        small = 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
+        small = (
+            0.0
+            if self.model.classifies
+            else 3 * self.machine.all_reduce_s(self.predicted * w, self.group)
+        )
         gathered = self._gather_s if self.layout.sequence_parallel else 0.0
         return Seconds(norm + product + loss, small + gathered)
 
     @cached_property
     def head_backward(self) -> Seconds:
-        columns, e = self.table_elements // self.model.hidden, self.e
+        columns, e = self._columns, self.e
         logits = self.predicted * columns
         norm = self._norm(5 * e, backward=True)
         w = max(e, WIDE_BYTES)
@@ -65,18 +72,27 @@ class EndTimes(TensorRank):
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
         linear = self._linear_backward(self._output, self.predicted)
-        # the head is column-parallel, so its input's gradient is summed over the tensor axis
-        return Seconds(norm + loss + linear, self._sum_s)
+        # the head is column-parallel, so its input's gradient is summed over the tensor axis; each
+        # rank has that of a task whole
+        return Seconds(norm + loss + linear, 0.0 if self.model.classifies else self._sum_s)
+
+    @property
+    def _columns(self) -> int:
+        """Outputs of the head on this rank: its part of V, or all classes of a task."""
+        if self.model.classifies:
+            return self.model.classes
+        return self.table_elements // self.model.hidden
 
     @property
     def _output(self) -> LocalLinear:
-        columns = self.table_elements // self.model.hidden
-        return LocalLinear(self.model.hidden, columns, self.model.head_bias)
+        trains = not self.model.adapt.adapts
+        return LocalLinear(self.model.hidden, self._columns, self.model.head_bias, trains)
 
     @cached_property
     def head_weights(self) -> Seconds:
         """What a split backward leaves for its W; an embedding's is all left for it."""
-        gathered = self._gather_s if self.layout.sequence_parallel else 0.0
+        again = self.layout.sequence_parallel and not self.model.classifies
+        gathered = self._gather_s if again else 0.0
         return Seconds(self._weight_gradient(self._output, self.predicted), gathered)
 
     @property

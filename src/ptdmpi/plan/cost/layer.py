@@ -6,9 +6,11 @@ The kernels are those of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, sec
 al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and addition fused).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ptdmpi.config import ModelConfig
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
@@ -53,11 +55,12 @@ class Seconds:
 
 @dataclass(frozen=True)
 class LocalLinear:
-    """A product with a weight of (inputs, outputs) on this rank."""
+    """A product with a weight of (inputs, outputs) on this rank, which trains or not."""
 
     inputs: int
     outputs: int
     bias: bool
+    trains: bool = True
 
 
 class TensorRank:
@@ -116,16 +119,29 @@ class TensorRank:
     def _linear_backward(self, weight: LocalLinear, tokens: int) -> float:
         """Input gradient, weight gradient, the latter added up over microbatches, bias gradient."""
         product = self.machine.gemm_s(tokens, weight.inputs, weight.outputs)
+        if not weight.trains:
+            return product
         bias = self._stream(tokens * weight.outputs * self.e) if weight.bias else 0.0
         return product + self._weight_gradient(weight, tokens) + bias
 
     def _weight_gradient(self, weight: LocalLinear, tokens: int) -> float:
+        if not weight.trains:
+            return 0.0
         product = self.machine.gemm_s(weight.inputs, weight.outputs, tokens)
         # the product is read, the sum so far read and written; a product that adds by itself, in
         # the sum's own type, has it in its own time
         if self.software.adds_in_place and self.e == self.g:
             return product
         return product + self._stream(weight.inputs * weight.outputs * (self.e + 2 * self.g))
+
+
+def _beside(model: ModelConfig, tensor: int) -> Iterator[LocalLinear]:
+    """The products of a layer's adapters, as a tensor rank has them."""
+    for part in parameters.layer(model).values():
+        if isinstance(part, parameters.LowRankPair):
+            inputs, outputs = part.local(tensor)
+            yield LocalLinear(inputs, part.rank, False)
+            yield LocalLinear(part.rank, outputs, False)
 
 
 class LayerTimes(TensorRank):
@@ -139,16 +155,17 @@ class LayerTimes(TensorRank):
         self.kv_heads = max(1, config.kv_heads // t)
         self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
         self.up, self.down = self._local("mlp.up"), self._local("mlp.down")
+        self.beside = tuple(_beside(config, t))
 
     @property
     def linears(self) -> tuple[LocalLinear, ...]:
-        return self.qkv, self.out, self.up, self.down
+        return self.qkv, self.out, self.up, self.down, *self.beside
 
     def _local(self, name: str) -> LocalLinear:
         """A linear of the layer as a tensor rank has it."""
         part = parameters.layer(self.model)[name]
         assert isinstance(part, parameters.Linear)
-        return LocalLinear(*part.local(self.layout.tensor), part.bias)
+        return LocalLinear(*part.local(self.layout.tensor), part.bias, part.trains)
 
     def _activation(self, *element_bytes: float, backward: bool = False) -> float:
         elements = self.tokens * self.ffn
@@ -247,7 +264,7 @@ class LayerTimes(TensorRank):
         """What a split backward leaves for its W. With sequence parallelism an operand of each
         linear is gathered for it: the column-parallel ones' input, the others' gradient."""
         compute = sum(self._weight_gradient(w, self.tokens) for w in self.linears)
-        gathers = len(self.linears) if self.layout.sequence_parallel else 0
+        gathers = 4 if self.layout.sequence_parallel else 0
         launches = gathers * (self.layout.tensor > 1) + self._weight_launches
         return Seconds(compute, gathers * self._gather_s, self.machine.host_s(launches))
 
@@ -315,7 +332,7 @@ class LayerTimes(TensorRank):
 
     @property
     def _backward_launches(self) -> int:
-        inputs = sum(1 + weight.bias for weight in self.linears)
+        inputs = sum(1 + weight.bias * weight.trains for weight in self.linears)
         kernels = inputs + self._weight_launches + 3 * self._norm_count + 2 + 1
         kernels += 2 * (self.mask > 0) + self._core_launches(True)
         gathers = 2 * (self.layout.tensor > 1) * self.layout.sequence_parallel
@@ -325,4 +342,4 @@ class LayerTimes(TensorRank):
     def _weight_launches(self) -> int:
         """A product, and the kernel that adds it where it does not do so itself."""
         adds = not (self.software.adds_in_place and self.e == self.g)
-        return len(self.linears) * (1 + adds)
+        return sum(weight.trains for weight in self.linears) * (1 + adds)

@@ -9,17 +9,21 @@ weights 2 + 4 + 12/S bytes of a parameter under ZeRO 1, 2 + (4 + 12)/S under 2, 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
-from ptdmpi.plan.cost.activations import COMPUTE_BYTES, WIDE_BYTES
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, WIDE_BYTES
+from ptdmpi.plan.cost.kept.operands import operand_bytes
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
+from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
-from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.codes import largest_tile
+from ptdmpi.plan.shape.low_bit import LowBit
 
 # Of state in a file: read ahead and written behind, two pieces of it at once.
 CHUNK_BYTES = 64 * 2**20
@@ -57,7 +61,8 @@ class Footprint:
 class MemoryModel(StageMemory):
     """Memory of one model in one compute type as a program runs it; what layouts have in common is
     counted once. `runtime_bytes`: what a rank's memory holds before its first tensor. `on_host`:
-    the device is the host, so that what is offloaded to its memory stays where it is."""
+    the device is the host, so that what is offloaded to its memory stays where it is. `method`: the
+    numbers that stand beside masters, and what data ranks receive into."""
 
     def __init__(
         self,
@@ -67,15 +72,21 @@ class MemoryModel(StageMemory):
         software: Software = TRAINER,
         runtime_bytes: float = 0.0,
         on_host: bool = True,
+        method: RunMethod | None = None,
     ) -> None:
         super().__init__(model, vocab_size, precision, software)
+        self.method = method or RunMethod()
+        self.low_bit: LowBit | None = None  # in how few bits products take the layers' weights
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
-        self.compute_bytes = COMPUTE_BYTES[precision]
+        self.compute_bytes, self.tile = COMPUTE_BYTES[precision], largest_tile(model, vocab_size)
         self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
-        self._likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
-        self._elements = cache(self._counted_elements)
+        self.likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)
+        self._stands = cache(  # all the time, on each of some ranks
+            lambda *key, ranks: [sum(self._standing(*key[:2], r, key[2])[:3]) for r in ranks]
+        )
         self._flights: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.least_flights: dict[tuple[object, ...], int] = {}
 
     @classmethod
     def of(
@@ -83,8 +94,10 @@ class MemoryModel(StageMemory):
     ) -> "MemoryModel":
         """That of a training; `wide_products` as of `Software`."""
         software = TRAINER.model_copy(update={"wide_products": wide_products})
-        compute = config.precision.compute
-        return cls(config.model, vocab_size, compute, software, on_host=on_host)
+        told = (config.model, vocab_size, config.precision.compute, software)
+        memory = cls(*told, on_host=on_host, method=RunMethod.of(config))
+        memory.low_bit = LowBit.of(config.quantize)
+        return memory
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
@@ -107,17 +120,14 @@ class MemoryModel(StageMemory):
             gradients=gradients,
             optimizer=optimizer,
             activations=kept,
-            working=working + self.beside_bytes(layout, rank),
+            working=_beside(self, layout, rank, kept, working),
             runtime=self.runtime_bytes,
             host=host,
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         """(bytes kept, bytes needed beside) when a rank's ops have most."""
-        sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
-        how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
-        # the same whatever is sharded: a search asks for all ways to shard one after the other
-        key = (*sizes, *how, layout.first_layers, rank, microbatches)
+        key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
                 self._flights.clear()
@@ -125,7 +135,7 @@ class MemoryModel(StageMemory):
         return self._flights[key]
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        examples, alike = self._likes(Cut.of(layout), layout.recompute_layers, rank)
+        examples, alike = self.likes(Cut.of(layout), layout.recompute_layers, rank)
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
@@ -146,31 +156,22 @@ class MemoryModel(StageMemory):
         return max(peaks, key=lambda found: found[1].total)
 
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
-        """Whether every pipeline rank's memory suffices. What stands all the time is asked first:
-        most layouts of a large model fail there."""
+        """Whether every pipeline rank's memory suffices. What stands all the time, and what is kept
+        at the least, is asked first: most layouts of a large model fail there."""
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
-        standing = [sum(self._state(layout, rank)[:3]) for rank in ranks]
+        how = (layout.zero, layout.shards, layout.offload)
+        standing = self._stands(Cut.of(layout), layout.tensor, how, ranks=ranks)
         if max(standing) > room:
             return False
+        least = (_least_held(self, layout, rank, microbatches) for rank in ranks)
+        if any(stands + kept > room for stands, kept in zip(standing, least, strict=True)):
+            return False
         return all(
-            stands + sum(self._held(layout, rank, microbatches)) + self.beside_bytes(layout, rank)
-            <= room
+            stands + kept + _beside(self, layout, rank, kept, working) <= room
             for rank, stands in zip(ranks, standing, strict=True)
+            for kept, working in (self._held(layout, rank, microbatches),)
         )
-
-    def elements(self, layout: Layout, rank: int) -> int:
-        """Parameters of a pipeline rank; a tied table counts once for each end of the model that
-        does not share its rank with the other."""
-        return self._elements(Cut.of(layout), layout.tensor, rank)[0]
-
-    def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """`parameters.rank_elements` of a pipeline rank."""
-        placed, layers = cut.placed, self._splits(cut)
-        stages = placed.stages_of(rank)
-        own = sum(len(layers[stage]) for stage in stages)
-        ends = (0 in stages, placed.stages - 1 in stages)
-        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
         """What a pipeline rank has of its state in the host's memory."""
@@ -191,11 +192,12 @@ class MemoryModel(StageMemory):
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
-        counts = (every, train + second, train + second, train)
+        counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
             -(-count // (shards if zero >= stage else 1)) * each
             for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
         )
+        weights += (every - train) * self.compute_bytes  # whole on every rank
         device, host = optimizer, 0
         if offload != "none" and not self.on_host:
             device, host = 0, optimizer
@@ -204,14 +206,14 @@ class MemoryModel(StageMemory):
             device, host = (held, 0) if self.on_host else (0, held)
         return weights, summed + widened, device, host
 
-    @property
+    @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
         """Bytes of one parameter: weight, gradient, its copy in float32 for the optimizer where it
-        is summed in a half type, and AdamW's moments with a master."""
+        is summed in a half type, and the kinds of state with a master."""
         summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
-        masters = 3 if self.compute_bytes < WIDE_BYTES else 2
-        return self.compute_bytes, max(summed, self.compute_bytes), widened, masters * wide
+        state = self.method.kinds + (self.compute_bytes < WIDE_BYTES)
+        return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
 
     def parameter_bytes(self, layout: Layout) -> float:
         """Bytes of a parameter in all that stands between steps, at least."""
@@ -243,6 +245,38 @@ class MemoryModel(StageMemory):
         if self.software.zero_unit == "tensor":
             gradients += place  # torch's list collectives work on a copy of the whole
         return gradients * gradient + pair * self.compute_bytes * (layout.zero == 3)
+
+
+def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
+    """What a rank's ops hold follows from this, whatever is sharded: a search asks for all ways to
+    shard one after the other."""
+    sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
+    how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
+    return *sizes, *how, layout.first_layers, rank, microbatches
+
+
+def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
+    """Bytes that a rank keeps at the least when it has most: those of the forwards before its first
+    backward, each as if it were of the smallest stage. No order is walked for that."""
+    key = _flight_key(layout, rank, microbatches)
+    if key not in memory.least_flights:
+        sizes = (layout.pipeline, layout.virtual, microbatches)
+        stages, _ = memory.likes(Cut.of(layout), layout.recompute_layers, rank)
+        each = min(memory.stored_bytes[ACTIVATIONS](layout, stage) for stage in stages)
+        memory.least_flights[key] = KINDS[layout.schedule].ahead(rank, *sizes) * each
+    return memory.least_flights[key]
+
+
+def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: int) -> int:
+    """`working` with what is beside it, or what data ranks tell each other when nothing is in
+    flight, where that is more; what arrives under forwards is there at the same time, and what is
+    known of neighbours all the time."""
+    method, wide = memory.method, max(WIDE_BYTES, memory.compute_bytes)
+    sizes = (layout.data, memory.trained(layout, rank), wide)
+    told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
+    working += memory.beside_bytes(layout, rank)
+    working += operand_bytes(memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
+    return copies + (working + told if method.section.overlap else max(working, told - kept))
 
 
 Sort = tuple[tuple[tuple[str, int], ...], bool, bool]

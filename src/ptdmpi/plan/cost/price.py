@@ -12,6 +12,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.memory import Footprint
 from ptdmpi.plan.cost.step import StepTimes, splits
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.shape import flops
@@ -72,12 +73,21 @@ class Price:
 class Pricer(StepTimes):
     """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
 
-    def __init__(self, cluster: Cluster, model: Model, batch: int, precision: str) -> None:
-        super().__init__(cluster, model, precision)
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: Model,
+        batch: int,
+        precision: str,
+        method: RunMethod | None = None,
+    ) -> None:
+        """`method`: as of `StepTimes`."""
+        super().__init__(cluster, model, precision, method)
         self.batch = batch
         self.capacity_bytes = cluster.device.memory_bytes
         host_bytes = cluster.host.memory_bytes
         self.host_capacity_bytes = (host_bytes or math.inf) / cluster.node.devices
+        self._roughly: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
         """A step time that no order of work falls below: what the search prunes by."""
@@ -93,22 +103,34 @@ class Pricer(StepTimes):
 
     def rough_work_s(self, layout: Layout) -> float:
         """The part of it that does not depend on what is sharded."""
-        (layer, ends), config = self.kernels(layout), self.model.config
-        back = layer.split_backward if splits(layout) else layer.backward
-        # of layers of which only some are recomputed: as if none of them were
-        if layout.recompute_layers is None:
-            back = back + layer.recomputed(layout)
-        each = layer.forward.total + back.total
-        microbatches, p = layout.microbatches(self.batch), layout.pipeline
+        p, fewest = layout.pipeline, self.model.config.layers // layout.stages
+        worked_s, passed_s = self._rough(layout)
         # the mean rank stands in the middle: half of the others fill before it, half drain after;
-        # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
-        passed = layer.forward.total if splits(layout) else each
-        fill_s = (p - 1) / 2 * (config.layers // (p * layout.virtual)) * passed
-        return microbatches * (config.layers * each + ends.total_s) / p + fill_s
+        # a first stage with fewer layers is one that all others wait less for
+        less = fewest - min(fewest, layout.first_layers or fewest)
+        return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
+
+    def _rough(self, layout: Layout) -> tuple[float, float]:
+        """(work of the mean rank, a layer's time while others wait), whatever the chunks are."""
+        sizes = (layout.tensor, layout.pipeline, layout.data, layout.micro_size)
+        how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
+        key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
+        if key not in self._roughly:
+            (layer, ends), config = self.kernels(layout), self.model.config
+            back = layer.split_backward if splits(layout) else layer.backward
+            # of layers of which only some are recomputed: as if none of them were
+            if layout.recompute_layers is None:
+                back = back + layer.recomputed(layout)
+            each = layer.forward.total + back.total
+            work = layout.microbatches(self.batch) * (config.layers * each + ends.total_s)
+            # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
+            passed = layer.forward.total if splits(layout) else each
+            self._roughly[key] = work / layout.pipeline, passed
+        return self._roughly[key]
 
     def rough_data_s(self, layout: Layout) -> tuple[float, float]:
         """(behind the pipeline, with each microbatch): the other part."""
-        elements = self.model.config.layers * layer_elements(self.model.config, layout.tensor)
+        elements = self.model.config.layers * self.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
         after_s, each_s = self.update.optimizer_s(layout, elements), 0.0
         if not layout.dp_overlap:
@@ -121,8 +143,10 @@ class Pricer(StepTimes):
         """False only where what stands all the time is too much for the mean rank, whatever the
         rest of the layout is."""
         config = self.model.config
-        elements = config.layers * layer_elements(config, layout.tensor) // layout.pipeline
-        standing = elements * self.memory.parameter_bytes(layout)
+        layers, t = config.layers / layout.pipeline, layout.tensor
+        train = layers * self.data.layer_elements(t)
+        frozen = layers * layer_elements(config, t) - train if config.adapt.adapts else 0
+        standing = train * self.memory.parameter_bytes(layout) + frozen * self.memory.compute_bytes
         return standing <= self.capacity_bytes - self.memory.runtime_bytes
 
     def fits(self, layout: Layout) -> bool:

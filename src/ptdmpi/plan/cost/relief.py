@@ -7,7 +7,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
-from ptdmpi.config.legality import stages_of_zero
+from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -22,12 +22,13 @@ Keys = dict[str, int | str | bool]
 @dataclass(frozen=True)
 class Step:
     """The memory of a run: its layout and global batch on the model that is trained. `most_zero`:
-    how much of its state it may share out."""
+    how much of its state it may share out; `may_offload`: whether it may stand off the device."""
 
     memory: MemoryModel
     layout: Layout
     batch: int
     most_zero: int = 3
+    may_offload: bool = True
 
     @classmethod
     def of(
@@ -36,8 +37,9 @@ class Step:
         """That of a resolved configuration; `wide_products` as of `Software`, `on_host` as of
         `MemoryModel`."""
         memory = MemoryModel.of(config, vocab_size, wide_products, on_host)
-        most_zero = max(stages_of_zero(config.run.reproducible))
-        return cls(memory, config.layout, config.batch.global_size, most_zero)
+        most_zero = max(may_share(config.data_parallel, config.run.reproducible))
+        offloads = not replicas_differ(config.data_parallel)
+        return cls(memory, config.layout, config.batch.global_size, most_zero, offloads)
 
     @property
     def microbatches(self) -> int:
@@ -150,7 +152,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
     steps += [{"parallel.zero": zero} for zero in sharded if zero > 1]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
-    if layout.offload == "none":
+    if layout.offload == "none" and step.may_offload:
         places = ("disk",) if step.memory.on_host else ("optimizer", "disk")
         steps += [{"parallel.offload": place} for place in places]
     for factor in _some(divisors(layout.data * grown)[1:]):

@@ -3,16 +3,17 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
-from ptdmpi.plan.cost import activations, operands
-from ptdmpi.plan.cost.activations import LayerBytes, Sizes, total_bytes
-from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.cost.kept import activations, heads, operands, working
+from ptdmpi.plan.cost.kept.activations import Sizes, total_bytes
+from ptdmpi.plan.cost.kept.working import LayerBytes
+from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
-from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
@@ -55,7 +56,12 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
-        return cls(placement_of(layout), layout.first_layers)
+        return _cut(layout.schedule, layout.pipeline, layout.virtual, layout.first_layers)
+
+
+@lru_cache(maxsize=16384)
+def _cut(schedule: str, pipeline: int, virtual: int, first: int | None) -> Cut:
+    return Cut(placement(schedule, pipeline, virtual), first)
 
 
 class StageMemory:
@@ -69,6 +75,7 @@ class StageMemory:
         self.software = software
         self._parts = cache(self._counted)
         self._splits = cache(self._split)
+        self._elements = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
         # inventory of the op table -> what one microbatch has of it in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
@@ -86,6 +93,23 @@ class StageMemory:
     def _split(self, cut: "Cut") -> tuple[range, ...]:
         balanced = self.software.balanced_stages
         return tuple(split_model(self.model, self.vocab_size, cut.placed, balanced, cut.first))
+
+    def trained(self, layout: Layout, rank: int) -> int:
+        """Those parameters of a pipeline rank that train."""
+        return self._elements(Cut.of(layout), layout.tensor, rank)[1]
+
+    def elements(self, layout: Layout, rank: int) -> int:
+        """Parameters of a pipeline rank; a tied table counts once for each end of the model that
+        does not share its rank with the other."""
+        return self._elements(Cut.of(layout), layout.tensor, rank)[0]
+
+    def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
+        """`parameters.rank_elements` of a pipeline rank."""
+        placed, layers = cut.placed, self._splits(cut)
+        stages = placed.stages_of(rank)
+        own = sum(len(layers[stage]) for stage in stages)
+        ends = (0 in stages, placed.stages - 1 in stages)
+        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a
@@ -182,10 +206,10 @@ class StageMemory:
         sizes = Sizes(self.model, layout, self.precision, self.software)
         return PartBytes(
             sizes,
-            {mode: activations.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
+            {mode: working.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
             total_bytes(activations.embedding_activations(sizes)),
-            total_bytes(activations.head_activations(sizes, self.vocab_size)),
-            activations.loss_working_bytes(sizes, self.vocab_size),
+            total_bytes(heads.head_activations(sizes, self.vocab_size)),
+            heads.loss_working_bytes(sizes, self.vocab_size),
             sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
             self._counted_split(sizes),
         )

@@ -1,15 +1,17 @@
 """What a step of a layout is made of: seconds of its stages, their messages, and what follows."""
 
+import itertools
 from collections.abc import Sequence
 
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.cost.activations import COMPUTE_BYTES
 from ptdmpi.plan.cost.data_axis import DataAxis
 from ptdmpi.plan.cost.ends import EndTimes
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
 from ptdmpi.plan.cost.update import UpdateTimes
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of
@@ -20,11 +22,16 @@ class StepTimes:
     """Seconds of the parts of steps of one model on one cluster; shapes in common are priced
     once."""
 
-    def __init__(self, cluster: Cluster, model: Model, precision: str) -> None:
+    def __init__(
+        self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
+    ) -> None:
+        """`method`: how many numbers stand beside a parameter, and what is received into."""
         cluster.device.peak(precision)  # refused here, before anything is made of it
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
-        self.data, self.update = DataAxis(self.machine, model), UpdateTimes(self.machine)
+        self.method = method or RunMethod()
+        self.data = DataAxis(self.machine, model)
+        self.update = UpdateTimes(self.machine, self.method.moments)
         self.memory = MemoryModel(
             model.config,
             model.vocab_size,
@@ -32,6 +39,7 @@ class StepTimes:
             cluster.software,
             cluster.device.runtime_bytes,
             cluster.on_host,
+            self.method,
         )
         self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
 
@@ -88,7 +96,7 @@ class StepTimes:
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
-            far = [_crosses_nodes(layout, stage, devices) for stage in range(1, count)]
+            far = _crossings(layout, count, devices)
             way_s = {crosses: self._way_s(layout, crosses) for crosses in set(far)}
             placed = placement_of(layout)
             ways[1:-1] = [
@@ -111,6 +119,8 @@ class StepTimes:
     ) -> list[tuple[float, float]]:
         """What sharding adds to each stage's forward and backward of a microbatch. A device that
         sends while it computes waits for what takes longer than the op."""
+        if layout.zero < 2 or layout.shards == 1:  # most layouts of a search
+            return [(0.0, 0.0)] * len(seconds)
         last = len(seconds) - 1
         added = []
         for stage, (own, (forward, backward)) in enumerate(
@@ -141,7 +151,7 @@ class StepTimes:
         """(exposed data axis, optimizer) behind the pipeline's last backward, on the rank with most
         parameters."""
         layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
-        elements = max(self.memory.elements(layout, rank) for rank in ranks)
+        elements = max(self.memory.trained(layout, rank) for rank in ranks)
         behind = self.data.behind(layout, elements)
         data_s = sum(behind)
         if layout.dp_overlap:
@@ -162,15 +172,15 @@ def splits(layout: Layout) -> bool:
     return KINDS[layout.schedule].splits
 
 
-def _crosses_nodes(layout: Layout, stage: int, devices: int) -> bool:
-    """Whether any data rank's message from stage - 1 to stage leaves its node, which has
-    so many devices."""
+def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
+    """Whether any data rank's message to each of `count` stages but the first leaves its node,
+    which has so many devices; of stages on one rank, which send nothing, either answer."""
     row = layout.tensor * layout.data
+    if row % devices == 0:  # whole nodes, which two pipeline ranks never share
+        return [True] * (count - 1)
     placed = placement_of(layout)
-    here, there = placed.rank_of(stage - 1) * row, placed.rank_of(stage) * row
-    # rows of whole nodes: two pipeline ranks never share one, and the loop below is spared
-    if here != there and row % devices == 0:
-        return True
-    return any(
-        (here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor)
-    )
+    starts = [placed.rank_of(stage) * row for stage in range(count)]
+    return [
+        any((here + i) // devices != (there + i) // devices for i in range(0, row, layout.tensor))
+        for here, there in itertools.pairwise(starts)
+    ]

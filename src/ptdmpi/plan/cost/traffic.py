@@ -6,128 +6,44 @@ the tensor axis sums, forwards and backwards, 2 S each per layer (Shoeybi et al.
 and what a linear has not kept whole is gathered once more (Korthikanti et al. 2022, arXiv
 2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction, or 1/t of it
 (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients are summed
-once in a step, psi of them on a rank; for ZeRO's stages see `_data`.
+once in a step, psi of them on a rank; for ZeRO's stages see `_data`, for methods that tell less
+`ptdmpi.plan.layout.messages`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ptdmpi.base.traffic import Tally, Traffic
 from ptdmpi.config import Layout
-from ptdmpi.plan.cost.activations import Sizes
+from ptdmpi.config.methods import encodes
+from ptdmpi.plan.cost.held import SECOND, HeldParts
+from ptdmpi.plan.cost.kept.activations import Sizes
+from ptdmpi.plan.cost.methods import code_messages, told_of
 from ptdmpi.plan.layout.grid import DATA, ENDS
-from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model
-from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 from ptdmpi.plan.schedule.orders import KINDS, build
-from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, gathers, places_of
-from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import ALIGNMENT, Linear, Norm, Part, Table, aligned
+from ptdmpi.plan.schedule.places import gathers
+from ptdmpi.plan.shape.parameters import (
+    ALIGNMENT,
+    Linear,
+    LowRankPair,
+    Norm,
+    Part,
+    Scale,
+    Table,
+)
 
-TIED, SECOND = "tied", "second"
 OF_HEADS = ("attention.query_norm", "attention.key_norm")  # each rank sees its own heads
 OF_ALL_POSITIONS = ("mlm.norm",)  # each rank sees all of them, whatever is divided
-
-
-class HeldParts:
-    """What each rank of a layout holds of a model: stages and their trained parts, by the names of
-    the table."""
-
-    def __init__(self, model: Model, layout: Layout) -> None:
-        self.model, self.tensor = model.config, layout.tensor
-        self.placed = placement_of(layout)
-        first = layout.first_layers
-        self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
-        self.last = self.placed.stages - 1
-        self.table = {
-            "layer": parameters.layer(self.model),
-            "embedding": parameters.embedding(self.model, model.vocab_size),
-            "head": parameters.head(self.model, model.vocab_size),
-        }
-
-    def _of_places(self, stage: int) -> Iterator[tuple[str, str, Part]]:
-        """The trained parts of a stage, each with its place and its name in the table."""
-        places = places_of(self.layers[stage], self.model.layers)
-        for place in places:
-            table = self.table[place if place in (EMBEDDING, HEAD) else "layer"]
-            yield from ((place, name, part) for name, part in table.items() if part.trains)
-
-    def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
-        """The trained parts of a stage, with the names of the table."""
-        return ((name, part) for _, name, part in self._of_places(stage))
-
-    def of_rank(self, rank: int) -> list[tuple[str, Part]]:
-        return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
-
-    def counted(self, rank: int) -> int:
-        """Parameters whose norm a rank counts: a tied table is the first stage's."""
-        weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
-        tied = self.model.tie_embeddings and self._holds_last(rank)
-        return weights - tied
-
-    def _holds_last(self, rank: int) -> bool:
-        return self.placed.rank_of(self.last) == rank
-
-    def units(
-        self, rank: int, zero: int, shards: int
-    ) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """Elements of the units that travel as one over the data axis, up to where they can be cut
-        into equal shards: all together, or, of which each rank keeps a share only (ZeRO 2 and 3),
-        of each layer, the embedding and the head. A tied table is a unit where units are cut, and
-        its `SECOND` gradient always, which has no weights. And the units that each place uses."""
-        units: dict[str, int] = {}
-        uses: dict[str, list[str]] = {}
-        both = self._holds_last(rank) and self.placed.rank_of(0) == rank
-        for stage in self.placed.stages_of(rank):
-            for place, name, part in self._of_places(stage):
-                for number, size in enumerate(part.weights(self.tensor)):
-                    tied = self.tied and number == 0 and self._is_tied(place, name)
-                    unit = place if zero > 1 and shards > 1 else ""
-                    if tied and shards > 1:
-                        unit = TIED
-                    uses.setdefault(place, []).append(unit)
-                    if tied and place == HEAD and both:
-                        unit = SECOND
-                    units[unit] = units.get(unit, 0) + aligned(size)
-        grain = ALIGNMENT * shards
-        return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
-
-    def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """The places of a rank's ops, as `places.gathers` reads them."""
-        looked_up = all(isinstance(part, Table) for part in self.table["embedding"].values())
-        for op in order:
-            places = places_of(self.layers[op.stage], self.model.layers)
-            if op.row.keeps == ACTIVATIONS:
-                yield places, 1
-            else:
-                yield places[looked_up and places[0] == EMBEDDING :], -1
-
-    def crossings(self, rank: int) -> int:
-        """Neighbours of a rank's stages that stand on other ranks: to each of them one activation,
-        or gradient of one, is sent for each microbatch, and one comes from it."""
-        stages = range(self.placed.stages)
-        return sum(
-            neighbour in stages and self.placed.rank_of(neighbour) != rank
-            for stage in self.placed.stages_of(rank)
-            for neighbour in (stage - 1, stage + 1)
-        )
-
-    @staticmethod
-    def _is_tied(place: str, name: str) -> bool:
-        return (place, name) in ((EMBEDDING, parameters.WORD_TABLE), (HEAD, "head"))
-
-    @property
-    def tied(self) -> int:
-        """Elements of a trained table that embedding and head share, on a tensor rank; or 0."""
-        word = self.table["embedding"][parameters.WORD_TABLE]
-        shared = self.model.tie_embeddings and word.trains
-        return sum(word.weights(self.tensor)) if shared else 0
 
 
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
     `predictions`: masked positions of a sample, where not those of the default fraction.
-    `reproducible`: gradients are summed along the tree of `run.reproducible`.
+    `reproducible`: gradients are summed along the tree of `run.reproducible`. `method`: what data
+    ranks tell each other, by default one sum of the gradients. All is exact but codes, whose
+    length depends on what is drawn and how parameters are cut.
     """
 
     def __init__(
@@ -139,8 +55,10 @@ class StepTraffic:
         *,
         predictions: int | None = None,
         reproducible: bool = False,
+        method: RunMethod | None = None,
     ) -> None:
         self.model, self.layout, self.reproducible = model.config, layout, reproducible
+        self.method, self.vocab_size = method or RunMethod(), model.vocab_size
         self.sizes = Sizes(self.model, layout, precision)
         self.whole = self.sizes.tokens * self.model.hidden * self.sizes.compute_bytes
         self.predicted = layout.micro_size * (
@@ -150,36 +68,42 @@ class StepTraffic:
         self.held = HeldParts(model, layout)
         self.placed = self.held.placed
 
-    def of(self, rank: int, shard: int = 0) -> Traffic:
-        """What each rank at place `rank` of the pipeline axis, and `shard` of its shard group,
-        sends, by group. Sums over the tensor axis of partial gradients, which with shards are of a
-        rank's part of them, count as if whole."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is what is counted, to the byte and message."""
+        return not encodes(self.method.section)
+
+    def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
+        """What each rank at place `rank` of the pipeline axis, `shard` of its shard group and
+        `data` of the data axis sends in step `step` (from 0), by group. Sums over the tensor axis
+        of partial gradients, which with shards are of a rank's part of them, count as if whole."""
+        norms = 1 + self.method.measures(step)
         tallies = {
-            "tensor": self._tensor(rank),
-            **self._data(rank),
-            "pipeline": self._pipeline(rank),
+            "tensor": self._tensor(rank, norms),
+            **self._data(rank, data, step),
+            "pipeline": self._pipeline(rank, norms),
             ENDS: self._ends(rank, shard),
         }
         return Traffic({group: tally for group, tally in tallies.items() if tally.ranks > 1})
 
-    def _tensor(self, rank: int) -> Tally:
+    def _tensor(self, rank: int, norms: int) -> Tally:
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             self._layers(tally, stage)
-            if stage == 0:
-                self._activations(tally, sums=1, gathers=1)
+            if stage == 0:  # a frozen table has no gradient to gather
+                self._activations(tally, sums=1, gathers=int(not self.model.adapt.adapts))
             if stage == self.held.last:
                 self._head(tally)
         if self._is_scattered:
             tally.add("all_gather", self.whole, self.held.crossings(rank) * self.microbatches)
         element, parts = self.sizes.wide_bytes, self.held.of_rank(rank)
-        if summed := sum(self._partial(name, part) for name, part in parts):
+        if summed := sum(_partial(layout, name, part) for name, part in parts):
             tally.add("all_reduce", summed * element)
         for _, part in parts:
             for size in _copied(part, layout.tensor):
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
-            tally.add("all_reduce", counted * element)  # squares of norms
+            tally.add("all_reduce", counted * element, norms)  # their squares
         return tally
 
     def _activations(self, tally: Tally, sums: int, gathers: int) -> None:
@@ -197,32 +121,29 @@ class StepTraffic:
         backward, also the two outputs' gradients. Full recomputation does the forward again."""
         split = KINDS[self.layout.schedule].splits
         for layer in self.held.layers[stage]:
-            forwards = 2 if self.layout.recomputed(layer) == "full" else 1
+            again = self.layout.recomputed(layer) == "full"
+            if self.model.adapt.adapts:
+                self._activations(tally, *_of_adapted(self.sizes, layer, split, again))
+                continue
+            forwards = 2 if again else 1
             self._activations(tally, 2 * forwards + 2, 2 * forwards + (6 if split else 4))
 
     def _head(self, tally: Tally) -> None:
         """Its input and the sum of that one's gradient; then the loss: of each predicted token the
         greatest logit, and in one message the sum of exponentials and the label's logit. A masked
-        model's head sees the predicted positions, whole on each rank."""
+        model's head sees the predicted positions, whole on each rank; a task's, which no rank
+        divides, sends nothing else."""
+        if self.model.classifies:
+            self._activations(tally, sums=0, gathers=1)
+            return
         m, token = self.microbatches, self.model.hidden * self.sizes.compute_bytes
         if not self.model.masked:
-            self._activations(tally, sums=1, gathers=2)
+            self._activations(tally, sums=1, gathers=1 if self.model.adapt.adapts else 2)
         else:
             self._activations(tally, sums=0, gathers=1)
             tally.add("all_reduce", self.predicted * token, m)
         for numbers in (1, 2):
             tally.add("all_reduce", numbers * self.predicted * self.sizes.wide_bytes, m)
-
-    def _partial(self, name: str, part: Part) -> int:
-        """Elements of a part of whose gradient each tensor rank has seen a part only."""
-        if isinstance(part, Norm):
-            divided = self.layout.sequence_parallel and name not in OF_ALL_POSITIONS
-            return sum(part.weights(1)) if divided or name in OF_HEADS else 0
-        if not self.layout.sequence_parallel:
-            return 0
-        if isinstance(part, Table):
-            return 0 if part.split else sum(part.weights(1))
-        return sum(part.outputs) if part.split == "rows" and part.bias else 0
 
     @property
     def _is_scattered(self) -> bool:
@@ -235,17 +156,17 @@ class StepTraffic:
             and elements % layout.tensor == 0
         )
 
-    def _pipeline(self, rank: int) -> Tally:
+    def _pipeline(self, rank: int, norms: int) -> Tally:
         """Activations and their gradients; then all ranks' norms of parameters, which are unequally
-        many, in rows of the longest."""
+        many, in rows of the longest: of gradients, and where the consensus distance is measured."""
         tally, layout = Tally(self.layout.pipeline), self.layout
         shares = layout.tensor if self._is_scattered or layout.sequence_parallel else 1
         tally.add("send", self.whole // shares, self.held.crossings(rank) * self.microbatches)
         longest = max(self.held.counted(one) for one in range(layout.pipeline))
-        tally.add("all_gather", layout.pipeline * longest * self.sizes.wide_bytes)
+        tally.add("all_gather", layout.pipeline * longest * self.sizes.wide_bytes, norms)
         return tally
 
-    def _data(self, rank: int) -> dict[str, Tally]:
+    def _data(self, rank: int, data: int, step: int) -> dict[str, Tally]:
         """Gradients and weights, psi elements of each on this rank (Rajbhandari et al. 2020, arXiv
         1910.02054, section 7; volumes in the limit of many ranks, of m = 1 and equal types):
 
@@ -264,11 +185,9 @@ class StepTraffic:
         if self.reproducible:
             return {DATA: self._tree(rank)}
         element = self.sizes.wide_bytes
-        units, uses = self.held.units(rank, layout.zero, shards)
         if shards == 1:
-            tally = Tally(layout.data)
-            tally.add("all_reduce", sum(units.values()) * element)
-            return {DATA: tally}
+            return {DATA: _told(self, rank, data, step)}
+        units, uses = self.held.units(rank, layout.zero > 1, shards)
         sharing, copying = Tally(shards), Tally(copies)
         for size in units.values():
             sharing.add("reduce_scatter", size * element, 1 if layout.zero == 1 else m)
@@ -308,10 +227,63 @@ class StepTraffic:
         return tally
 
 
+def _partial(layout: Layout, name: str, part: Part) -> int:
+    """Elements of a part of whose gradient each tensor rank has seen a part only."""
+    if isinstance(part, LowRankPair):
+        return part.partial
+    if isinstance(part, Norm):
+        divided = layout.sequence_parallel and name not in OF_ALL_POSITIONS
+        return sum(part.weights(1)) if divided or name in OF_HEADS else 0
+    if not layout.sequence_parallel or isinstance(part, Scale):
+        return 0
+    if isinstance(part, Table):
+        return 0 if part.split else sum(part.weights(1))
+    return sum(part.outputs) if part.split == "rows" and part.bias else 0
+
+
+def _of_adapted(sizes: Sizes, layer: int, split: bool, again: bool) -> tuple[int, int]:
+    """(sums, gathers) of a frozen layer with adapters. Of its linears those have a backward behind
+    which something trains: in the first layer no gradient goes beyond the first adapter. An input
+    is gathered again for LoRA's A, of a split backward an output's gradient for its B."""
+    sums = gathers = 2
+    if again:  # up to the last tensor that the backward needs
+        rest = sizes.keeps_input("mlp.down") or sizes.drops or sizes.model.block_norm != "pre"
+        sums, gathers = 3 + rest, 4
+    trains = layer > 0
+    for column, row in (("attention.qkv", "attention.out"), ("mlp.up", "mlp.down")):
+        sums += trains
+        trains = trains or column in sizes.beside
+        gathers += bool(sizes.multiplied(column))
+        trains = trains or row in sizes.beside
+        gathers += trains + (split and bool(sizes.multiplied(row)))
+    return sums, gathers
+
+
+def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
+    """What a rank that shares nothing out tells the others by the run's method."""
+    tally, element = Tally(of.layout.data), of.sizes.wide_bytes
+    section = of.method.section
+    units, _ = of.held.units(rank, section.overlap, 1)
+    weights = [size for unit, size in units.items() if unit != SECOND]
+    if of.method.tells_codes(step):
+        coded = of.held.elements(rank)
+        told = told_of(of.model, of.vocab_size, coded, element, element)
+        gossip = section.method == "decentralized"
+        times = of.method.neighbours(tally.ranks, data, step) if gossip else 1
+        for kind, size in code_messages(section, told, tally.ranks).items():
+            tally.add(kind, round(size), times)
+    if tally.ranks > 1:
+        of.method.tell(tally, data, step, sum(units.values()), weights, element)
+    return tally
+
+
 def _copied(part: Part, tensor: int) -> Iterator[int]:
     """Elements of each weight, whole, of which neighbours on the tensor axis hold copies of a
     share: key heads that serve several ranks' queries."""
-    if isinstance(part, Linear) and part.most is not None:
+    if isinstance(part, LowRankPair | Scale):
+        if part.most is not None and tensor > part.most:
+            yield part.size if isinstance(part, Scale) else part.outputs * part.rank
+    elif isinstance(part, Linear) and part.most is not None:
         for outputs, most in zip(part.outputs, part.most, strict=True):
             if tensor > most:
                 yield from (outputs * part.inputs, *([outputs] * part.bias))

@@ -2,7 +2,7 @@
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.cost.activations import WIDE_BYTES
+from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.machine.kernels import Machine
 
 
@@ -10,7 +10,9 @@ class UpdateTimes:
     """Seconds of the update; `elements` are always the parameters of one rank, of which it updates
     its shard."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, moments: int = 2) -> None:
+        """`moments`: how many numbers the optimizer keeps of a parameter."""
+        self.moments = moments
         self.machine, self.cluster = machine, machine.cluster
         self.gradient_bytes = self.cluster.software.gradient_bytes
 
@@ -31,10 +33,11 @@ class UpdateTimes:
 
     def _update_bytes(self) -> list[int]:
         """What each kernel of the update moves of a parameter: widen the gradient where it is
-        narrower than the master; fp16 takes its loss scale out; norm; scale; AdamW reads four
-        numbers and writes three; copy the master to the weight."""
+        narrower than the master; fp16 takes its loss scale out; norm; scale; the optimizer reads
+        gradient, master and moments and writes the last two (AdamW 7 numbers, SGD 3); copy the
+        master to the weight."""
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, WIDE_BYTES
-        kernels = [w, 2 * w, 7 * w]
+        kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
         if gradient < w:
             kernels.append(gradient + w)
         if self.machine.dtype == "fp16":
@@ -63,6 +66,6 @@ class UpdateTimes:
             update_s += shard * (self.gradient_bytes + weight) / host.link_bytes_per_s
         if offload == "disk":
             assert host.disk_bytes_per_s
-            state = WIDE_BYTES * (3 if weight < WIDE_BYTES else 2)
+            state = WIDE_BYTES * (self.moments + (weight < WIDE_BYTES))
             update_s += 2 * shard * state / (host.disk_bytes_per_s / devices)
         return update_s

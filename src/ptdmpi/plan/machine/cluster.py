@@ -140,12 +140,13 @@ TRAINER = Software(
 class Efficiency(Section):
     """What software reaches of the data sheet; each value is calibrated or probed.
 
-    `gemm_fraction` of the peak in a product's inner loop, `memory_fraction` of the memory's rate;
-    `link_fraction` of a link, `link_step_s` for one step of
-    a ring, `collective_s` to start a collective.
+    `gemm_fraction` of the peak in a product's inner loop, of that `attention_fraction` in those of
+    FlashAttention; `memory_fraction` of the memory's rate; `link_fraction` of a link, `link_step_s`
+    for one step of a ring, `collective_s` to start a collective.
     """
 
     gemm_fraction: PositiveNumber
+    attention_fraction: PositiveNumber = 1.0
     memory_fraction: PositiveNumber
     link_fraction: PositiveNumber
     link_step_s: Delay

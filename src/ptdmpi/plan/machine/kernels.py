@@ -23,6 +23,9 @@ TILE_DEPTH = 32  # of the summed dimension that a tile takes at once (of NVIDIA'
 # multiples of 32 among its neighbours are from those of 64).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 FLASH_BLOCK = 128  # of queries (Dao 2023, arXiv 2307.08691, section 3.3)
+# Products of FlashAttention -> tensors of a head's size that it reads or writes: query, key, value
+# and output; backwards also their gradients
+FLASH_TENSORS = {2: 4, 5: 8}
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class Machine:
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
     def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
-        """`products` matrix products between scores that stay on chip.
+        """`products` matrix products between scores that stay on chip, 2 forwards or 5 backwards,
+        and what is read and written beside, once.
 
         Exponentials do not overlap with the products of the same tile (Shah et al. 2024, arXiv
         2407.08608, section 3.1).
@@ -135,8 +139,11 @@ class Machine:
         flops = 2 * scores * head_size * products
         exponentials_per_s = device.exponentials_per_clock * device.clock_hz
         exponentials_per_s *= device.multiprocessors
-        computed_s = flops / (self.tile_rate * device.multiprocessors)
-        return max(device.kernel_s, computed_s + scores / exponentials_per_s)
+        rate = self.tile_rate * device.multiprocessors
+        computed_s = flops / (rate * self.cluster.efficiency.attention_fraction)
+        moved_bytes = FLASH_TENSORS[products] * rows * head_size * self.element_bytes
+        computed_s += scores / exponentials_per_s + moved_bytes / self.memory_rate
+        return max(device.kernel_s, computed_s)
 
     @cached_property
     def link_rate(self) -> float:

@@ -182,7 +182,7 @@ def one_forward_one_backward(
     (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
     backwards = [Op(BACKWARD, stage, i) for i in range(microbatches)]
-    yield from _alternate(forwards, backwards, warm_up=pipeline - rank - 1)
+    yield from _alternate(forwards, backwards, _warm_up(rank, pipeline, 1))
 
 
 def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
@@ -204,9 +204,7 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     groups = [range(i, i + pipeline) for i in range(0, microbatches, pipeline)]
     forwards = [Op(FORWARD, s, i) for group in groups for s in chunks for i in group]
     backwards = [Op(BACKWARD, s, i) for group in groups for s in reversed(chunks) for i in group]
-    # the way down and up again, and a group for each chunk but the last (section 2.2.2)
-    warm_up = 2 * (pipeline - rank - 1) + (len(chunks) - 1) * pipeline
-    padded = _alternate(forwards, backwards, warm_up)
+    padded = _alternate(forwards, backwards, _warm_up(rank, pipeline, len(chunks)))
     yield from (op for op in padded if op.microbatch < microbatches)
 
 
@@ -230,6 +228,25 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) ->
         yield forward
         yield backward
     yield from backwards[len(forwards) - warm_up :]
+
+
+def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
+    """Forwards that 1F1B, plain or interleaved, begins with: one for each rank behind, or the way
+    down and up again, and a group for each chunk but the last (section 2.2.2)."""
+    if virtual == 1:
+        return pipeline - rank - 1
+    return 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
+
+
+def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
+    """The warm-up and the forward before the first backward, without those of phantoms."""
+    count = _warm_up(rank, pipeline, virtual) + 1
+    if virtual == 1:
+        return min(count, microbatches)
+    rounds, rest = divmod(microbatches, pipeline)
+    whole = min(count, rounds * pipeline * virtual)
+    chunks, more = divmod(min(count - whole, pipeline * virtual), pipeline)
+    return whole + chunks * rest + min(more, rest)
 
 
 def in_turn(stage: int, pipeline: int, virtual: int) -> int:
@@ -256,25 +273,29 @@ class ScheduleKind:
     """A way to order the work: `generate(rank, its stages, p, m)` yields one rank's order,
     `place(stage, p, v)` is the rank that holds a stage. `earlier_holds_more`: at any moment of a
     rank, the one before it has as many microbatches in flight of each of its chunks, at some time
-    and in an op of the same chunk. `splits`: its backwards are split into two ops."""
+    and in an op of the same chunk. `splits`: its backwards are split into two ops.
+    `ahead(rank, p, v, m)`: at least so many forwards come before the first op that frees anything;
+    a search knows by it what cannot fit, and 0 is always true."""
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
     earlier_holds_more: bool = False
     splits: bool = False
     bubble: Bubble = FILL_AND_DRAIN
+    ahead: Callable[[int, int, int, int], int] = lambda rank, pipeline, virtual, microbatches: 0
 
 
 KINDS: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(gpipe, earlier_holds_more=True),
-    "1f1b": ScheduleKind(one_forward_one_backward, earlier_holds_more=True),
-    "interleaved": ScheduleKind(interleaved, earlier_holds_more=True),
+    "gpipe": ScheduleKind(gpipe, earlier_holds_more=True, ahead=lambda r, p, v, m: v * m),
+    "1f1b": ScheduleKind(one_forward_one_backward, earlier_holds_more=True, ahead=_ahead),
+    "interleaved": ScheduleKind(interleaved, earlier_holds_more=True, ahead=_ahead),
     "forward": ScheduleKind(forward_only, earlier_holds_more=True),
     "zb-h1": ScheduleKind(zb_h1, splits=True, bubble=H1_BUBBLE),
     "zb-v": ScheduleKind(zb_v, on_a_v, splits=True, bubble=V_BUBBLE),
 }
 
 
+@lru_cache(maxsize=16384)
 def placement(kind: str, pipeline: int, virtual: int) -> Placement:
     """Where the schedule `kind` places the p v stages of a model."""
     return _placement(KINDS[kind].place, pipeline, virtual)

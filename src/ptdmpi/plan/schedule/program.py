@@ -60,8 +60,11 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     This cannot deadlock, even if every message blocks both its ends and carries no tag: of all
     that is not done yet take the first in the total order. Each rank that takes part in it has
     done everything before it, so each is exactly there, and it proceeds. For the same reason
-    messages between two ranks match in order. Raises DeadlockError if the schedule itself waits
-    in a circle.
+    messages between two ranks match in order. That holds on devices, too, which work off what
+    they were handed in queues (`check_queues` in `queues.py`), and for collectives inside of an op
+    or begun at its end: replicas execute the same program, so that these have the place of their
+    op in one order of everything. Between an op and its Send no other compute stands: it is sent as
+    soon as it is computed. Raises DeadlockError if the schedule itself waits in a circle.
     """
     # any positive costs give an order that cannot deadlock; these are near the real ones
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
@@ -89,7 +92,8 @@ def post_early(program: Program) -> Program:
 
     For wires whose receives return at once and match per direction (MPI): a receive is then
     posted while the op before its consumer computes, and its message lands meanwhile. Only
-    nonblocking receives may be moved so: a blocking one would wait for what is computed after it.
+    nonblocking receives may be moved so: a blocking one would wait for what is computed after it,
+    and one in a queue of a device would hold up the messages behind it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute and the sends behind it
@@ -127,7 +131,7 @@ class _Rendezvous:
     def __init__(self, programs: Sequence[Program], nonblocking_receives: bool) -> None:
         self.programs = programs
         self.nonblocking_receives = nonblocking_receives
-        self.structure = _structure(programs)
+        self.structure = structure_of(programs)
         self.position = [0] * len(programs)
         self.computed: list[set[Op]] = [set() for _ in programs]
         self.arrived: list[set[Op]] = [set() for _ in programs]
@@ -209,7 +213,7 @@ class _Rendezvous:
                 raise MismatchError(f"rank {rank}: waits for a message that nobody sends")
 
 
-def _structure(programs: Sequence[Program]) -> Schedule:
+def structure_of(programs: Sequence[Program]) -> Schedule:
     """The schedule whose dependencies the programs must keep, read off their own Computes.
 
     Raises MismatchError unless every op stands exactly once, each stage on one rank.

@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.config import Config, InputError, load, resolve
+from ptdmpi.base.words import counted
+from ptdmpi.config import Config, DataParallelConfig, InputError, load, resolve
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.legality import stages_of_zero
+from ptdmpi.config.methods import may_share, replicas_differ
+from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.topology import file_ranks
 from ptdmpi.plan.machine.cluster import Cluster, Model, load_cluster
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
@@ -32,6 +36,9 @@ def bare(tree: Mapping[str, Any]) -> Config:
         section = left.get(name)
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
+    together = left.get("task", {}).get("choices")
+    if together and isinstance(left.get("batch"), dict):  # the least of which it is a multiple
+        left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):
         left["run"] = {**run, "spare_ranks": 0}
@@ -76,14 +83,44 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
     } | {"run": {"cluster": config.run.cluster or before.run.cluster}}
 
 
+def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
+    """The sizes of the data axis on `ranks` that fit a file of edges, and datasets that are dealt
+    out; None: all do. Raises InputError where none does."""
+    graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
+    if graph is None and config.data.split == "shared":
+        return None
+    sizes = tuple(
+        size
+        for size in divisors(ranks)
+        if graph in (None, size) and (config.data.split == "shared" or dealt % size == 0)
+    )
+    if not sizes:
+        name = config.data_parallel.topology
+        file = f"data_parallel.topology = {name} is a graph over {graph} data ranks"
+        split = f'data.split = "by_rank" deals {counted(dealt, "dataset")}'
+        told = [file] if graph is not None else []
+        told += [split] if config.data.split != "shared" else []
+        raise InputError(
+            f"{', and '.join(told)}: no layout of {counted(ranks, 'rank')} has such a d"
+        )
+    return sizes
+
+
 def choose(
     config: Config, vocab_size: int, cluster: Cluster, ranks: int
 ) -> tuple[list[Price], Pricer]:
     """The best layouts of the run on `ranks` of the cluster, the best one first. Raises InputError
     if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
-    pricer = Pricer(cluster, model, config.batch.global_size, config.precision.compute)
-    space = Space(ranks, zero=stages_of_zero(config.run.reproducible))
+    batch, precision = config.batch.global_size, config.precision.compute
+    pricer = Pricer(cluster, model, batch, precision, RunMethod.of(config))
+    space = Space(
+        ranks,
+        zero=may_share(config.data_parallel, config.run.reproducible),
+        offload="none" if replicas_differ(config.data_parallel) else None,
+        data=replicas(config, ranks),
+        sequences=config.task.sequences,
+    )
     return search(pricer, space), pricer
 
 
@@ -100,7 +137,8 @@ def settled(
     before = begun(config, ranks)
     if before is not None:
         return applied(tree, before), f"layout auto: as {config.run.dir} has it"
-    vocab_size = vocabulary(config)
+    # whom replicas tell depends on d, which is not chosen yet
+    vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
     prices, pricer = choose(config, vocab_size, load_cluster(config.run.cluster), working)

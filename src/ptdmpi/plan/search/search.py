@@ -32,6 +32,7 @@ from ptdmpi.plan.search.space import (
     least_recomputed,
     sharding_words,
     shardings,
+    uneven_firsts,
     variants,
 )
 from ptdmpi.terminal.progress import SOON_S, progress
@@ -94,22 +95,30 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
             for data_s, sharding in collected.ways[ways]:
                 if work_s + data_s >= found.limit_s:
                     break  # nor is one of the slower ways behind it any quicker
-                for one in _fitting(pricer, space, sharding.of(layout)):
+                for one in _all_fitting(pricer, space, sharding.of(layout)):
                     heapq.heappush(waiting, (pricer.bound_s(one), next(numbers), one))
     if not found.prices:
         raise InputError(_nothing_fits(pricer, space, collected))
     return found.prices
 
 
+def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
+    """Those that fit of the layout and, where that is asked for, of its uneven ones."""
+    for first in uneven_firsts(space, pricer, layout):
+        yield from _fitting(pricer, space, first)
+
+
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """The legal variants that fit; where the first does not, no other one does. Of those on one
     stage that recompute nothing and do not fit, with as few layers recomputed as fit: on several
-    stages, those that recompute would keep the others waiting."""
+    stages, those that recompute would keep the others waiting, so that is left to `space.uneven`.
+    """
     for way, one in enumerate(variants(space, layout)):
         if pricer.fits(one):
             yield one
         elif way == 0:
-            if one.recompute == "none" and space.recompute is None and one.pipeline == 1:
+            some = one.pipeline == 1 or space.uneven
+            if one.recompute == "none" and space.recompute is None and some:
                 yield from least_recomputed(pricer, space, one)
             return
 
@@ -134,7 +143,9 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
                 continue
             ways.sort(key=lambda way: way[0])
             for layout in chunked(space, group, pricer.model.config.layers, pricer.batch):
-                work_s = pricer.rough_work_s(layout)
+                uneven = space.uneven and layout.pipeline > 1 and layout.first_layers is None
+                least = layout.changed(first_layers=1) if uneven else layout
+                work_s = pricer.rough_work_s(least)
                 found.rough.append((work_s + ways[0][0], len(found.layouts)))
                 found.layouts.append((layout, len(found.ways), work_s))
             found.ways.append(ways)
@@ -156,6 +167,12 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     if not legal:
         near = " or ".join(map(str, _legal_ranks(pricer, space)))
         config = pricer.model.config
+        if space.data is not None:
+            sizes = " or ".join(map(str, space.data))
+            return (
+                f"no layout of {pricer.model.name} with d = {sizes}, which is what the run's edge "
+                f"list or dealt datasets fit, is legal on {where}; legal: other ranks"
+            )
         return (
             f"no layout of {pricer.model.name} is legal on {where}: t must divide the "
             f"{counted(config.heads, 'head')}, p be at most {config.layers}, d b divide "

@@ -35,11 +35,14 @@ class Space:
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
+    uneven: bool = False  # fewer first_layers, and in pipelines some layers recomputed
     zero: tuple[int, ...] = (0, 1, 2, 3)
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
+    data: tuple[int, ...] | None = None  # sizes of the data axis
+    sequences: int = 1  # that stay together in a microbatch: candidates of a question
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -87,7 +90,7 @@ class Sharding(NamedTuple):
         if self == (layout.zero, layout.shard_group, layout.offload):
             return layout
         zero, shard_group, offload = self
-        return replace(layout, zero=zero, shard_group=shard_group, offload=offload)
+        return layout.changed(zero=zero, shard_group=shard_group, offload=offload)
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
@@ -143,14 +146,17 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
             # asked before layouts are made: most of the space of a large batch ends here
             if pipeline > config.layers or batch % data:
                 continue
+            if space.data is not None and data not in space.data:
+                continue
             for micro_size in divisors(batch // data):
+                if micro_size % space.sequences:
+                    continue
                 base = Layout(tensor, pipeline, data, 1, micro_size, **space.settings)
                 for sequence_parallel in parallel:
                     for mode in modes:
                         layers = space.recompute_layers if mode == "full" else None
                         shared = mode == "full" and tensor > 1 and not sequence_parallel
-                        layout = replace(
-                            base,
+                        layout = base.changed(
                             sequence_parallel=sequence_parallel,
                             recompute=mode,
                             recompute_layers=layers,
@@ -175,7 +181,7 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
             continue
         if (group.first_layers or 1) > layers - group.pipeline * virtual + 1:
             continue
-        yield replace(group, virtual=virtual, schedule=kind)
+        yield group.changed(virtual=virtual, schedule=kind)
 
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
@@ -189,7 +195,17 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
         scatters.append(False)
     yield layout
     for kind, scatter in [*itertools.product(kinds, scatters)][1:]:
-        yield replace(layout, schedule=kind, scatter_gather=scatter)
+        yield layout.changed(schedule=kind, scatter_gather=scatter)
+
+
+def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
+    """The layout, whose first stage has the layers that balance the stages, and where that is asked
+    for with one and with two fewer: it has the embedding and most in flight besides."""
+    yield layout
+    if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
+        own = len(pricer.memory.split(layout)[0])
+        for first in range(max(1, own - 2), own):
+            yield layout.changed(first_layers=first)
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
@@ -209,4 +225,4 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
         else:
             fewest = middle + 1
     if most < layers:
-        yield replace(full, recompute_layers=most)
+        yield full.changed(recompute_layers=most)

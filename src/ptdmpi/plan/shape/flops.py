@@ -1,7 +1,7 @@
 """Closed forms of a model's work in FLOPs."""
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.plan.shape.parameters import Linear, layer
+from ptdmpi.plan.shape.parameters import Linear, LowRankPair, head, layer
 
 
 def layer_forward_flops(model: ModelConfig) -> float:
@@ -11,9 +11,21 @@ def layer_forward_flops(model: ModelConfig) -> float:
     24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
     their own GEMMs.
     """
-    linears = [part for part in layer(model).values() if isinstance(part, Linear)]
-    weights = sum(linear.inputs * sum(linear.outputs) for linear in linears)
-    return 2 * weights + core_forward_flops(model)
+    return 2 * sum(_products(model)) + core_forward_flops(model)
+
+
+def _products(model: ModelConfig) -> tuple[int, int]:
+    """Weights that a token of a layer is multiplied with: of those that train, and of frozen
+    ones."""
+    train = frozen = 0
+    for part in layer(model).values():
+        size = 0
+        if isinstance(part, Linear):
+            size = part.inputs * sum(part.outputs)
+        elif isinstance(part, LowRankPair):
+            size = part.rank * (part.inputs + part.outputs)
+        train, frozen = train + size * part.trains, frozen + size * (not part.trains)
+    return train, frozen
 
 
 def core_forward_flops(model: ModelConfig) -> float:
@@ -24,9 +36,13 @@ def core_forward_flops(model: ModelConfig) -> float:
 
 
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
-    """FLOPs of the output head's forward pass per token: 2 V h; of a masked model at the share of
-    positions that it is asked for (at the default fraction), BERT's transform with it."""
+    """FLOPs of the output head's forward pass per token: 2 V h; of a masked model at the share
+    of positions that it is asked for (at the default fraction), BERT's transform with it; of a head
+    for a task all that stands behind one position of a sequence."""
     h = model.hidden
+    if model.classifies:
+        parts = [part for part in head(model, vocab_size).values() if isinstance(part, Linear)]
+        return 2 * sum(part.inputs * sum(part.outputs) for part in parts) / model.seq_length
     work = 2 * vocab_size * h + (2 * h * h if model.output_head == "mlm" else 0)
     return work * model.predictions() / model.seq_length
 
@@ -35,10 +51,14 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     """Model FLOPs of forward and backward over `tokens`, recomputation not counted.
 
     For a GPT, 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
-    appendix A): the backward pass counts twice the forward.
+    appendix A): the backward pass counts twice the forward. Of weights that do not train it counts
+    once, for their input's gradient.
     """
-    per_token = model.layers * layer_forward_flops(model) + head_forward_flops(model, vocab_size)
-    return 3 * per_token * tokens
+    output = head_forward_flops(model, vocab_size)
+    per_token = 3 * (model.layers * layer_forward_flops(model) + output)
+    if model.adapt.adapts:
+        per_token -= model.layers * 2 * _products(model)[1] + output
+    return per_token * tokens
 
 
 def hardware_flops(

@@ -7,10 +7,11 @@ gives its weights these names.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.adapt import targets_of
 
 # Every parameter starts at a multiple of this many elements, and every shard, so that vectorised
 # kernels handle each element alike (no scalar tails) wherever it stands: its bits depend neither on
@@ -84,7 +85,63 @@ class Table:
         yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
 
 
-Part = Linear | Norm | Table
+@dataclass(frozen=True)
+class LowRankPair:
+    """`scale` B A beside a linear, or beside one of its outputs: A is [rank, inputs], B [outputs,
+    rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
+
+    `split` is that of the linear: "columns" divides the rows of B, into at most `most` shares, and
+    each tensor rank has a part of A's gradient; "rows" divides the columns of A, and each has a
+    part of B's. `dropout`: of the input. `number` tells the adapters of a layer apart, `output` is
+    which of the linear's it stands beside.
+    """
+
+    inputs: int
+    outputs: int
+    rank: int
+    scale: float
+    dropout: float
+    number: int
+    output: int
+    split: Literal["columns", "rows"]
+    most: int | None = None
+    trains: bool = True
+
+    def local(self, tensor: int) -> tuple[int, int]:
+        """(inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        if self.split == "rows":
+            return -(-self.inputs // tensor), self.outputs
+        return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Elements of A and of B on one tensor rank."""
+        inputs, outputs = self.local(tensor)
+        yield self.rank * inputs
+        yield outputs * self.rank
+
+    @property
+    def partial(self) -> int:
+        """Elements of the one of whose gradient each tensor rank has a part."""
+        return self.rank * (self.inputs if self.split == "columns" else self.outputs)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A factor for each channel behind a linear, or in front of one that is split by rows; the
+    tensor axis divides them into at most `most` shares (Liu et al. 2022, arXiv 2205.05638, section
+    3.3). `output`: of which of the linear's outputs."""
+
+    size: int
+    output: int = 0
+    most: int | None = None
+    trains: bool = True
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Elements on one tensor rank."""
+        yield -(-self.size // min(tensor, self.most or tensor))
+
+
+Part = Linear | Norm | Table | LowRankPair | Scale
 Parts = Mapping[str, Part]
 
 
@@ -131,7 +188,41 @@ def layer(model: ModelConfig) -> dict[str, Part]:
             parts[name] = norm(model, model.head_size)
     if model.block_norm == "sandwich":
         parts |= {"attention_post_norm": norm(model), "mlp_post_norm": norm(model)}
-    return parts
+    return _frozen(model, parts) | adapters(model, parts)
+
+
+def adapters(model: ModelConfig, parts: Parts) -> dict[str, Part]:
+    """What trains beside the linears of a layer: `attention.qkv.lora_q` and so on."""
+    adapt, found = model.adapt, dict[str, Part]()
+    for number, (target, (name, output)) in enumerate(targets_of(adapt, model.gates).items()):
+        linear, leaf = parts[name], target.rpartition(".")[2]
+        assert isinstance(linear, Linear) and linear.split is not None
+        outputs = linear.outputs[output]
+        most = None if linear.most is None else linear.most[output]
+        if adapt.method == "ia3":
+            rows = linear.split == "rows"
+            size = linear.inputs if rows else outputs
+            found[f"{name}.ia3_{leaf}"] = Scale(size, output, most)
+        else:
+            found[f"{name}.lora_{leaf}"] = LowRankPair(
+                linear.inputs,
+                outputs,
+                adapt.rank,
+                adapt.scale,
+                adapt.dropout,
+                number,
+                output,
+                linear.split,
+                most,
+            )
+    return found
+
+
+def _frozen(model: ModelConfig, parts: dict[str, Part]) -> dict[str, Part]:
+    """As they are, or, where adapters train beside them, without training."""
+    if not model.adapt.adapts:
+        return parts
+    return {name: replace(part, trains=False) for name, part in parts.items()}
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
@@ -144,7 +235,7 @@ def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
         parts["token_type"] = Table(model.token_types, h, std)
     if model.embedding_norm:
         parts["norm"] = norm(model)
-    return parts
+    return _frozen(model, parts)
 
 
 def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
@@ -154,6 +245,12 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     if model.block_norm != "post":
         parts["final_norm"] = norm(model)
+    if model.classifies:
+        # as BERT classifies: from its first token, through the pooler (Devlin et al. 2019,
+        # section 4.1); a decoder from its last one, by a linear alone (Radford et al. 2018)
+        if model.masked:
+            parts["sentence.pooler"] = Linear(h, (h,), biased, std)
+        return parts | {"sentence.classes": Linear(h, (model.classes,), model.masked, std)}
     if masked:
         parts["mlm.dense"] = Linear(h, (h,), biased, std)
         parts["mlm.norm"] = norm(model)
@@ -162,7 +259,20 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
     if model.sentence_order:
         parts["sentence.pooler"] = Linear(h, (h,), biased, std)
         parts["sentence.order"] = Linear(h, (2,), biased, std)
-    return parts
+    return _frozen(model, parts)
+
+
+def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the weights that a model has for a task, which one that was trained on
+    text may lack; none where it has no such head."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, part in head(model, 0).items() if model.classifies else ():
+        if name != "final_norm":
+            linear = as_linear(part, None)
+            found[f"{name}.weight"] = (sum(linear.outputs), linear.inputs)
+            if linear.bias:
+                found[f"{name}.bias"] = (sum(linear.outputs),)
+    return found
 
 
 def aligned(size: int) -> int:
@@ -175,9 +285,19 @@ def elements(parts: Iterable[Part], tensor: int = 1) -> int:
     return sum(sum(part.weights(tensor)) for part in parts)
 
 
+def trained(parts: Iterable[Part]) -> list[Part]:
+    """Those that train."""
+    return [part for part in parts if part.trains]
+
+
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
     """Parameters of one layer on one tensor rank."""
     return elements(layer(model).values(), tensor)
+
+
+def trained_elements(model: ModelConfig, tensor: int = 1) -> int:
+    """Those of them that train."""
+    return elements(trained(layer(model).values()), tensor)
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
@@ -200,14 +320,18 @@ def places(
 ) -> list[list[int]]:
     """What sharding gathers and sums at once, in elements on a tensor rank: the units of each place
     (embedding, a layer, the head) of a stage with so many layers that is, as `ends` says, the first
-    or the last of the model. A tied table is a unit of its own at both places."""
+    or the last of the model. A tied table is a unit of its own at both places. Only what trains is
+    shared out."""
     first, last = ends
-    table = table_elements(model, vocab_size, tensor) * model.tie_embeddings
-    found = [[layer_elements(model, tensor)]] * layers
+    word = embedding(model, vocab_size)[WORD_TABLE]
+    table = elements(trained([word]), tensor) * model.tie_embeddings
+    found = [[trained_elements(model, tensor)]] * layers
     if first:
-        found = [[table, embedding_elements(model, vocab_size, tensor) - table], *found]
+        front = elements(trained(embedding(model, vocab_size).values()), tensor)
+        found = [[table, front - table], *found]
     if last:
-        found = [*found, [table, head_elements(model, vocab_size, tensor) - table]]
+        behind = elements(trained(head(model, vocab_size).values()), tensor)
+        found = [*found, [table, behind - table]]
     return [[unit for unit in place if unit] for place in found]
 
 
@@ -223,7 +347,7 @@ def rank_elements(
     count = train = 0
     for times, parts in held:
         count += times * elements(parts.values(), tensor)
-        train += times * elements((part for part in parts.values() if part.trains), tensor)
+        train += times * elements(trained(parts.values()), tensor)
     if not (first and last and model.tie_embeddings):
         return count, train, 0
     shared = elements([table[WORD_TABLE]], tensor)

@@ -1,102 +1,77 @@
-"""Data-parallel methods: what the replicas of a model tell each other, and when.
+"""Methods that sum the gradients of all replicas before each update: replicas stay equal, to the
+bit."""
 
-A method is one class with four places to say something: when the gradient of one microbatch is
-complete, when those of all are (`reduce`), after the update, and, as `differs`, along which axes
-the replicas need not be equal. Norm, skipped steps and checkpoints ask it, and nobody else knows
-which method runs. `METHODS` names them.
-"""
-
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.world import Axes
-from ptdmpi.config import Config
-from ptdmpi.engine.runner import OpHook
-from ptdmpi.model.buffer import ParameterBuffer
-from ptdmpi.model.stage import Stage
+from ptdmpi.comm.communicator import Handle
+from ptdmpi.engine.data_parallel.method import DataParallel, Replica
+from ptdmpi.engine.data_parallel.overlap import BegunSums
 from ptdmpi.plan.schedule.ops import Op
-from ptdmpi.plan.schedule.orders import Schedule
 
 
-@dataclass(frozen=True)
-class Replica:
-    """What a method works on: this rank's place, its parameters and gradients, its stages by
-    number, and the schedule of a step."""
+class EarlySums(DataParallel):
+    """Sums that are begun within the last backward, where the wire gets on with them meanwhile."""
 
-    axes: Axes
-    buffer: ParameterBuffer
-    stages: Mapping[int, Stage]
-    schedule: Schedule
-
-
-class DataParallel(OpHook):
-    """A method; by itself each replica trains alone on its own samples.
-
-    `differs`: the axes of the grid along which ranks may hold different values of the same
-    parameters. () where all replicas are equal, to the bit, after every step.
-    """
-
-    differs: tuple[str, ...] = ()
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.data = replica.axes["data"]
+    def __init__(self, replica: Replica, begin: Callable[[Tensor], Handle] | None) -> None:
+        super().__init__(replica)
+        self.sums: BegunSums | None = None
+        # where this rank's own gradient is asked for, none is summed before all is there
+        whole = replica.config.log.gradient_noise_every_steps > 0
+        if begin is not None and self.data.overlaps and self.data.size > 1 and not whole:
+            self.sums = BegunSums(replica, begin)
 
     def begin_step(self) -> None:
-        """The gradients are zero and the first op is about to begin. What is left of a step that
-        was not reduced, such as one that was only looked at, is to be forgotten."""
+        """Nothing is under way of a step that was not reduced."""
+        if self.sums is not None:
+            self.sums.wait()
+
+    def begin(self, op: Op) -> None:
+        """Sums may be begun in it."""
+        if self.sums is not None:
+            self.sums.enter(op)
 
     def end(self, op: Op) -> None:
-        """Calls `leaf` where the gradient of a microbatch is complete: of a backward that is split
-        into several ops, after the last of them."""
-        if self.replica.schedule.completes_gradients(op):
-            self.leaf(op.stage, op.microbatch)
-
-    def leaf(self, stage: int, microbatch: int) -> None:
-        """The gradient of one microbatch (of this data rank's, from 0) is complete in the buffer,
-        added to what stands there. More may be added to it once this returns."""
-
-    def reduce(self) -> None:
-        """Turn the gradients in the buffer, of this data rank's microbatches, into those that this
-        replica updates with. They are weighted by 1 / valid tokens of the global batch already, so
-        the gradient of the global batch is their plain sum over data ranks."""
-
-    def after_update(self, step: int) -> None:
-        """The masters have had step `step` (from 0) on this replica, or it was skipped by all of
-        them. Whoever changes masters here has them followed by the weights: that comes next."""
-
-    def agreed(self, value: float) -> float:
-        """What every rank is told of a number that replicas may differ in, such as a norm: the
-        greatest. It decides whether a step is skipped, so NaN outweighs all others."""
-        if not self.differs:
-            return value  # equal already: no message
-        values = self.data.all_gather_object(value)
-        return math.nan if any(map(math.isnan, values)) else max(values)
+        """Sums of its stage are begun, if its gradients are complete."""
+        if self.sums is not None:
+            self.sums.leave(op)
 
 
-class AllReduce(DataParallel):
+class AllReduce(EarlySums):
     """The sum over the data axis, in ascending data rank; each rank adds up its microbatches in the
     order of the schedule."""
 
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica, lambda gradients: self.data.all_reduce_begin(gradients))
+
     def reduce(self) -> None:
-        """One sum for all parameters: they stand in one flat buffer."""
-        self.data.all_reduce(self.replica.buffer.gradients)
+        """One sum for all parameters, which stand in one flat buffer; or those that were begun."""
+        if self.sums is not None:
+            self.sums.complete()
+        else:
+            self.data.all_reduce(self.replica.buffer.gradients)
 
 
-class Sharded(DataParallel):
+class Sharded(EarlySums):
     """The sum over the data axis, of which each rank of a shard group gets its part (`zero`): first
     within the group, then over the groups, each in ascending rank. With `zero` = 1 the gradients
-    are whole and are reduced here, unit by unit; else that was done as they arose."""
+    are whole and are reduced unit by unit, here or while the last backward is under way; else that
+    was done as they arose."""
+
+    def __init__(self, replica: Replica) -> None:
+        portion = replica.buffer.portion
+        scatter = portion.group.reduce_scatter_in_place
+        super().__init__(replica, scatter if portion.sharded == 1 else None)
 
     def reduce(self) -> None:
         """Afterwards `buffer.reduced` has the sums, and what else stands in the gradients is not
         defined."""
         buffer = self.replica.buffer
-        if buffer.portion.sharded == 1:
+        if self.sums is not None:
+            self.sums.complete()
+        elif buffer.portion.sharded == 1:
             for unit in buffer.gradient_units:
                 whole = buffer.gradients[unit.start : unit.stop]
                 buffer.portion.group.reduce_scatter_in_place(whole).wait()
@@ -178,17 +153,3 @@ class TreeSum(DataParallel):
                 value = other.add_(value) if sibling < index else value.add_(other)
             level, index = level + 1, index // 2
         nodes[level, index] = value
-
-
-METHODS: dict[str, type[DataParallel]] = {
-    "all_reduce": AllReduce,
-    "sharded": Sharded,
-    "tree": TreeSum,
-}
-
-
-def data_parallel(config: Config, replica: Replica) -> DataParallel:
-    """The method that a configuration asks for."""
-    if config.run.reproducible:
-        return METHODS["tree"](replica)
-    return METHODS["sharded" if replica.buffer.portion.sharded else "all_reduce"](replica)

@@ -8,16 +8,16 @@ docs/memory.md explains where the two differ.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.legality import RECOMPUTE_MODES
 from ptdmpi.plan.machine.cluster import TRAINER, Software
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import LowRankPair, Part, Scale
 
 WIDE_BYTES = 4
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
-BLOCK_SCORES = 1 << 20  # and so many of the scores
-MASK_CHUNK_ELEMENTS = 2**18  # of a dropout mask, drawn at once (on a CPU)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,23 @@ class Sizes:
         """An activation between two layers, or its gradient, on this rank."""
         return self.local_tokens * self.model.hidden * self.compute_bytes
 
+    @cached_property
+    def beside(self) -> dict[str, list[Part]]:
+        """What trains beside each linear of a layer, by the linear's name."""
+        found: dict[str, list[Part]] = {}
+        for name, part in parameters.layer(self.model).items():
+            if isinstance(part, LowRankPair | Scale):
+                found.setdefault(name.rpartition(".")[0], []).append(part)
+        return found
+
+    def multiplied(self, name: str) -> list[LowRankPair]:
+        """The products beside a linear of a layer."""
+        return [part for part in self.beside.get(name, ()) if isinstance(part, LowRankPair)]
+
+    def keeps_input(self, name: str) -> bool:
+        """Whether the input of a linear of a layer is needed for a gradient."""
+        return not self.model.adapt.adapts or bool(self.multiplied(name))
+
     @property
     def drops(self) -> bool:
         """Whether anything is dropped between the blocks."""
@@ -154,24 +171,38 @@ def our_layer(sizes: Sizes, mode: str) -> list[Item]:
     mask = [local] if sizes.drops else []
     # the input of the layer is all that full recomputation keeps
     first = ("selective", "full") if model.block_norm == "post" else ("full", "selective")
+    keeps = sizes.keeps_input("attention.qkv") or model.block_norm == "post"
     return [
-        *_norm(sizes, "attention_norm", first[0]),
-        Item("attention.qkv.input", local, c, first[1]),
+        *norm_items(sizes, "attention_norm", first[0]),
+        *([Item("attention.qkv.input", local, c, first[1])] if keeps else ()),
+        *_beside(sizes, "attention.qkv"),
         *(_query_key_norms(sizes) if model.qk_norm else ()),
         *_attention_core(sizes, mode),
         Item("attention.out.input", sizes.tokens * sizes.share(model.attention_width), c),
-        *(_norm(sizes, "attention_post_norm") if model.block_norm == "sandwich" else ()),
+        *_beside(sizes, "attention.out"),
+        *(norm_items(sizes, "attention_post_norm") if model.block_norm == "sandwich" else ()),
         *(Item("attention.mask", size, 1) for size in mask),
-        *_norm(sizes, "mlp_norm"),
-        Item("mlp.up.input", local, c),
+        *norm_items(sizes, "mlp_norm"),
+        *([Item("mlp.up.input", local, c)] if sizes.keeps_input("mlp.up") else ()),
+        *_beside(sizes, "mlp.up"),
         Item("mlp.activation.input", model.gates * ffn, c),
-        Item("mlp.down.input", ffn, c),
-        *(_norm(sizes, "mlp_post_norm") if model.block_norm == "sandwich" else ()),
+        *([Item("mlp.down.input", ffn, c)] if sizes.keeps_input("mlp.down") else ()),
+        *_beside(sizes, "mlp.down"),
+        *(norm_items(sizes, "mlp_post_norm") if model.block_norm == "sandwich" else ()),
         *(Item("mlp.mask", size, 1) for size in mask),
     ]
 
 
-def _norm(
+def _beside(sizes: Sizes, name: str) -> Iterator[Item]:
+    """What adapters of a linear keep: the narrow product of LoRA, what (IA)^3 has multiplied."""
+    for number, part in enumerate(sizes.beside.get(name, ())):
+        (*_, width) = part.weights(sizes.layout.tensor)
+        if isinstance(part, LowRankPair):
+            width = part.rank
+        yield Item(f"{name}.adapter{number}", sizes.tokens * width, sizes.compute_bytes)
+
+
+def norm_items(
     sizes: Sizes, name: str, kept_up_to: str = "selective", rows: int | None = None
 ) -> Iterator[Item]:
     """A norm of `rows` positions; None: of those that this rank has between the blocks."""
@@ -228,155 +259,14 @@ def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
 
 
 def embedding_activations(sizes: Sizes) -> list[Item]:
-    items = []
+    items: list[Item] = []
+    if sizes.model.adapt.adapts:  # nothing in front of the first adapter has a backward
+        return items
     if sizes.layout.tensor > 1:
         items.append(Item("embedding.ids", sizes.tokens, 8))
         items.append(Item("embedding.elsewhere", sizes.tokens, 1))
     if sizes.model.embedding_norm:
-        items += _norm(sizes, "embedding.norm")
+        items += norm_items(sizes, "embedding.norm")
     if sizes.drops:
         items.append(Item("embedding.mask", sizes.local_tokens * sizes.model.hidden, 1))
     return items
-
-
-def head_activations(sizes: Sizes, vocab_size: int) -> list[Item]:
-    """Final norm, output head and cross-entropy."""
-    model, c = sizes.model, sizes.compute_bytes
-    local = sizes.local_tokens * model.hidden
-    logits = sizes.predicted * sizes.share(vocab_size)
-    return [
-        *(_norm(sizes, "final_norm") if model.block_norm != "post" else ()),
-        *(_masked_head(sizes) if model.masked else [Item("head.input", local, c)]),
-        *([Item("head.tangents", logits, c)] if model.logit_softcap else ()),
-        Item("loss.probabilities", logits, sizes.wide_bytes),
-        Item("loss.labels", sizes.predicted, 8),
-        Item("loss.here", sizes.predicted, 1),
-    ]
-
-
-def _masked_head(sizes: Sizes) -> Iterator[Item]:
-    """What is kept of the masked positions, and of the first one of each sample."""
-    model, c = sizes.model, sizes.compute_bytes
-    b, hidden = sizes.layout.micro_size, sizes.predicted * model.hidden
-    yield Item("head.positions", sizes.predicted + b, 8)
-    yield Item("head.selected", hidden + b * model.hidden, c)
-    if model.output_head == "mlm":
-        yield Item("mlm.activation.input", hidden, c)
-        yield from _norm(sizes, "mlm.norm", rows=sizes.predicted)
-        yield Item("head.input", hidden, c)
-    if model.sentence_order:
-        yield Item("sentence.order.input", b * model.hidden, c)
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of one layer under a mode: what it keeps of a microbatch, and the most that its
-    backward pass needs beside what all layers in front of it keep: in its MLP and in the attention
-    core, or, recomputing, for a mask."""
-
-    kept: int
-    works: int
-    mlp: int
-    core: int
-
-
-def layer_bytes(sizes: Sizes, mode: str) -> LayerBytes:
-    """Looked at where it can be most: behind the MLP and in the attention core. What is recomputed
-    comes on top there, what has been used by then is gone."""
-    items = layer_activations(sizes, mode)
-    whole = total_bytes(kept(items, mode))
-    stays, dropped = whole, total_bytes(items) - whole
-    if sizes.layout.partition_activations and sizes.layout.tensor > 1 and mode == "full":
-        # the share stays, and what is gathered of it is there like all that is recomputed
-        stays, dropped = whole // sizes.layout.tensor, dropped + whole
-    mlp = total_bytes([item for item in items if item.name.startswith("mlp")])
-    early = dropped if mode == "full" else 0
-    mlp_works = early + _mlp_backward(sizes)
-    works = max(mlp_works, dropped - mlp + _core_backward(sizes, draws=True))
-    if mode == "full":
-        works = max(works, early + _drawing_a_mask(sizes))
-    core = dropped - mlp + _core_backward(sizes, draws=mode != "none")
-    return LayerBytes(stays, works, mlp_works, core)
-
-
-def loss_working_bytes(sizes: Sizes, vocab_size: int) -> int:
-    """What the loss needs beside what the head keeps. Its gradient takes the place of the
-    probabilities; for a half type it is converted beside them, and the head's products may widen it
-    once more."""
-    half = sizes.compute_bytes < sizes.wide_bytes
-    logits = sizes.predicted * sizes.share(vocab_size)
-    uncapped = sizes.compute_bytes if sizes.model.logit_softcap else 0
-    return logits * ((sizes.wide_bytes + sizes.compute_bytes) * half + uncapped)
-
-
-def _mlp_backward(sizes: Sizes) -> int:
-    """At the second linear, the activation function and the first linear, whatever is most; the
-    gradient of the output is held throughout."""
-    model, c = sizes.model, sizes.compute_bytes
-    held = sizes.local_tokens * model.hidden * c
-    if sizes.local_tokens < sizes.tokens:
-        held += sizes.tokens * model.hidden * c  # gathered
-    ffn = sizes.share(model.ffn_hidden)
-    up = model.gates * ffn
-    down_linear = _linear_backward(sizes, ffn, model.hidden, column=False)
-    # what is behind them is gone: first the second linear's input, then the activation's too
-    activation = sizes.tokens * c * (up + ffn * (model.gates == 2))
-    up_linear = _linear_backward(sizes, model.hidden, up, column=True) - sizes.tokens * ffn * c
-    return held + max(down_linear, activation, up_linear)
-
-
-def _hash_bytes(elements: int) -> int:
-    """What drawing a dropout mask needs: int64, three at a time."""
-    return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
-
-
-def _drawing_a_mask(sizes: Sizes) -> int:
-    """The last act of a layer's recomputation: hashes beside what they drop from and the gradient
-    that waits."""
-    if not sizes.drops:
-        return 0
-    local = sizes.local_tokens * sizes.model.hidden
-    return _hash_bytes(local) + 2 * local * sizes.compute_bytes
-
-
-def _linear_backward(sizes: Sizes, inputs: int, outputs: int, column: bool) -> int:
-    """The gradient of the input. Half types also need the gradient of the weight and its float32
-    form, which is added, or, where they are widened, copies of operands and result instead. A
-    column-parallel linear has the input's gradient first, a row-parallel one the weight's."""
-    c, wide = sizes.compute_bytes, sizes.wide_bytes
-    result = sizes.tokens * inputs * c
-    if sizes.operand_bytes > c:
-        copies = sizes.tokens * (inputs + outputs) + inputs * outputs
-        return copies * sizes.operand_bytes
-    # a float32 form of it only where gradients are summed in float32
-    widened = wide if sizes.software.gradient_bytes >= wide else 0
-    weight = inputs * outputs * (c + widened) if wide > c else 0
-    return result + weight if column else max(result, weight)
-
-
-def _core_backward(sizes: Sizes, draws: bool) -> int:
-    """Gradients of the softmax's output and input, or, in recomputation, which `draws` its mask
-    again, the hashes of that beside scores and weights; FlashAttention has the gradients of its
-    operands."""
-    model, c = sizes.model, sizes.compute_bytes
-    rows = sizes.tokens * sizes.share(model.heads)
-    held = sizes.local_tokens * model.hidden * c
-    if model.attention_dropout > 0.0:
-        scores = rows * model.seq_length
-        drawing = (_hash_bytes(scores) + 2 * scores * c) * draws
-        return held + max(scores * 2 * sizes.wide_bytes, drawing)
-    return held + 4 * rows * model.head_size * sizes.operand_bytes + _capped_block(sizes)
-
-
-def _capped_block(sizes: Sizes) -> int:
-    """Bytes of attention with capped scores, one block of queries on all keys: scores, tangents,
-    their gradients and a factor of these, and the weights as they are multiplied."""
-    model = sizes.model
-    if not model.attention_softcap:
-        return 0
-    heads = sizes.share(model.heads) * sizes.layout.micro_size
-    scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
-    # of that as many key heads as keep to the limit, or one
-    group = model.heads // model.kv_heads
-    scores = min(scores, max(BLOCK_SCORES, scores // heads * group * sizes.layout.micro_size))
-    return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

@@ -58,8 +58,8 @@ def attention(
         return _ProductAttention.apply(q, k, v, scores, documents)
     grouped = q.shape[1] != k.shape[1]
     limited = documents is not None or scores.window > 0
-    if limited and q.device.type != "cpu":
-        return _attention_on_device(q, k, v, scores, documents)
+    if limited and not _in_blocks(q):
+        return _attention_at_once(q, k, v, scores, documents)
     q_, k_, v_ = (widened(part) for part in (q, k, v))
     if limited or (scores.causal and not grouped and _long_on_cpu(q)):
         out = _BlockedAttention.apply(q_, k_, v_, scores, documents)
@@ -75,8 +75,14 @@ def _by_products(q: Tensor, scores: Scores) -> bool:
     return known and scores.causal and _long_on_cpu(q)
 
 
+def _in_blocks(q: Tensor) -> bool:
+    """Whether queries are taken in blocks: on a CPU, but for a graph, which would have every one of
+    them written out."""
+    return q.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _long_on_cpu(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[2] > QUERY_BLOCK
+    return _in_blocks(q) and q.shape[2] > QUERY_BLOCK
 
 
 def hidden_keys(
@@ -133,11 +139,12 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf above the diagonal that ends in the lower right corner, and from `window` below it:
     [queries, keys], to be added."""
-    every = torch.ones(queries, keys, dtype=torch.bool)
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
         hidden |= every.tril(keys - queries - window)
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill(hidden, -torch.inf).to(device)
+    zeros = torch.zeros(queries, keys, dtype=dtype, device=device)
+    return zeros.masked_fill(hidden, -torch.inf)
 
 
 def _blocks(
@@ -298,7 +305,7 @@ def _weights(
     return products.softmax(-1), tangent
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
+# -- on a GPU, or in a graph -----------------------------------------------------------------------
 
 
 @cache
@@ -313,15 +320,16 @@ def _packed_attention() -> Callable[..., Any] | None:
     return varlen_attn if {"window_size", "enable_gqa", "scale"} <= known else None
 
 
-def _attention_on_device(
+def _attention_at_once(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
 ) -> Tensor:
-    """FlashAttention of the documents laid end to end, which takes half types only; else under a
-    mask."""
+    """FlashAttention of the documents laid end to end, which takes half types on GPUs only; else
+    under a mask."""
     grouped = q.shape[1] != k.shape[1]
     packed_attention = _packed_attention()
     b, _, s, _ = q.shape
-    if packed_attention is None or q.dtype not in HALF_TYPES:
+    on_cpu = q.device.type == "cpu" and torch.compiler.is_compiling()
+    if packed_attention is None or q.dtype not in HALF_TYPES or on_cpu:
         hidden = hidden_keys(s, scores, documents, q.device)
         seen = None if hidden is None else ~hidden
         return F.scaled_dot_product_attention(

@@ -1,5 +1,5 @@
 """A data-parallel method is one class: a dummy whose replicas differ trains, all ranks tell the
-same of it, and it is saved once."""
+same of it, and each replica is saved."""
 
 import math
 from unittest.mock import patch
@@ -8,7 +8,8 @@ import torch
 
 from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
-from ptdmpi.engine.data_parallel import METHODS, DataParallel
+from ptdmpi.engine.data_parallel import METHODS
+from ptdmpi.engine.data_parallel.method import DataParallel
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel
@@ -25,7 +26,7 @@ class Averaged(DataParallel):
 
     differs = ("replicate",)
 
-    def after_update(self, step: int) -> None:
+    def after_update(self, step: int, skipped: bool) -> None:
         if step % EVERY == EVERY - 1:
             buffer = self.replica.buffer
             self.data.all_reduce(buffer.masters[0])
@@ -71,16 +72,23 @@ def test_a_replica_that_is_not_finite_skips_the_step_of_all(comm):
 
 
 @parallel(ranks=[4])
-def test_the_first_of_replicas_that_differ_is_saved(comm):
-    """Every element once, by data rank 0; by both data ranks where they are equal."""
+def test_replicas_that_differ_are_saved_each_or_as_their_mean(comm):
+    """Every element once by each data rank; once, and in shares, where they are equal, or the mean
+    is taken."""
 
-    def elements(engine) -> tuple[int, int]:
-        mine = sum(part.box.elements for part in share(engine.state, engine.axes))
+    def elements(engine, mean: bool = False) -> tuple[int, int]:
+        mine = sum(part.box.elements for part in share(engine.state, engine.axes, mean))
         return mine, sum(engine.axes.world.all_gather_object(mine))
 
+    mine, once = elements(build(World(comm), WHERE))
     with patch.dict(METHODS, {"all_reduce": Averaged}):
         engine = build(World(comm), WHERE)
-    mine, total = elements(engine)
-    assert (mine == 0) == (engine.axes["data"].rank == 1)
-    mine, expected = elements(build(World(comm), WHERE))
-    assert mine > 0 and total == expected
+    assert elements(engine)[1] == 2 * once
+    assert elements(engine, mean=True) == (mine, once)
+    steps_of(engine, 1)
+    own = engine.buffer.masters[0].clone()
+    whole = sum(engine.axes["data"].all_gather_object(own)) / 2
+    with engine.replicas.averaged():
+        assert torch.equal(engine.buffer.masters[0], whole)
+        assert torch.equal(engine.buffer.weights, whole)
+    assert torch.equal(engine.buffer.masters[0], own) and not equal_replicas(engine)

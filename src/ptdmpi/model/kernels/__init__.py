@@ -10,7 +10,8 @@ wants; such an operation is one Function here that keeps its input alone.
 """
 
 import tomllib
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.resources import files
 from typing import Any
 
@@ -19,10 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.model.parameters import Parameter
+
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
+_answers: list[Callable[..., bool]] = []
 
-@cache
+
+def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
+    """`ask`, to which a machine always answers the same."""
+    known = cache(ask)
+
+    @wraps(ask)  # a plain function: a compiler looks through a cache, and says so
+    def answer(*arguments: Any) -> bool:
+        return known(*arguments)
+
+    _answers.append(answer)
+    return answer
+
+
+@_asked_once
 def widens(device_type: str, dtype: torch.dtype) -> bool:
     """Whether products of this type are taken in float32 on this device."""
     if device_type != "cpu" or dtype not in HALF_TYPES:
@@ -35,19 +52,47 @@ def widens(device_type: str, dtype: torch.dtype) -> bool:
     return not any(capabilities.get(name, False) for name in native[dtype])
 
 
-@cache
+@_asked_once
 def attention_by_products(device_type: str, dtype: torch.dtype) -> bool:
     """Whether causal attention is taken by matrix products here, and not by the library's fused
     kernel: as a table of measurements has it, by what the processor can do."""
     if device_type != "cpu":
         return False
-    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
     has = torch.cpu.get_capabilities()
-    for entry in tomllib.loads(text)["attention"]:
+    for entry in table()["attention"]:
         known = not entry["capability"] or has.get(entry["capability"], False)
         if known and dtype == getattr(torch, entry["type"]):
             return bool(entry["way"] == "products")
     return False
+
+
+@_asked_once
+def adds_wide(device_type: str) -> bool:
+    """Whether a product of half types is added to a float32 sum by its own kernel here."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    for entry in table()["weight_gradient"]:
+        vendor = "rocm" if torch.version.hip else device_type
+        if entry["device"] == vendor and version >= tuple(entry["torch"]):
+            return bool(entry["way"] == "adds")
+    return False
+
+
+def settle(constant: Callable[[Callable[..., bool]], object]) -> None:
+    """Tell a compiler, by `constant`, what a machine answers the same whenever it is asked."""
+    for answer in _answers:
+        constant(answer)
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The table of kernel choices, presets/kernels.toml."""
+    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def operand(weight: Tensor) -> Tensor:
+    """What a product takes of a weight: of one in few bits their values, made for it alone."""
+    return weight.operand if isinstance(weight, Parameter) else weight
 
 
 def widened(x: Tensor) -> Tensor:
@@ -57,6 +102,7 @@ def widened(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
+    weight = operand(weight)
     if not widens(x.device.type, x.dtype):
         return F.linear(x, weight, bias)
     bias = None if bias is None else bias.float()
@@ -65,7 +111,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dy W: dy [..., o], weight [o, i] -> [..., i]."""
-    return (widened(dy) @ widened(weight)).to(dy.dtype)
+    return (widened(dy) @ widened(operand(weight))).to(dy.dtype)
 
 
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -75,6 +121,9 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
     # product and sum in one kernel, where the types allow it
     if total.dtype == dy.dtype:
         total.addmm_(dy.t(), x)
+    elif adds_wide(dy.device.type):
+        # its accumulator in float32 is added as it is; else it is rounded, stored, and read again
+        torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
     else:
         total += dy.t() @ x
 
@@ -93,15 +142,17 @@ class _RmsNorm(Function):
         return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         dnormed = dy * weight.to(scale.dtype)
-        dweight = (dy * normed).flatten(0, -2).sum(0)
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         # dx = (g - n mean(g n)) / rms with n = x / rms, g = dy w: the derivative of equation 4
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
-        return dx.to(x.dtype), dweight.to(weight.dtype), None
+        return dx.to(x.dtype), dweight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,6 +177,9 @@ class _Gated(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         gate, value = x.chunk(2, dim=-1)
+        if torch.compiler.is_compiling():  # a graph writes into no part of a tensor
+            dvalue = dy * _opened(gate, ctx.activation)
+            return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
         # both halves are written where they belong: joining them would be one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
@@ -137,6 +191,12 @@ class _Gated(Function):
                 dy * value, gate, approximate="tanh", grad_input=dgate
             )
         return dx, None
+
+
+def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        return torch.ops.aten.silu_backward(dy, gate)
+    return torch.ops.aten.gelu_backward(dy, gate, approximate="tanh")
 
 
 def _opened(gate: Tensor, activation: str) -> Tensor:

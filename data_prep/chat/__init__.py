@@ -1,0 +1,1 @@
+"""`ptdmpi-data chat`: conversations to shards, of which only answers count."""

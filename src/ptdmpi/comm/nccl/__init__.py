@@ -1,0 +1,1 @@
+"""The `nccl` wire: communicators of NCCL, bootstrapped from those of MPI."""

@@ -1,0 +1,204 @@
+"""What the wire asks of a library of queues, and NCCL as such a library, by NVIDIA's `nccl4py`.
+
+Everything that the wire decides (who makes ids, in which order ranks connect, which queue waits
+for which mark) stands above this seam: it runs on any library that keeps these four protocols.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PAIR_CTAS = 4  # thread blocks of a message between two ranks: more take them from the computes
+
+
+class Event(Protocol):
+    """A mark in a stream, as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether what stands before it is done. Never waits."""
+
+
+class DeviceQueue(Protocol):
+    """A queue of a device, as torch.cuda.Stream."""
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Any) -> None:
+        """What is put in from now on begins after `event`; the host does not wait."""
+
+
+class Connection(Protocol):
+    """One communicator of the library. Every operation is put into `stream`, on flat contiguous
+    tensors, and the ranks put in the same ones in the same order."""
+
+    def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None: ...
+
+    def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
+
+    def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
+
+    def broadcast(self, flat: Tensor, root: int, stream: Any) -> None: ...
+
+    def send(self, flat: Tensor, peer: int, stream: Any) -> None: ...
+
+    def receive(self, flat: Tensor, peer: int, stream: Any) -> None: ...
+
+    def error(self) -> str:
+        """What has gone wrong behind the host's back; empty while nothing has."""
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Described:
+    """What ranks must agree on, and the device, which no two of them may share."""
+
+    version: str
+    path: str
+    device: str
+    shares_devices: bool = False
+
+
+class Library(Protocol):
+    """What connects ranks, on the device of this one."""
+
+    def describe(self) -> Described: ...
+
+    def unique_id(self) -> bytes:
+        """Made by a rank that connects with it, right before it does: until then it listens."""
+
+    def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
+        """Waits for all `size` ranks."""
+
+    def stream(self) -> DeviceQueue: ...
+
+    def computes_in(self) -> DeviceQueue:
+        """The stream that this thread's work goes into."""
+
+    def reaches(self, flat: Tensor) -> bool: ...
+
+
+class Nccl:
+    """NCCL on one GPU. Raises ImportError without `nccl4py`, ValueError where it cannot serve."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"NCCL connects NVIDIA's GPUs; this rank computes on {device.type}")
+        self.device = device
+        # behind torch, whose wheels bring libnccl: it takes the one that is loaded
+        self.core: Any = importlib.import_module("nccl.core")
+
+    def describe(self) -> Described:
+        version, path = loaded()
+        gpu = torch.cuda.get_device_properties(self.device)
+        numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+        shares = numbers >= (2, 30) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        return Described(version, path, str(gpu.uuid), shares)
+
+    def unique_id(self) -> bytes:
+        return unique_id()
+
+    def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
+        core = self.core
+        torch.cuda.set_device(self.device)
+        few = PAIR_CTAS if name.startswith("pair") else None
+        config = core.NCCLConfig(comm_name=name, max_ctas=few)
+        made = core.UniqueId.from_bytes(unique_id)
+        return NcclConnection(core, core.Communicator.init(size, rank, made, config))
+
+    def stream(self) -> DeviceQueue:
+        # messages are short, and what waits for them is not: they go first
+        return torch.cuda.Stream(self.device, priority=-1)
+
+    def computes_in(self) -> DeviceQueue:
+        return torch.cuda.current_stream(self.device)
+
+    def reaches(self, flat: Tensor) -> bool:
+        return flat.device.type == "cuda"
+
+
+class NcclConnection:
+    """One communicator of NCCL. It is never destroyed, which all ranks would have to do together:
+    the end of the process frees it, and `abort` where something is wrong."""
+
+    def __init__(self, core: Any, communicator: Any) -> None:
+        self.core, self.communicator = core, communicator
+        self.ops = {"sum": core.SUM, "max": core.MAX}
+        self._aborted = False
+
+    def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
+        self.communicator.allreduce(flat, flat, self.ops[op], stream=stream)
+
+    def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        self.communicator.allgather(flat, result, stream=stream)
+
+    def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        self.communicator.reduce_scatter(flat, result, self.core.SUM, stream=stream)
+
+    def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
+        self.communicator.broadcast(flat, flat, root, stream=stream)
+
+    def send(self, flat: Tensor, peer: int, stream: Any) -> None:
+        self.communicator.send(flat, peer, stream=stream)
+
+    def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
+        self.communicator.recv(flat, peer, stream=stream)
+
+    def error(self) -> str:
+        if self._aborted:
+            return "aborted"
+        state = self.communicator.get_async_error()
+        return "" if state.name in ("Success", "InProgress") else str(state.name)
+
+    def abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            self.communicator.abort()
+
+
+def unique_id() -> bytes:
+    """A new id, which needs no GPU."""
+    return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
+
+
+def installed() -> bool:
+    """Whether the extra `nccl` is there, as far as one can tell without loading it."""
+    try:
+        return importlib.util.find_spec("nccl.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def told() -> str:
+    """What this rank has of NCCL, in words."""
+    if not installed():
+        return "no nccl4py"
+    try:
+        version, path = loaded()
+    except Exception as error:  # no libnccl, or one that does not load: whatever it says
+        return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return f"libnccl {version} ({path})"
+
+
+def loaded() -> tuple[str, str]:
+    """Version and path of the libnccl of this process. Raises ValueError if it has several: torch
+    and this wire would use different ones."""
+    found = importlib.import_module("nccl.core").get_version().libnccl
+    several = libraries(Path("/proc/self/maps").read_text().splitlines())
+    if len(several) > 1:
+        raise ValueError(f"this process has loaded several libnccl: {', '.join(several)}")
+    return str(found.version), str(found.path)
+
+
+def libraries(maps: Iterable[str]) -> list[str]:
+    """The different libnccl that are mapped, by the lines of /proc/PID/maps."""
+    paths = (line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6)
+    return sorted({path for path in paths if Path(path).name.startswith("libnccl.so")})

@@ -1,0 +1,195 @@
+"""Groups on such a library: ids, connections, and what waits for what.
+
+Every connection has a stream of its own, and every operation goes into it: behind what the rank has
+computed so far, by a mark of the stream that it computes in. Waiting for an operation is the same
+the other way: that stream waits for a mark behind it, and the host goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.nccl.library import Connection, Described, Event, Library, Nccl
+from ptdmpi.comm.routed import Pair, RoutedCommunicator
+from ptdmpi.config import InputError, SharedInputError
+
+ELSE = 'legal: comm.wire = "mpi", "torch"'
+
+
+class WireError(RuntimeError):
+    """An operation cannot be done any more; its words say which."""
+
+
+class Queued:
+    """An operation in a stream. It holds its tensors until somebody has waited for it: their memory
+    must not be given to others before the streams are in order."""
+
+    def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
+        self._line, self._event, self.label = line, event, label
+        self._tensors: Sequence[Tensor] = tensors
+
+    def wait(self) -> None:
+        """Raises WireError if the connection has failed."""
+        self._line.check(self.label)
+        self._line.library.computes_in().wait_event(self._event)
+        self._tensors = ()
+
+    def done(self) -> bool:
+        return self._event.query()
+
+
+class Line:
+    """A connection and its stream."""
+
+    def __init__(self, library: Library, connection: Connection, name: str) -> None:
+        self.library, self.connection, self.name = library, connection, name
+        self.stream = library.stream()
+
+    def begin(self, what: str, work: Callable[..., None], *arguments: Tensor | str | int) -> Handle:
+        """Put `work` into the stream, behind all that this rank has computed."""
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        label = f"{what} of {max(one.nbytes for one in tensors)} bytes on {self.name}"
+        for one in tensors:
+            if not one.is_contiguous():  # what is sent is memory, whatever stands in the gaps
+                raise ValueError(f"{label}: a tensor with gaps")
+        self.check(label)
+        self.stream.wait_event(self.library.computes_in().record_event())
+        work(*arguments, self.stream)
+        return Queued(self, self.stream.record_event(), label, tensors)
+
+    def check(self, label: str) -> None:
+        """Raises WireError if the connection has failed."""
+        if error := self.connection.error():
+            raise WireError(f"{label}: {error}")
+
+
+class NcclCarrier:
+    """The lines of one group: one of all its ranks, and one for each directed pair of this rank."""
+
+    def __init__(
+        self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
+    ) -> None:
+        self.library, self.rank = library, control.Get_rank()
+        whole, of_pair = agreed_ids(library, control, group, pairs)
+        self.whole = self._line(whole, control.Get_size(), self.rank, group)
+        # one after the other in an order that all ranks share
+        self.pairs = {
+            pair: self._line(of_pair[pair], 2, pair.index(self.rank), f"pair {pair[0]}->{pair[1]}")
+            for pair in pairs
+            if self.rank in pair
+        }
+
+    def _line(self, unique_id: bytes, size: int, rank: int, name: str) -> Line:
+        try:
+            connection = self.library.connect(unique_id, size, rank, name)
+        except Exception as error:  # whatever a library raises: the rank cannot train with it
+            raise InputError(f'comm.wire = "nccl": no connection of {name}: {error}') from error
+        return Line(self.library, connection, name)
+
+    def reaches(self, flat: Tensor) -> bool:
+        return self.library.reaches(flat)
+
+    def all_reduce(self, flat: Tensor, op: str) -> Handle:
+        return self.whole.begin("all_reduce", self.whole.connection.all_reduce, flat, op)
+
+    def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        return self.whole.begin("all_gather", self.whole.connection.all_gather, result, flat)
+
+    def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        work = self.whole.connection.reduce_scatter
+        return self.whole.begin("reduce_scatter", work, result, flat)
+
+    def broadcast(self, flat: Tensor, root: int) -> Handle:
+        return self.whole.begin("broadcast", self.whole.connection.broadcast, flat, root)
+
+    def isend(self, flat: Tensor, peer: int) -> Handle:
+        line, there = self._way((self.rank, peer), peer)
+        return line.begin("send", line.connection.send, flat, there)
+
+    def irecv(self, flat: Tensor, peer: int) -> Handle:
+        line, there = self._way((peer, self.rank), peer)
+        return line.begin("receive", line.connection.receive, flat, there)
+
+    def _way(self, pair: Pair, peer: int) -> tuple[Line, int]:
+        """The line of a directed pair, or that of the group; and who `peer` is on it."""
+        line = self.pairs.get(pair)
+        return (self.whole, peer) if line is None else (line, pair.index(peer))
+
+    def abort(self) -> None:
+        for line in (self.whole, *self.pairs.values()):
+            line.connection.abort()
+
+
+class NcclCommunicator(RoutedCommunicator):
+    """A group whose tensors travel through NCCL."""
+
+    library: ClassVar[Library | None] = None
+
+    @classmethod
+    def load(cls, everyone: MPI.Comm, device: torch.device) -> Library:
+        """The library on this rank's device."""
+        return Nccl(device)
+
+    @classmethod
+    def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
+        """Load the library and see that all ranks have the same, each on a device of its own."""
+        mine: tuple[Described | None, str]
+        try:
+            cls.library = cls.load(everyone, device)
+            mine = cls.library.describe(), ""
+        except Exception as error:  # every rank must hear of it, or the others wait for this one
+            mine = None, str(error)
+        every = everyone.allgather(mine)
+        for rank, (_, wrong) in enumerate(every):
+            if wrong:
+                raise SharedInputError(f'comm.wire = "nccl": rank {rank}: {wrong}; {ELSE}')
+        found = [one for one, _ in every if one is not None]
+        if len(versions := sorted({one.version for one in found})) > 1:
+            raise SharedInputError(f'comm.wire = "nccl": ranks have libnccl {", ".join(versions)}')
+        devices = [one.device for one in found]
+        for rank, one in enumerate(found):
+            if devices.index(one.device) < rank and not one.shares_devices:
+                raise SharedInputError(
+                    f'comm.wire = "nccl": ranks {devices.index(one.device)} and {rank} are on the '
+                    f"same GPU, {one.device}; {ELSE}, or a GPU for each rank"
+                )
+        return f"NCCL {found[0].version} ({found[0].path})"
+
+    def _connect(self, pairs: Sequence[Pair]) -> NcclCarrier:
+        assert self.library is not None, "opened by the world"
+        return NcclCarrier(self.library, self.control, self.group, pairs)
+
+
+def agreed_ids(
+    library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
+) -> tuple[bytes, dict[Pair, bytes]]:
+    """The id of a group, made by its rank 0, and those of its pairs, made by their senders; or, on
+    all its ranks, InputError with what has happened to one of them."""
+    rank = control.Get_rank()
+    # an exception is sent like an id: who waits for an id that does not come waits for ever
+    whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
+    mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}
+    of_pair: dict[Pair, tuple[bytes, str]] = {}
+    if pairs:
+        for made in control.allgather(mine):
+            of_pair |= made
+    made_by = [(0, whole), *((pair[0], one) for pair, one in of_pair.items())]
+    for maker, (unique_id, wrong) in made_by:
+        if not unique_id:
+            raise InputError(
+                f'comm.wire = "nccl": rank {maker} of the {group} axis has no id for the others: '
+                f"{wrong}"
+            )
+    return whole[0], {pair: unique_id for pair, (unique_id, _) in of_pair.items()}
+
+
+def _new_id(library: Library) -> tuple[bytes, str]:
+    """An id, or nothing and why."""
+    try:
+        return library.unique_id(), ""
+    except Exception as error:
+        return b"", str(error) or type(error).__name__

@@ -1,0 +1,130 @@
+"""Copies between the host and a device, beside what the device computes; on the host, nothing.
+
+A device takes work from queues (streams of CUDA), each in the order of the calls. Copies have one
+of their own here, so that they and products overlap; who comes behind whom is said by marks
+(events), for which the other queue waits and the host does not. Only memory that the system cannot
+page out is copied in this way: a copy of pageable memory makes the host wait.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Passed(Protocol):
+    """A place in a queue: what was handed over before it is done."""
+
+    def computing_waits(self) -> None:
+        """What is handed to the current queue of the device from now on comes behind it."""
+
+    def host_waits(self) -> None:
+        """Return when it is passed."""
+
+
+class Copies(Protocol):
+    """The queue of copies of one device."""
+
+    def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
+        """Copies begun inside go into this queue, and come behind a place of either queue."""
+
+    def computed(self) -> Passed:
+        """The end of what was handed over to be computed so far."""
+
+    def passed(self) -> Passed:
+        """The end of what was copied so far."""
+
+    def locked(self, size: int) -> Tensor:
+        """Bytes of the host for tensors on their way, which cannot be paged out."""
+
+
+class _Nothing:
+    """The host copies at once."""
+
+    def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def passed(self) -> Passed:
+        return self
+
+    computed = passed
+
+    def locked(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def computing_waits(self) -> None:
+        """Nothing is ever under way."""
+
+    host_waits = computing_waits
+
+
+class _DeviceCopies:
+    """A stream of copies beside the stream that is current where it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    @contextlib.contextmanager
+    def behind(self, place: Passed) -> Iterator[None]:
+        with self._module.stream(self._stream):
+            place.computing_waits()  # this queue is the current one now
+            yield
+
+    def computed(self) -> Passed:
+        return self._end_of(self._module.current_stream(self._device))
+
+    def passed(self) -> Passed:
+        return self._end_of(self._stream)
+
+    def _end_of(self, stream: Any) -> Passed:
+        return _DevicePassed(self._module, self._device, stream.record_event())
+
+    def locked(self, size: int) -> Tensor:
+        return locked(torch.empty(size, dtype=torch.uint8))
+
+
+class _DevicePassed:
+    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
+        self._module, self._device, self._event = module, device, event
+
+    def computing_waits(self) -> None:
+        self._module.current_stream(self._device).wait_event(self._event)
+
+    def host_waits(self) -> None:
+        self._event.synchronize()
+
+
+def copies_of(device: torch.device) -> Copies:
+    """A queue of copies for a device; for the host one that does everything at once."""
+    return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
+
+
+def locked(host: Tensor) -> Tensor:
+    """`host`, its memory locked for as long as anybody holds it. Raises MemoryError where the
+    system does not let it.
+
+    The allocator of torch rounds up to powers of two: for 81 GB it would lock 128 GiB.
+    """
+    if host.numel():
+        runtime, address = torch.cuda.cudart(), host.data_ptr()
+        failed = int(runtime.cudaHostRegister(address, host.nbytes, 0))
+        if failed:
+            raise MemoryError(f"{host.nbytes} bytes of the host cannot be locked: error {failed}")
+        weakref.finalize(host.untyped_storage(), runtime.cudaHostUnregister, address)
+    return host
+
+
+def pinned_like(values: Tensor) -> Tensor:
+    """Room for a few numbers from the device, out of the allocator that keeps such memory."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+
+
+def on_its_way(values: Tensor) -> Tensor:
+    """`values` in memory of the host, once the clock of their device has settled."""
+    if values.device.type == "cpu":
+        return values
+    return pinned_like(values).copy_(values, non_blocking=True)

@@ -1,0 +1,111 @@
+"""What wires of devices share: a library carries the tensors that it reaches, MPI those of the
+host; and neighbours of a pipeline have a way of their own in each direction."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ptdmpi.comm.clock import HOST, Clock
+from ptdmpi.comm.communicator import Communicator, Handle
+
+if TYPE_CHECKING:  # the import initialises MPI
+    from mpi4py import MPI
+
+PIPELINE = "pipeline"
+Pair = tuple[int, int]  # sender, receiver
+
+
+class Carrier(Protocol):
+    """One group of a library, on flat tensors that it reaches."""
+
+    def reaches(self, flat: Tensor) -> bool:
+        """Whether the tensor is on the device of this library."""
+
+    def all_reduce(self, flat: Tensor, op: str) -> Handle: ...
+
+    def all_gather(self, result: Tensor, flat: Tensor) -> Handle: ...
+
+    def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle: ...
+
+    def broadcast(self, flat: Tensor, root: int) -> Handle: ...
+
+    def isend(self, flat: Tensor, peer: int) -> Handle: ...
+
+    def irecv(self, flat: Tensor, peer: int) -> Handle: ...
+
+    def abort(self) -> None:
+        """End what is under way, on this rank; nothing can be begun any more."""
+
+
+class RoutedCommunicator(Communicator):
+    """A group of which a carrier carries what it reaches. Of one rank it has none."""
+
+    overlaps = True
+
+    def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
+        from ptdmpi.comm.mpi import MpiCommunicator
+
+        super().__init__(control, clock, group)
+        self.host = MpiCommunicator(control, clock, group)
+        pairs = tuple(neighbour_pairs(self.size)) if group == PIPELINE else ()
+        self._carrier = self._connect(pairs) if self.size > 1 else None
+
+    @abstractmethod
+    def _connect(self, pairs: Sequence[Pair]) -> Carrier:
+        """All ranks of the group call it, with the same pairs; messages from one to the other of a
+        pair have a way of their own."""
+
+    def _reaching(self, flat: Tensor) -> Carrier | None:
+        return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
+
+    def abort(self) -> None:
+        """End what is under way on the device, from any thread."""
+        if self._carrier is not None:
+            self._carrier.abort()
+
+    def _all_reduce(self, flat: Tensor, op: str) -> Handle:
+        if op not in ("sum", "max"):
+            raise ValueError(f"op is sum or max, not {op}")
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._all_reduce(flat, op)
+        return carrier.all_reduce(flat.detach(), op)
+
+    def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._all_gather(result, flat)
+        return carrier.all_gather(result, flat.detach())
+
+    def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._reduce_scatter(result, flat)
+        return carrier.reduce_scatter(result, flat.detach())
+
+    def _broadcast(self, flat: Tensor, root: int) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._broadcast(flat, root)
+        return carrier.broadcast(flat.detach(), root)
+
+    def _isend(self, flat: Tensor, peer: int) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._isend(flat, peer)
+        return carrier.isend(flat.detach(), peer)
+
+    def _irecv(self, flat: Tensor, peer: int) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._irecv(flat, peer)
+        return carrier.irecv(flat.detach(), peer)
+
+
+def neighbour_pairs(size: int) -> Iterator[Pair]:
+    """The directed pairs of neighbours on a pipeline of `size` ranks, a ring where ranks have
+    several stages, in an order in which each rank can connect its own, one after the other.
+
+    The two ranks of the first pair that is not connected have connected all before it, so nobody
+    waits in a circle; pairs that share no rank connect at the same time.
+    """
+    ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
+    for sender, receiver in (*ring[::2], *ring[1::2]):
+        yield sender, receiver
+        yield receiver, sender

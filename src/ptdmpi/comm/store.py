@@ -1,0 +1,171 @@
+"""torch.distributed's store of keys and values over MPI: no port, no MASTER_ADDR, no file.
+
+Keys stand on rank 0 of a communicator of their own, where a thread answers.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from mpi4py import MPI
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import Store
+
+ASK = 1  # tag of questions; answers have the question's own
+FIRST_ANSWER, ANSWERS = 2, 30_000  # MPI promises tags up to 32767 (MPI 4.1, section 9.1.2)
+SHORTEST_NAP_S, LONGEST_NAP_S = 0.0002, 0.05
+LIMIT = timedelta(minutes=5)
+
+
+class MpiStore(Store):
+    """What all ranks of a communicator know; all of them make it together. It needs
+    MPI_THREAD_MULTIPLE; each rank calls `leave` and `join` before MPI is finalized.
+
+    Keep it for as long as groups live that were made with it: torch does not.
+    """
+
+    def __init__(self, everyone: MPI.Comm) -> None:
+        super().__init__()
+        self._comm = everyone.Dup()
+        self._lock = threading.Lock()
+        self._asked = 0
+        self._limit = LIMIT
+        self._server: _Server | None = None
+        if self._comm.Get_rank() == 0:
+            self._server = _Server(self._comm)
+
+    def leave(self) -> None:
+        """This rank asks no more."""
+        self._comm.send(("leave", (), 0), 0, ASK)
+
+    def join(self) -> None:
+        """Returns when no thread is left, which on rank 0 is when all ranks have left."""
+        if self._server is not None:
+            self._server.thread.join()
+
+    # -- what torch calls, from any thread -----------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Waits until the key is there. Raises DistStoreError after the limit."""
+        self.wait([key])
+        return self._ask("get", key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", key, amount)
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        return self._ask("compare_set", key, _bytes(expected), _bytes(value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask("check", tuple(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete", key)
+
+    def num_keys(self) -> int:
+        return self._ask("count")
+
+    def set_timeout(self, limit: timedelta) -> None:
+        self._limit = limit
+
+    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
+        """Until all are there. Raises DistStoreError after the limit."""
+        seconds = (limit or self._limit).total_seconds()
+        if not self._ask("wait", tuple(keys), seconds):
+            raise DistStoreError(f"no {', '.join(keys)} within {seconds:g} s")
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        with self._lock:  # an answer must not be taken for another thread's
+            self._asked += 1
+            tag = FIRST_ANSWER + self._asked % ANSWERS
+        self._comm.send((what, arguments, tag), 0, ASK)
+        return self._comm.recv(source=0, tag=tag)
+
+
+class _Server:
+    """Answers, in a thread, until all ranks have left or one is lost."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.comm = comm
+        self.values: dict[str, bytes] = {}
+        # (keys, deadline, rank, tag) of those who wait
+        self.waiting: list[tuple[tuple[str, ...], float, int, int]] = []
+        self.thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        here, nap_s = self.comm.Get_size(), SHORTEST_NAP_S
+        status = MPI.Status()
+        try:
+            while here:
+                message = self.comm.improbe(tag=ASK, status=status)
+                self._release()
+                if message is None:
+                    # hardly anybody asks once all groups are made
+                    time.sleep(nap_s)
+                    nap_s = min(2 * nap_s, LONGEST_NAP_S)
+                    continue
+                nap_s = SHORTEST_NAP_S
+                what, arguments, tag = message.recv()
+                here -= what == "leave"
+                if what != "leave":
+                    self._answer(what, arguments, status.Get_source(), tag)
+        except MPI.Exception:
+            return  # a rank is lost: who goes on without it makes a store anew
+
+    def _answer(self, what: str, arguments: tuple[Any, ...], rank: int, tag: int) -> None:
+        if what == "wait":
+            keys, seconds = arguments
+            self.waiting.append((keys, time.monotonic() + seconds, rank, tag))
+        else:
+            self._reply(getattr(self, f"_{what}")(*arguments), rank, tag)
+        self._release()
+
+    def _release(self) -> None:
+        """Tell those whose keys are there, and those who have waited too long."""
+        still = []
+        for keys, deadline, rank, tag in self.waiting:
+            there = self._check(keys)
+            if there or time.monotonic() > deadline:
+                self._reply(there, rank, tag)
+            else:
+                still.append((keys, deadline, rank, tag))
+        self.waiting = still
+
+    def _reply(self, value: Any, rank: int, tag: int) -> None:
+        self.comm.send(value, rank, tag)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def _get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def _add(self, key: str, amount: int) -> int:
+        total = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(total).encode()
+        return total
+
+    def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        # as torch's own stores: a key that is not there is set where nothing is expected of it
+        if self.values.get(key, b"") == expected:
+            self.values[key] = value
+        return self.values.get(key, expected)
+
+    def _check(self, keys: tuple[str, ...]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def _delete(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
+
+    def _count(self) -> int:
+        return len(self.values)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,240 @@
+"""The `torch` wire: groups of torch.distributed, for whatever devices that has a library for.
+
+That is RCCL (named "nccl") on AMD's GPUs, XCCL on Intel's, gloo on the host. The ranks of its
+groups are those of the MPI communicators, and what it needs to start goes through MPI.
+"""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.mailbox import Mailbox
+from ptdmpi.comm.routed import Pair, RoutedCommunicator
+from ptdmpi.comm.store import MpiStore
+from ptdmpi.config import SharedInputError
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+PATIENCE_S = 2.0  # for a thread to end that nothing should hold
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+# torch 2.13 has new names for these, and warns of the old ones
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Session:
+    """torch.distributed on all ranks of a world. A process has one at a time, as torch has."""
+
+    now: ClassVar["Session | None"] = None
+    left: ClassVar[list[MpiStore]] = []
+
+    def __init__(self, everyone: MPI.Comm, device: torch.device) -> None:
+        self.everyone, self.device = everyone, device
+        self.store = MpiStore(everyone)
+        self.attendants: list[Attendant] = []
+        self.made = 0  # groups, on this rank
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=self.store,
+            rank=everyone.Get_rank(),
+            world_size=everyone.Get_size(),
+            # connected at once, and to the right GPU
+            device_id=None if device.type == "cpu" else device,
+        )
+
+    @classmethod
+    def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
+        """Have a session of these ranks; all of them call it. One of others is over."""
+        if everyone.Get_size() == 1:
+            return
+        known = cls.now
+        fits = known is not None and known.device == device
+        if known is not None and fits:
+            same = (MPI.IDENT, MPI.CONGRUENT)
+            fits = MPI.Comm.Compare(known.everyone, everyone) in same
+        # a rank may have been in another world meanwhile, without the others
+        if everyone.allreduce(fits, MPI.LAND):
+            return
+        if known is not None:
+            known.close()
+        cls.now = cls(everyone, device)
+
+    def close(self) -> None:
+        """No group of it is used any more."""
+        dist.destroy_process_group()
+        for attendant in self.attendants:
+            attendant.end()
+        self.store.leave()
+        Session.left.append(self.store)
+        Session.now = None
+
+    def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
+        """A group of these ranks of the world, in ascending order; they alone call it. `most` gives
+        the greatest of a number over them."""
+        # torch names a group by its ranks and by how many groups a process has: they must agree
+        for _ in range(most(self.made) - self.made):
+            self._new([self.everyone.Get_rank()])
+        return self._new(ranks)
+
+    def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        self.made += 1
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+        return group
+
+
+@atexit.register
+def _end() -> None:
+    # before MPI is finalized, which mpi4py does later: the stores' threads are in MPI
+    if Session.now is not None:
+        Session.now.close()
+    for store in Session.left:
+        store.join()
+
+
+class Begun:
+    """A collective or message of torch's."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._over = work, False
+
+    def wait(self) -> None:
+        """On a device the current stream waits."""
+        self._work.wait()
+        self._over = True  # gloo's reduce-scatter does not say so itself
+
+    def done(self) -> bool:
+        return self._over or self._work.is_completed()
+
+
+class Attendant:
+    """Waits for gloo's messages, in a thread: it tells only who waits that they are over."""
+
+    def __init__(self) -> None:
+        self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="attendant", daemon=True)
+        self._thread.start()
+
+    def attend(self, work: Any) -> "Attended":
+        attended = Attended()
+        self.works.put((work, attended.future))
+        return attended
+
+    def end(self) -> None:
+        """Python may end while it sleeps, but not while it is in torch's own code."""
+        self.works.put(None)
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while (one := self.works.get()) is not None:
+            work, future = one
+            try:
+                work.wait()
+            except Exception as error:  # raised again in whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+class Attended:
+    """A message that an attendant waits for."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def wait(self) -> None:
+        self.future.result()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+
+class TorchCarrier:
+    """One group of torch.distributed, and one more for each directed pair of neighbours."""
+
+    def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
+        self.session = session
+        self.rank: int = control.Get_rank()
+        # its ranks as the world counts them: ascending, as torch would sort them
+        self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
+        self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
+        self.pairs = {pair: self._pair(control, pair) for pair in pairs if self.rank in pair}
+        self.attendants: dict[Pair, Attendant] = {}
+
+    def _pair(self, control: MPI.Comm, pair: Pair) -> dist.ProcessGroup:
+        peer = sum(pair) - self.rank
+        ranks = [self.ranks[one] for one in sorted(pair)]
+        return self.session.group(
+            ranks, lambda made: max(made, control.sendrecv(made, peer, source=peer))
+        )
+
+    def reaches(self, flat: Tensor) -> bool:
+        return flat.device.type == self.session.device.type
+
+    def all_reduce(self, flat: Tensor, op: str) -> Handle:
+        return Begun(dist.all_reduce(flat, OPS[op], group=self.whole, async_op=True))
+
+    def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        return Begun(_gather(result, flat, group=self.whole, async_op=True))
+
+    def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        return Begun(_scatter(result, flat, group=self.whole, async_op=True))
+
+    def broadcast(self, flat: Tensor, root: int) -> Handle:
+        work = dist.broadcast(flat, self.ranks[root], group=self.whole, async_op=True)
+        return Begun(work)
+
+    def isend(self, flat: Tensor, peer: int) -> Handle:
+        pair = (self.rank, peer)
+        return self._begun(pair, dist.isend(flat, self.ranks[peer], group=self._of(pair)))
+
+    def irecv(self, flat: Tensor, peer: int) -> Handle:
+        pair = (peer, self.rank)
+        return self._begun(pair, dist.irecv(flat, self.ranks[peer], group=self._of(pair)))
+
+    def _of(self, pair: Pair) -> dist.ProcessGroup:
+        return self.pairs.get(pair, self.whole)
+
+    def _begun(self, pair: Pair, work: Any) -> Handle:
+        if self.session.device.type != "cpu":
+            return Begun(work)
+        if pair not in self.attendants:
+            self.attendants[pair] = Attendant()
+            self.session.attendants.append(self.attendants[pair])
+        return self.attendants[pair].attend(work)
+
+    def abort(self) -> None:
+        for group in (self.whole, *self.pairs.values()):
+            group.abort()
+
+
+class TorchCommunicator(RoutedCommunicator):
+    """A group whose tensors travel through torch.distributed."""
+
+    def _connect(self, pairs: Sequence[Pair]) -> TorchCarrier:
+        assert Session.now is not None, "opened by the world"
+        return TorchCarrier(Session.now, self.control, pairs)
+
+    @classmethod
+    def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
+        """torch.distributed starts, once in a world."""
+        if device.type not in BACKENDS:
+            raise SharedInputError(
+                f'comm.wire = "torch": no library for {device.type}; legal: {", ".join(BACKENDS)}'
+            )
+        if everyone.Get_size() > 1 and not Mailbox.works_in_a_thread():
+            raise SharedInputError(
+                'comm.wire = "torch" starts through a thread that answers over MPI, and this MPI '
+                'has no MPI_THREAD_MULTIPLE; legal: an MPI that has, or comm.wire = "mpi"'
+            )
+        Session.begin(everyone, device)
+        return f"torch.distributed over {BACKENDS[device.type]}"

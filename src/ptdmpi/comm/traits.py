@@ -1,0 +1,34 @@
+"""What a wire says of itself, and how it begins and ends."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:  # the import initialises MPI
+    from mpi4py import MPI
+
+
+class WireTraits:
+    """What differs between wires beside how they move tensors.
+
+    `exact`: sums are taken in ascending rank order, in float32 at least, whatever messages and
+    algorithm; who needs equal bits asks. `posts_early`: a receive may be begun long before its
+    message without holding up what is begun after it. `overlaps`: what was begun gets on while
+    this rank computes, so that it is worth beginning early.
+    """
+
+    exact: ClassVar[bool] = False
+    posts_early: ClassVar[bool] = False
+    overlaps: ClassVar[bool] = False
+
+    @classmethod
+    def open(cls, everyone: "MPI.Comm", device: torch.device) -> str:
+        """Called on all ranks of a world, which compute on `device`, before its groups are
+        connected: for what a wire needs of all of them. Returns what the log should say of it;
+        raises SharedInputError on every rank where it cannot serve them."""
+        return ""
+
+    def abort(self) -> None:
+        """End what is under way on this rank, from any thread; no tensor can be sent any more. What
+        goes through MPI is ended by MPI."""
+        return

@@ -1,0 +1,97 @@
+"""[adapt]: what is trained beside a frozen model, as data."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from ptdmpi.config.section import Fraction, Positive, Section
+
+if TYPE_CHECKING:  # which has a section of this kind
+    from ptdmpi.config.model import ModelConfig
+
+# What can be adapted of a layer -> the linear that has it, and which of its outputs it is.
+TARGETS = {
+    "attention.q": ("attention.qkv", 0),
+    "attention.k": ("attention.qkv", 1),
+    "attention.v": ("attention.qkv", 2),
+    "attention.out": ("attention.out", 0),
+    "mlp.gate": ("mlp.up", 0),
+    "mlp.up": ("mlp.up", 1),
+    "mlp.down": ("mlp.down", 0),
+}
+# Liu et al. 2022 (arXiv 2205.05638), section 3.3: keys, values, and what the MLP has inside.
+IA3_TARGETS = ("attention.k", "attention.v", "mlp.down")
+AdaptMethod = Literal["none", "lora", "ia3"]
+# The keys that a method uses, `method` aside.
+USED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "lora": ("rank", "alpha", "dropout", "targets", "base"),
+    "ia3": ("targets", "base"),
+}
+
+
+class AdaptConfig(Section):
+    """What trains while all else of the model is frozen: low-rank products beside linears (LoRA, Hu
+    et al. 2021, arXiv 2106.09685), or scales of keys, values and the MLP's inside ((IA)^3, Liu et
+    al. 2022). `targets`: names of `TARGETS`, with globs; "all": every linear, of ia3 the paper's
+    three. `base`: the model whose weights are frozen."""
+
+    method: AdaptMethod = "none"
+    rank: Positive = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Fraction = 0.0
+    targets: (
+        Literal["all"]
+        | Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, strict=False)
+        ]
+    ) = "all"
+    base: str = ""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether only adapters train."""
+        return self.method != "none"
+
+    @property
+    def scale(self) -> float:
+        """What the product of a LoRA adapter is multiplied by: alpha / r."""
+        return self.alpha / self.rank
+
+
+def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
+    """The rows of `TARGETS` that are adapted of a model whose MLP has so many `gates`."""
+    known = dict(TARGETS)
+    if gates == 1:
+        del known["mlp.gate"]
+        known["mlp.up"] = ("mlp.up", 0)
+    if not adapt.adapts:
+        return {}
+    asked: tuple[str, ...] = ("*",) if adapt.targets == "all" else adapt.targets
+    if adapt.targets == "all" and adapt.method == "ia3":
+        asked = IA3_TARGETS
+    return {
+        name: where
+        for name, where in known.items()
+        if any(fnmatchcase(name, pattern) for pattern in asked)
+    }
+
+
+def adapt_rules(adapt: AdaptConfig, model: "ModelConfig | None") -> Iterator[str]:
+    """What is wrong with [adapt], a line each."""
+    for key, field in AdaptConfig.model_fields.items():
+        value = getattr(adapt, key)
+        if key != "method" and key not in USED[adapt.method] and value != field.default:
+            shown = f'"{field.default}"' if isinstance(field.default, str) else field.default
+            yield (
+                f'adapt.{key} is of no use to adapt.method = "{adapt.method}"; legal: '
+                f"{key} = {shown}"
+            )
+    if model is None or not adapt.adapts or adapt.targets == "all":
+        return
+    known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
+    for pattern in adapt.targets:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            yield f'adapt.targets: "{pattern}" is nothing of a layer; legal: {", ".join(known)}'

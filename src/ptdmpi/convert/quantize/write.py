@@ -1,0 +1,232 @@
+"""From a checkpoint to one in few bits: a directory laid out like a run's."""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptdmpi.base.box import Box
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint import examine
+from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader, write
+from ptdmpi.checkpoint.manifest import CODES, QUANTIZATION, SCALES, write_manifest
+from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config.near import divisors, nearest
+from ptdmpi.convert.folder import new_directory
+from ptdmpi.convert.quantize.calibration import Calibration, CalibrationSamples
+from ptdmpi.convert.quantize.gptq import gptq
+from ptdmpi.convert.tensors import slabs
+from ptdmpi.inference.stored import (
+    CONFIG,
+    KEPT,
+    StoredModel,
+    declarations,
+    loaded_layer,
+    open_model,
+    require_weights,
+)
+from ptdmpi.model.low_bit.codes import Packed, packed
+from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.terminal.progress import progress
+
+Json = Mapping[str, Any]
+# What of a manifest is said of these very weights, and is said anew.
+OWN = ("format_version", "progress", "model", QUANTIZATION)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`matrices` of `elements` in few bits, and how many bytes the weights took before and take
+    now, as the files have them."""
+
+    path: Path
+    codes: str
+    block: int
+    method: str
+    matrices: int
+    elements: int
+    bits_per_element: float
+    bytes_before: int
+    bytes: int
+
+
+def quantize(
+    source: Path, target: Path, form: LowBit, samples: CalibrationSamples | None = None
+) -> Quantized:
+    """Put the matrices of all layers of the newest checkpoint that `source` names into few bits:
+    each element to the nearest level (absmax), or, with calibration `samples`, by `gptq`. Tables,
+    norms, biases and the head stay.
+
+    Raises InputError; then there is no `target`.
+    """
+    stored = open_model(source)
+    if stored.manifest.form is not None:
+        raise InputError(f"{stored.checkpoint} is in few bits already: {stored.manifest.form}")
+    config = stored.config()
+    _require_block(config.model, form)
+    needed = declarations(config, stored.vocab_size)
+    chosen = matrices(config.model)
+    damaged = examine.problems(stored.checkpoint)
+    if damaged:
+        raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
+    shapes = {name: needed[name].shape for name in chosen}
+    before = sum(math.prod(one.shape) for one in needed.values()) * 4
+    with new_directory(target) as folder, stored.reader() as reader:
+        require_weights(reader, needed)
+        maker = Maker(stored, reader, form, samples)
+        parts = [*_others(reader, needed.keys() - chosen), *_packed_parts(maker, shapes)]
+        size = sum(part.nbytes for part in parts)
+        files.require_space(folder, size)
+        _write(folder, stored, parts, maker.said)
+        shutil.copyfile(stored.path / CONFIG, folder / CONFIG)
+        if (stored.path / KEPT).is_dir():
+            shutil.copytree(stored.path / KEPT, folder / KEPT)
+    count = sum(map(math.prod, shapes.values()))
+    told = (form.codes, form.block, maker.said["method"], len(chosen), count, form.bits_per_element)
+    return Quantized(target, *told, before, size)
+
+
+def matrices(model: ModelConfig) -> list[str]:
+    """Logical names of what is put into few bits: the weights of all linears of all layers."""
+    parts = parameters.layer(model).items()
+    linears = [name for name, part in parts if isinstance(part, parameters.Linear)]
+    return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
+
+
+def _require_block(model: ModelConfig, form: LowBit) -> None:
+    parts = parameters.layer(model).values()
+    widths = {part.inputs for part in parts if isinstance(part, parameters.Linear)}
+    if any(width % form.block for width in widths):
+        legal = [n for n in divisors(math.gcd(*widths)) if n % 2 == 0]
+        raise InputError(
+            f"--block {form.block} does not divide the rows of all matrices "
+            f"({', '.join(map(str, sorted(widths)))}); legal nearby: {nearest(form.block, legal)}"
+        )
+
+
+class Maker:
+    """Makes the packed matrices of a model, asked in the order of its layers."""
+
+    def __init__(
+        self, stored: StoredModel, reader: Reader, form: LowBit, samples: CalibrationSamples | None
+    ) -> None:
+        self.reader, self.form = reader, form
+        self.said: dict[str, Any] = {"codes": form.codes, "block": form.block}
+        self.said |= {"method": "absmax" if samples is None else "gptq"}
+        self.samples: Calibration | None = None
+        if samples is not None:
+            self.samples = Calibration(stored, samples.read(stored))
+            self.said |= {"samples": samples.count, "sample_tokens": samples.length}
+        self._made: dict[str, Packed] = {}
+
+    def matrix(self, name: str) -> Packed:
+        """One of them; what was made with it stays until another layer is asked for."""
+        if name not in self._made:
+            if self.samples is None:
+                self._made = {name: packed(torch.from_numpy(self._read(name)), self.form)}
+            else:
+                self._made = self._layer(self.samples, int(name.split(".")[1]))
+        return self._made[name]
+
+    def _read(self, name: str) -> Array:
+        stored = self.reader.manifest[key(WEIGHTS, name)]
+        values = np.empty(stored.shape, stored.dtype)
+        _fill(self.reader, name, Box.whole(stored.shape), values)
+        return values
+
+    def _layer(self, samples: Calibration, number: int) -> dict[str, Packed]:
+        """All matrices of a layer, which sees what the layers before it now make of the samples."""
+        names = [name for name in matrices(samples.config.model) if _is_of(name, number)]
+        with _as_input_error():
+            stage, buffer = loaded_layer(samples.config, samples.vocab_size, number, self.reader)
+        weights = {name: buffer.entries[name].view(buffer.weights) for name in names}
+        hessians = samples.hessians(stage, [name.removesuffix(".weight") for name in names])
+        made = {}
+        for name, weight in weights.items():
+            made[name] = gptq(weight, hessians[name.removesuffix(".weight")], self.form)
+            weight.copy_(made[name].values(torch.float32))
+        samples.advance(stage)
+        return made
+
+
+def _is_of(name: str, layer: int) -> bool:
+    return name.startswith(f"layers.{layer}.")
+
+
+@contextlib.contextmanager
+def _as_input_error() -> Iterator[None]:
+    """What is damaged is for its owner to mend."""
+    try:
+        yield
+    except Damaged as error:
+        raise InputError(str(error)) from None
+
+
+def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
+    with _as_input_error():
+        reader.read(key(WEIGHTS, name), box, values)
+    return values
+
+
+def _others(reader: Reader, names: Iterable[str]) -> Iterator[Outgoing]:
+    """What stays as it is, in pieces of whole rows."""
+    for name in sorted(names):
+        stored = reader.manifest[key(WEIGHTS, name)]
+        for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
+            room = partial(np.empty, box.size, stored.dtype)
+            values = partial(_later, reader, name, box, room)
+            yield Outgoing(key(WEIGHTS, name), stored.shape, box, stored.dtype, values)
+
+
+def _later(reader: Reader, name: str, box: Box, room: Callable[[], Array]) -> Array:
+    return _fill(reader, name, box, room())
+
+
+def _packed_parts(maker: Maker, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Outgoing]:
+    """Codes and scales of each matrix, one behind the other."""
+    for name, (rows, columns) in shapes.items():
+        codes, scales = maker.form.code_shape(rows, columns), maker.form.scale_shape(rows, columns)
+        yield _part(CODES + name, codes, "uint8", partial(_codes, maker, name))
+        yield _part(SCALES + name, scales, "float32", partial(_scales, maker, name))
+
+
+def _part(name: str, shape: tuple[int, int], dtype: str, values: Callable[[], Array]) -> Outgoing:
+    return Outgoing(name, shape, Box.whole(shape), dtype, values)
+
+
+def _codes(maker: Maker, name: str) -> Array:
+    return maker.matrix(name).codes.numpy()
+
+
+def _scales(maker: Maker, name: str) -> Array:
+    return maker.matrix(name).scales.numpy()
+
+
+def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], said: Json) -> None:
+    """One checkpoint of weights alone, of the step and the history of what it was made from."""
+    directory = folder / "checkpoints"
+    temporary = directory / (files.name_of(stored.step) + ".tmp")
+    temporary.mkdir(parents=True)
+    with progress("quantizing", sum(part.nbytes for part in parts), "B") as advance:
+        told = [replace(part, values=partial(_told, part, advance)) for part in parts]
+        written = write(temporary / "rank-00000.safetensors", told)
+    manifest = stored.manifest
+    lineage = {name: one for name, one in manifest.said.items() if name not in OWN}
+    lineage[QUANTIZATION] = dict(said)
+    write_manifest(temporary, manifest.progress, manifest.said["model"], [written], lineage)
+    files.publish(temporary, ())
+
+
+def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
+    values = part.values()
+    advance(part.nbytes)
+    return values

@@ -1,0 +1,183 @@
+"""Conversations as text: a tokenizer's own chat template, and which of the text are answers.
+
+Templates are Jinja, in a sandbox, with what Hugging Face's have at hand; but no clock: the same
+conversation is the same text every day.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ptdmpi.config import InputError
+
+TEMPLATE = "chat_template.jinja"  # beside a tokenizer, and beside shards that were made with it
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ANSWER = "assistant"  # the role whose turns are answers
+# For tokenizers without a template: what was said, and behind each answer the end of document.
+PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+# What no text has: around what {% generation %} blocks write.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+Message = Mapping[str, str]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and its answers: [start, stop) in characters."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: what a model is to write."""
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+_Generation.tags = {"generation"}
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """`source`: Jinja; `said_of`: where it comes from; `special`: texts of special tokens by the
+    names that templates have for them (eos_token)."""
+
+    source: str
+    said_of: str
+    special: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        made = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        made.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+        made.globals["raise_exception"] = _refuse
+        try:
+            return made.from_string(self.source)
+        except TemplateError as error:
+            raise InputError(f"chat template of {self.said_of}: {error}") from None
+
+    def render(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """The text of a conversation; `ask`: and what an answer would stand behind. Raises
+        InputError, with the template's own words where it refuses one."""
+        return self._marked(messages, ask).replace(_BEGIN, "").replace(_END, "")
+
+    def _marked(self, messages: Sequence[Message], ask: bool = False) -> str:
+        template = self._compiled
+        try:
+            told = {"messages": list(messages), "add_generation_prompt": ask}
+            return str(template.render(**told, **self.special))
+        except Exception as error:  # of the template's own: any
+            raise InputError(f"the chat template of {self.said_of} says: {error}") from None
+
+    def rendered(self, messages: Sequence[Message]) -> Rendered:
+        """A conversation with its answers: what the template's own {% generation %} blocks write;
+        without such, of each turn of the assistant what stands behind the text that asks for it,
+        but no white space behind the end of the turn. Raises InputError, also where the text of a
+        conversation does not begin with that of its first turns.
+        """
+        marked = self._marked(messages)
+        if _BEGIN in marked:
+            return _of_marks(marked)
+        answers: list[tuple[int, int]] = []
+        for number, message in enumerate(messages):
+            if message["role"] != ANSWER:
+                continue
+            before = self.render(messages[:number], ask=True)
+            behind = self.render(messages[: number + 1])
+            if not (behind.startswith(before) and marked.startswith(behind.rstrip())):
+                raise InputError(
+                    f"the chat template of {self.said_of} writes the turns before answer "
+                    f"{len(answers) + 1} differently once it is there; legal: one that only adds, "
+                    "or that marks answers by {% generation %}"
+                )
+            answer, content = behind[len(before) :], message["content"].strip()
+            # white space of the answer itself is its own
+            least = answer.find(content) + len(content) if content in answer else 0
+            stop = max(least, len(answer.rstrip()))
+            answers.append((len(before), min(len(before) + stop, len(marked))))
+        return Rendered(marked, answers)
+
+
+def _of_marks(marked: str) -> Rendered:
+    parts, answers, length = [], list[tuple[int, int]](), 0
+    for number, piece in enumerate(marked.split(_BEGIN)):
+        answer, mark, rest = piece.partition(_END)
+        if number:
+            answers.append((length, length + len(answer)))
+        parts += [answer, rest]
+        length += len(answer) + len(rest)
+        if bool(number) != bool(mark):
+            raise InputError("a chat template has {% generation %} blocks inside each other")
+    return Rendered("".join(parts), answers)
+
+
+def _refuse(reason: str) -> None:
+    raise ValueError(reason)
+
+
+def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:
+    """The template in the file `given`; else the one that lies beside the tokenizer's file; else
+    `PLAIN`. `eod`: the text of the end of document, for templates whose tokenizer says nothing of
+    an eos_token. Raises InputError for a file that cannot be read."""
+    said: dict[str, Any] = {}
+    folder = None if tokenizer is None else tokenizer.parent
+    if folder is not None and (folder / TOKENIZER_CONFIG).is_file():
+        said = _config(folder / TOKENIZER_CONFIG)
+    special = {"eos_token": eod, "bos_token": "", **_special(said)}
+    if given is not None:
+        return ChatTemplate(_read(given), str(given), special)
+    if folder is not None and (folder / TEMPLATE).is_file():
+        return ChatTemplate(_read(folder / TEMPLATE), str(folder / TEMPLATE), special)
+    own = said.get("chat_template")
+    if isinstance(own, list):  # of several, by name
+        named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
+        own = named.get("default")
+    if isinstance(own, str):
+        return ChatTemplate(own, f"{folder}/{TOKENIZER_CONFIG}", special)
+    return ChatTemplate(PLAIN, "ptdmpi-data (the tokenizer has none)", special)
+
+
+def _special(said: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens: a text, or a table with its `content`."""
+    found = {}
+    for name, value in said.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"chat template {path}: {error}") from None
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(_read(path))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    if not isinstance(said, dict):
+        raise InputError(f"{path}: is no JSON object")
+    return said

@@ -1,0 +1,31 @@
+"""The compressor that a configuration asks for."""
+
+from ptdmpi.config import DataParallelConfig
+from ptdmpi.engine.compress.compressor import Compressor
+from ptdmpi.engine.compress.low_rank import LowRank
+from ptdmpi.engine.compress.quantise import Qsgd, Rounded, Sign
+from ptdmpi.engine.compress.sparse import RandomK, TopK
+
+
+def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
+    """By its name. Without error feedback what can be unbiased is; with it, it contracts instead
+    (divided by 1 + omega), for a memory of what unbiased compression leaves would grow; so it does
+    between neighbours, whose differences are a memory."""
+    unbiased = section.error_feedback == "none" and section.method != "decentralized"
+    match section.compressor:
+        case "top_k":
+            return TopK(section.ratio)
+        case "random_k":
+            return RandomK(section.ratio, unbiased)
+        case "qsgd":
+            return Qsgd(section.levels, unbiased)
+        case "sign":
+            return Sign()
+        case "int8":
+            return Rounded(8, section.block)
+        case "int4":
+            return Rounded(4, section.block)
+        case "power_sgd":
+            return LowRank(section.rank)
+        case other:
+            raise ValueError(f"no compressor is called {other}")

@@ -1,0 +1,120 @@
+"""Sparse compressors: of each unit some elements travel, and all others are zero.
+
+A share `ratio` of a unit's d numbers is no whole number in general: floor(ratio d + u) of them are
+kept, u uniform in [0, 1) and the same on all data ranks. So ratio d are kept on average, whatever
+the length of units, and short ones are not all sent.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from ptdmpi.engine.compress.compressor import Compressor, Draws
+from ptdmpi.engine.compress.packing import join, joined_bytes, part
+from ptdmpi.model.low_bit.packing import pack, packed_bytes, unpack
+from ptdmpi.plan.shape.codes import SPARSE
+
+
+class Sparse(Compressor):
+    """Keeps those elements of a unit whose scores are greatest; of equal ones the first."""
+
+    def __init__(self, ratio: float) -> None:
+        super().__init__(SPARSE)
+        self.ratio = ratio
+
+    @abstractmethod
+    def scores(self, x: Tensor, draws: Draws) -> Tensor:
+        """[n, length] of any ordered type."""
+
+    def counts(self, draws: Draws, length: int) -> Tensor:
+        """[n] int64: how many elements of each unit are kept."""
+        kept = torch.floor(self.ratio * length + draws.shared())
+        return kept.to(torch.int64).clamp_(max=length)
+
+    def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """[n, length] bool: True at the `counts` greatest scores of each row."""
+        most = int(counts.max()) if len(counts) else 0
+        if not most:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        # topk says nothing of which of equal elements it takes: only the values are used
+        greatest = scores.topk(most, dim=1).values
+        least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
+        above, level = scores > least, scores == least
+        room = counts[:, None] - above.sum(dim=1, keepdim=True)
+        return above | (level & (level.cumsum(dim=1) <= room))
+
+    def delta(self, length: int) -> float:
+        return self.ratio
+
+
+class TopK(Sparse):
+    """The greatest magnitudes, with their places (Aji and Heafield 2017, arXiv 1704.05021; delta =
+    k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1). A number travels in the type of the
+    gradients and its index in ceil(log2 length) bits; where all are kept there is no index."""
+
+    def scores(self, x: Tensor, draws: Draws) -> Tensor:
+        return x.abs()
+
+    def index_bits(self, length: int) -> int:
+        """Bits of a place."""
+        return 0 if self.ratio == 1.0 else (length - 1).bit_length()
+
+    def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
+        count = int(self.counts(draws, length).sum())
+        indices = packed_bytes(count, self.index_bits(length))
+        return joined_bytes(count * dtype.itemsize, indices)
+
+    def encode(self, x: Tensor, draws: Draws) -> Tensor:
+        length = x.shape[1]
+        kept = self.kept(self.scores(x, draws), self.counts(draws, length))
+        columns = kept.nonzero()[:, 1]
+        return join(x[kept], pack(columns, self.index_bits(length)))
+
+    def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
+        counts = self.counts(draws, length)
+        count, bits = int(counts.sum()), self.index_bits(length)
+        values, rest = part(code, count, dtype)
+        if self.ratio == 1.0:
+            return values.view(-1, length)
+        columns = unpack(rest[: packed_bytes(count, bits)], count, bits)
+        rows = torch.repeat_interleave(counts)
+        found = values.new_zeros((len(counts), length))
+        found[rows, columns] = values
+        return found
+
+
+class RandomK(Sparse):
+    """Elements drawn at random; the receiver draws the same ones, so that no index travels.
+
+    Unbiased: they are scaled by d / k, omega = d / k - 1 (Wangni et al. 2018, arXiv 1710.09854);
+    else not (Stich et al. 2018: delta = k / d).
+    """
+
+    def __init__(self, ratio: float, unbiased: bool) -> None:
+        super().__init__(ratio)
+        self.unbiased = unbiased
+
+    def scores(self, x: Tensor, draws: Draws) -> Tensor:
+        return draws.hashes(x.shape[1])
+
+    def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
+        return joined_bytes(int(self.counts(draws, length).sum()) * dtype.itemsize, 0)
+
+    def encode(self, x: Tensor, draws: Draws) -> Tensor:
+        kept = self.kept(self.scores(x, draws), self.counts(draws, x.shape[1]))
+        return join(x[kept], x.new_zeros(0, dtype=torch.uint8))
+
+    def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
+        counts = self.counts(draws, length)
+        values, _ = part(code, int(counts.sum()), dtype)
+        found = values.new_zeros((len(counts), length))
+        kept = self.kept(self.scores(found, draws), counts)
+        found[kept] = values / self.ratio if self.unbiased else values
+        return found
+
+    def omega(self, length: int) -> float:
+        return 1.0 / self.ratio - 1.0
+
+    def delta(self, length: int) -> float:
+        return max(0.0, 1.0 - self.omega(length)) if self.unbiased else self.ratio

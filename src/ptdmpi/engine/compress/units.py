@@ -1,0 +1,165 @@
+"""What is compressed as one: units of logical parameters, the same in every layout.
+
+A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
+of a column-parallel weight, a column of a row-parallel one). No legal size of that axis cuts a
+line, and none cuts so many neighbouring lines as `grains` says: a *tile*, in logical order line
+after line. A tile is cut into runs of the greatest length that a compressor takes: its units. What
+the tensor axis does not divide is one tile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ptdmpi.base.box import Box
+from ptdmpi.engine.compress.compressor import unit_number
+from ptdmpi.model.flat import FlatOrder
+from ptdmpi.model.parameters import Declaration, Entry
+from ptdmpi.plan.shape.codes import MOST_ELEMENTS
+
+
+def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
+    """For each part of a divided parameter, how many lines of it are never cut. `most_tensor`: the
+    largest legal tensor axis, which all legal ones divide."""
+    split = declaration.split
+    if split is None:
+        return ()
+    found = []
+    for number, part in enumerate(split.parts):
+        shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
+        # a vocabulary is padded to what the axis divides: it may be cut behind any line
+        found.append(part // shares if part % shares == 0 else 1)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Some whole tiles of a parameter that this rank holds, each of `lines` lines of `length`.
+
+    `box` is theirs in the local tensor, `dim` the one that lines are counted along, `first` the
+    logical line that they begin with.
+    """
+
+    entry: Entry
+    box: Box
+    dim: int
+    first: int
+    lines: int
+    length: int
+
+    @property
+    def tiles(self) -> int:
+        return self.box.size[self.dim] // self.lines
+
+    def part(self, begin: int, end: int) -> "Slab":
+        """Tiles [begin, end) of it."""
+        start = self.box.start[self.dim]
+        box = self.box.along(self.dim, start + begin * self.lines, start + end * self.lines)
+        return replace(self, box=box, first=self.first + begin * self.lines)
+
+    def read(self, flat: Tensor) -> Tensor:
+        """[tiles, lines length] of a tensor of the flat order; perhaps a view."""
+        return self._moved(flat).reshape(self.tiles, -1)
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Put what `read` has read, changed, back."""
+        place = self._moved(flat)
+        place.copy_(values.view(place.shape))
+
+    def _moved(self, flat: Tensor) -> Tensor:
+        return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
+
+    def numbers(self) -> Iterator[int]:
+        """A number for each tile, which no layout changes: they are dealt out by it."""
+        begin = unit_number(self.entry.name, 0, 0) >> 1  # room to count on
+        for tile in range(self.tiles):
+            yield begin + self.first // self.lines + tile
+
+    def names(self, runs: Sequence[int]) -> Iterator[int]:
+        """The number of each unit, tile by tile, for some runs of each."""
+        for tile in range(self.tiles):
+            for run in runs:
+                yield unit_number(self.entry.name, self.first + tile * self.lines, run)
+
+
+def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
+    """All parameters that train, by name; of copies on the tensor axis every rank has its own."""
+    tensor_rank, tensor_size = order.portion.tensor_rank, order.portion.tensor_size
+    for name in sorted(order.entries):
+        entry = order.entries[name]
+        declaration = entry.declaration
+        if declaration.split is None:
+            lines = entry.shape[0]
+            length = entry.elements // lines
+            yield Slab(entry, Box.whole(entry.shape), 0, 0, lines, length)
+            continue
+        dim, sizes = declaration.split.dim, grains(declaration, most_tensor)
+        ends = [sum(declaration.split.parts[: k + 1]) for k in range(len(sizes))]
+        for held in declaration.held(tensor_rank, tensor_size):
+            first = held.logical.start[dim]
+            lines = next(size for size, end in zip(sizes, ends, strict=True) if first < end)
+            length = held.local.elements // held.local.size[dim]
+            yield Slab(entry, held.local, dim, first, lines, length)
+
+
+class TileBatch:
+    """Tiles of one size, handled as one: [tiles, width]. `units`: of each run of a length the
+    columns that it has of a tile, and the numbers of its units, tile by tile; `numbers` [tiles] are
+    those of the tiles."""
+
+    def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
+        self.slabs = some
+        self.lines, self.length = some[0].lines, some[0].length
+        self.width = self.lines * self.length
+        self.tiles = sum(slab.tiles for slab in some)
+        dealt = [number for slab in some for number in slab.numbers()]
+        self.numbers = torch.tensor(dealt, dtype=torch.int64, device=device)
+        whole = self.width // longest
+        self.units: list[tuple[slice, int, Tensor]] = []
+        for runs, columns, length in (
+            (range(whole), slice(0, whole * longest), longest),
+            (range(whole, whole + 1), slice(whole * longest, None), self.width % longest),
+        ):
+            if len(runs) and length:
+                names = [name for slab in some for name in slab.names(runs)]
+                numbers = torch.tensor(names, dtype=torch.int64, device=device)
+                self.units.append((columns, length, numbers))
+
+    def read(self, flat: Tensor) -> Tensor:
+        """[tiles, width], a copy, of a tensor of the flat order."""
+        return torch.cat([slab.read(flat) for slab in self.slabs])
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Put [tiles, width] in their places."""
+        parts = values.split([slab.tiles for slab in self.slabs])
+        for slab, part in zip(self.slabs, parts, strict=True):
+            slab.write(flat, part)
+
+
+def batches(
+    some: Sequence[Slab], longest: int, device: torch.device, most: int = MOST_ELEMENTS
+) -> list[TileBatch]:
+    """Slabs put together by the shape of their tiles; a tile is in one batch only, of at most
+    `most` elements unless it has more itself."""
+    by_shape: dict[tuple[int, int], list[Slab]] = {}
+    for slab in some:
+        by_shape.setdefault((slab.lines, slab.length), []).append(slab)
+    found = []
+    for (lines, length), alike in sorted(by_shape.items(), key=lambda item: item[0]):
+        room = limit = max(1, most // (lines * length))
+        begun: list[Slab] = []
+        for slab in alike:
+            at = 0
+            while at < slab.tiles:
+                end = min(slab.tiles, at + room)
+                begun.append(slab.part(at, end))
+                room -= end - at
+                at = end
+                if not room:
+                    found.append(TileBatch(begun, longest, device))
+                    begun, room = [], limit
+        if begun:
+            found.append(TileBatch(begun, longest, device))
+    return found

@@ -1,0 +1,66 @@
+"""Compressed messages between neighbours: what travels is how far each replica is from what its
+neighbours know of it."""
+
+from torch import Tensor
+
+from ptdmpi.engine.data_parallel.decentralized import Decentralized
+from ptdmpi.engine.data_parallel.feedback import Compression, kinds_of
+from ptdmpi.engine.data_parallel.method import Replica
+from ptdmpi.model.state import WEIGHTS
+from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS
+
+PUBLIC = "public"
+
+
+class Choco(Decentralized):
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2): of replica i its
+    neighbours know `public`_i, and behind each update
+
+        q_i = C(x_i - public_i) is told to the neighbours;  public_j += q_j for j = i and neighbours
+        x_i += rate sum_j w_ij (public_j - public_i)
+
+    with C a contraction and `consensus_rate` as rate (the paper's gamma). W is the same in every
+    step and symmetric. What a code leaves out is in the next difference, so that nothing is lost.
+
+    What a neighbour has made public stands here once more, the same bits as there, since the same
+    numbers are added: it is no state of its own, and comes whole, once, before the first exchange
+    of an attempt. So a run may resume, or go on with fewer replicas, on any graph.
+
+    Public copies begin as the weights, which all replicas know, where the paper has zero.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
+        self.kinds = kinds_of(self.settings)
+        self.compression = Compression(replica)
+        self._copies: Tensor | None = None  # [neighbours, size of the flat order]
+
+    def after_update(self, step: int, skipped: bool) -> None:
+        """Tell the neighbours, and move towards what they have told."""
+        if skipped:
+            return
+        (graph,) = self._graphs
+        row = self.topology.row(step, self.data.rank)
+        weights = [float(row[peer]) for peer in graph.sources]
+        if self._copies is None:
+            own = self.state.kinds[PUBLIC].parts[0]
+            self._copies = own.new_empty((len(graph.sources), len(own)))
+            rooms = self._copies.split(BUCKET_ELEMENTS, dim=1)
+            for part, room in zip(own.split(BUCKET_ELEMENTS), rooms, strict=True):
+                room.copy_(graph.gather(part))
+        for place in self.compression.places(self.state):
+            x, public, batch = place.read(WEIGHTS), place.read(PUBLIC), place.batch
+            code, own = place.coder.encode(x - public, self.data.rank)
+            arrived = graph.gather(code)
+            public += own
+            place.write(PUBLIC, public)
+            pulled = x.new_zeros(x.shape)
+            # multiplied and added apart, in ascending order: as in `Decentralized`
+            for peer, weight, code, known in zip(
+                graph.sources, weights, arrived, self._copies, strict=True
+            ):
+                other = batch.read(known).add_(place.coder.decode(code, peer, x.dtype))
+                batch.write(known, other)
+                pulled.add_(other.sub_(public).mul_(weight))
+            place.write(WEIGHTS, x.add_(pulled.mul_(self.settings.consensus_rate)))
+        self.bits_per_element = self.compression.bits_per_element

@@ -1,0 +1,175 @@
+"""Decentralised SGD: each replica averages with its neighbours on a graph, not with all others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Handle, Neighbourhood
+from ptdmpi.engine.data_parallel.method import DataParallel, Replica
+from ptdmpi.model.parameters import Parameter
+from ptdmpi.model.sharded import Walk
+from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS
+from ptdmpi.plan.layout.topology import check, topology_of
+from ptdmpi.plan.schedule.ops import Op
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A piece of the state on its way to the neighbours: unit `number`'s, or a part of it."""
+
+    number: int
+    own: Tensor
+    arrived: Tensor
+    handle: Handle
+    terms: Sequence[tuple[int | None, float]]
+
+    def finish(self) -> None:
+        """own <- sum_j w_ij x_j over this rank and its sources, one after the other, ascending."""
+        self.handle.wait()
+        # Multiplied and added apart, so that no kernel fuses the two for some of the elements:
+        # bits would depend on how the state is cut. What is sent is not read any more now.
+        terms = [
+            (self.own if place is None else self.arrived[place]).mul_(weight)
+            for place, weight in self.terms
+        ]
+        total = terms[0]
+        for term in terms[1:]:
+            total.add_(term)
+        if total is not self.own:
+            self.own.copy_(total)
+
+
+class Decentralized(DataParallel):
+    """Adapt, then combine: x_i <- sum_j w_ij (x_j - rate * update_j), W a `topology` over the
+    replicas, of the step where it changes (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56;
+    Chen and Sayed 2012, 60: diffusion). Moments stay each replica's own, or are averaged alike
+    (`average_moments`). A step that is skipped averages nothing.
+
+    With `average_every` = H > 0 each H-th step averages over all replicas instead: Gossip-PGA (Chen
+    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from 0, whatever step a run
+    resumes at.
+
+    With `overlap` the exchange of step k goes on during the forward of step k + 1: place by place
+    (embedding, layers, head) what it brought is added up when the forward enters the place. The
+    values are those without it, to the bit; only when they arrive is other. Whoever looks at the
+    state between steps has the exchange finished first (`settle`).
+
+    Equal bits for every t, p and schedule that have equal gradients: all here goes element by
+    element, in ascending order of replicas.
+    """
+
+    differs = ("replicate",)
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
+        config = replica.config
+        self.settings = config.data_parallel
+        self.topology = topology_of(config)
+        check(self.topology)
+        self._graphs: list[Neighbourhood] = []
+        if self.topology.period is not None:  # else each step has a graph of its own
+            self._graphs = [self._graph(step, True) for step in range(self.topology.period)]
+        self._under_way: list[_Exchange] = []
+        if self.settings.overlap:
+            for stage in replica.stages.values():
+                stage.walk = _Arriving(stage.parameters_by_place(), self)
+
+    def _graph(self, step: int, lasting: bool) -> Neighbourhood:
+        graph, rank = self.topology, self.data.rank
+        return self.data.neighbours(
+            graph.sources(step, rank), graph.destinations(step, rank), lasting
+        )
+
+    def reduce(self) -> None:
+        """The gradient of this replica's own mean loss, d times its share of the global batch's:
+        the mean over replicas is then the gradient of the global batch, to the weight of a token.
+        """
+        self.settle()
+        self.replica.buffer.gradients.mul_(self.data.size)
+
+    def begin_step(self) -> None:
+        """Whatever is looked at now is of one step."""
+        if not self.settings.overlap:
+            self.settle()
+
+    def begin(self, op: Op) -> None:
+        """Get the exchange on: MPI makes progress in its calls alone."""
+        for one in self._under_way:
+            one.handle.done()
+
+    def end(self, op: Op) -> None:
+        super().end(op)
+        self.begin(op)
+
+    def after_update(self, step: int, skipped: bool) -> None:
+        """Begin the exchange; without `overlap` it is over, too."""
+        if skipped:
+            return
+        every = self.settings.average_every
+        if every and (step + 1) % every == 0:
+            for _, part in self._averaged_parts():
+                self.data.all_reduce(part)
+                part /= self.data.size
+            return
+        graphs = self._graphs
+        graph = graphs[step % len(graphs)] if graphs else self._graph(step, False)
+        row = self.topology.row(step, self.data.rank)
+        places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
+        terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
+        for number, part in self._averaged_parts():
+            # `.data` has a version of its own: autograd would take what arrives for a place ahead
+            # for a change of what it has kept of the places behind, for all are one flat tensor
+            for own in part.data.split(BUCKET_ELEMENTS):
+                exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
+                self._under_way.append(exchange)
+                if not self.settings.overlap and len(self._under_way) > 1:
+                    self._under_way.pop(0).finish()
+        if not self.settings.overlap:
+            self.settle()
+
+    def _averaged_parts(self) -> list[tuple[int, Tensor]]:
+        """What of the state is averaged, each with the number of its unit."""
+        moments = self.replica.config.optimizer.moments if self.settings.average_moments else ()
+        kinds = [self.state.kinds[name] for name in ("weights", *moments)]
+        return [(number, part) for kind in kinds for number, part in enumerate(kind.parts)]
+
+    @property
+    def settled(self) -> bool:
+        return not self._under_way
+
+    def settle(self) -> None:
+        """All that is under way has arrived, and weights follow."""
+        self.arrive(range(len(self.replica.buffer.units)))
+
+    def arrive(self, units: Sequence[int]) -> None:
+        """What is under way of these units has arrived, and their weights follow."""
+        if not self._under_way:
+            return
+        wanted = set(units)
+        here = [one for one in self._under_way if one.number in wanted]
+        for one in here:
+            one.finish()
+        self._under_way = [one for one in self._under_way if one.number not in wanted]
+        buffer = self.replica.buffer
+        if not buffer.one_type:
+            for number in {one.number for one in here}:
+                buffer.weight_parts[number].data.copy_(buffer.masters[number])
+
+
+class _Arriving(Walk):
+    """A stage's way through its places, which waits for the weights of each in forward."""
+
+    def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
+        super().__init__(parameters, None, None, method.replica.buffer)
+        self._method = method
+
+    def forward(self, place: str) -> None:
+        self._method.arrive(self._uses[place])
+
+    def backward(self, place: str | None) -> None:
+        """Every place was in forward before."""
+
+    def enter(self, place: str, x: Tensor) -> Tensor:
+        self.forward(place)
+        return x

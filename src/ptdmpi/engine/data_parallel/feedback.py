@@ -1,0 +1,178 @@
+"""What a code leaves out, and what becomes of it: the mean over replicas of what each of them sends
+compressed, by the rule of `error_feedback`."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.config import DataParallelConfig
+from ptdmpi.config.methods import BEGIN_AS_WEIGHTS, COMMON
+from ptdmpi.engine.compress.choose import compressor_of
+from ptdmpi.engine.compress.compressor import Compressor, Draws
+from ptdmpi.engine.compress.line import Coder, gathered_mean, squeezed_mean
+from ptdmpi.engine.compress.low_rank import LowRank
+from ptdmpi.engine.compress.units import TileBatch, batches, slabs
+from ptdmpi.engine.data_parallel.method import Replica
+from ptdmpi.model.random import fold
+from ptdmpi.model.state import Kept, State
+
+# What tells the draws of compression from all others of a seed.
+PURPOSE = 1_000_003
+
+
+@dataclass(frozen=True)
+class CompressedTiles:
+    """Some tiles in one step: how their numbers travel, and what is kept of them."""
+
+    batch: TileBatch
+    state: State
+    data: Communicator
+    compressor: Compressor | LowRank
+    key: int
+    rounds: int
+
+    def read(self, kind: str) -> Tensor:
+        """[tiles, width], a copy, of one kind of the state."""
+        return self.batch.read(self.state.kinds[kind].parts[0])
+
+    def write(self, kind: str, values: Tensor) -> None:
+        self.batch.write(self.state.kinds[kind].parts[0], values)
+
+    def code_bytes(self) -> int:
+        """What this replica tells of them, or, of factors and of what is not compressed, sums."""
+        size = self.batch.tiles * self.batch.width
+        dtype = self.state.buffer.precision.master
+        if not isinstance(self.compressor, LowRank):
+            return self.coder.code_bytes(dtype)
+        lines, length = self.batch.lines, self.batch.length
+        if self.compressor.shrinks(lines, length):
+            size = self.batch.tiles * self.compressor.rank * (lines + length)
+        return size * dtype.itemsize
+
+    @property
+    def coder(self) -> Coder:
+        assert not isinstance(self.compressor, LowRank)
+        return Coder(self.compressor, self.batch, self.key, self.rounds)
+
+    def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """C(x) of this replica, and the mean of all replicas' C(x)."""
+        if not isinstance(self.compressor, LowRank):
+            return gathered_mean(self.coder, x, self.data)
+        if not self.compressor.shrinks(self.batch.lines, self.batch.length):
+            return x, self.data.all_reduce(x.clone()) / self.data.size
+        return self._low_rank_mean(self.compressor, x)
+
+    def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The factor that the next step starts with stands in the first lines of its tile."""
+        lines, length, rank = self.batch.lines, self.batch.length, compressor.rank
+        kept = self.read("low_rank").view(-1, lines, length)
+        draws = Draws(self.batch.numbers, self.key)
+        second = compressor.start(kept[:, :rank], draws)
+        own, total, second = compressor.summed(x.view(-1, lines, length), second, self.data)
+        kept[:, :rank] = second.mT
+        self.write("low_rank", kept.view(len(x), -1))
+        return own.view(x.shape), total.view(x.shape) / self.data.size
+
+
+def plain(place: CompressedTiles, x: Tensor) -> Tensor:
+    """C(x), and what it leaves is lost."""
+    return place.mean(x)[1]
+
+
+def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
+    """What a code leaves is added to what is compressed next (Seide et al. 2014; Stich et al. 2018,
+    arXiv 1809.07599, algorithm 1)."""
+    x += place.read("error")
+    own, mean = place.mean(x)
+    place.write("error", x - own)
+    return mean
+
+
+def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
+    """Replicas and servers compress, each with a memory of its own (Tang et al. 2019, arXiv
+    1905.05957, algorithm 1). With codes of several rounds: NEOLITHIC (Huang et al. 2022, arXiv
+    2206.03665, algorithm 2)."""
+    x += place.read("error")
+    left = place.read("server_error")
+    own, mean = squeezed_mean(place.coder, x, left, place.data)
+    place.write("server_error", left)
+    place.write("error", x - own)
+    return mean
+
+
+def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
+    """Changes are compressed: each replica's estimate of its gradient follows by C(x - estimate),
+    and the mean of the estimates is updated with (Richtarik et al. 2021, arXiv 2106.05203,
+    algorithm 2; they begin with C of the first gradient, as estimates of zero do)."""
+    estimate = place.read("estimate")
+    own, change = place.mean(x - estimate)
+    place.write("estimate", estimate + own)
+    mean = place.read("estimate_mean") + change
+    place.write("estimate_mean", mean)
+    return mean
+
+
+FEEDBACK: Mapping[str, Callable[[CompressedTiles, Tensor], Tensor]] = {
+    "none": plain,
+    "mem_sgd": mem_sgd,
+    "double_squeeze": double_squeeze,
+    "ef21": ef21,
+    "neolithic": double_squeeze,
+}
+
+
+def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
+    """What a method of this section keeps of each parameter, and how."""
+    return {
+        name: Kept(
+            () if name in COMMON else ("replicate",),
+            "weights" if name in BEGIN_AS_WEIGHTS else "zero",
+        )
+        for name in section.kinds
+    }
+
+
+class Compression:
+    """Codes of a flat tensor of all parameters of a rank, some tiles after the other.
+
+    `bits_per_element`: of the codes that were made last; None where there is nothing to encode.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        config = replica.config
+        self.section, self.seed, self.data = (
+            config.data_parallel,
+            config.run.seed,
+            replica.axes["data"],
+        )
+        self.compressor = compressor_of(self.section)
+        self.bits_per_element: float | None = None
+        # every legal size of the tensor axis divides both (`config.legality`)
+        most_tensor = math.gcd(config.model.heads, config.model.ffn_hidden)
+        self.batches = batches(
+            list(slabs(replica.buffer, most_tensor)),
+            self.compressor.longest,
+            replica.buffer.device,
+        )
+
+    def places(self, state: State) -> Iterator[CompressedTiles]:
+        """All tiles, with what is drawn for them after so many updates as `state` counts."""
+        rounds = self.section.rounds if self.section.error_feedback == "neolithic" else 1
+        key = fold(self.seed, PURPOSE, state.counters.updates)
+        code_bytes = elements = 0
+        for batch in self.batches:
+            place = CompressedTiles(batch, state, self.data, self.compressor, key, rounds)
+            yield place
+            code_bytes += place.code_bytes()
+            elements += batch.tiles * batch.width
+        self.bits_per_element = 8 * code_bytes / elements if elements else None
+
+    def mean(self, state: State, flat: Tensor) -> None:
+        """Replace each replica's `flat`, in the flat order, by the mean over replicas of what
+        arrives of it, the same bits on all of them."""
+        rule = FEEDBACK[self.section.error_feedback]
+        for place in self.places(state):
+            place.batch.write(flat, rule(place, place.batch.read(flat)))

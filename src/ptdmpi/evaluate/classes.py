@@ -1,0 +1,77 @@
+"""Accuracies of a model with a head for a task, in any layout."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.config import InputError, TaskConfig
+from ptdmpi.data.labelled import LabelledFile, LabelledForm, in_order
+from ptdmpi.evaluate.choice import standard_error
+from ptdmpi.evaluate.labelled import framing, read
+from ptdmpi.evaluate.scoring import BATCH_TOKENS
+from ptdmpi.generate.text import find_text, name_of
+from ptdmpi.inference.model import InferenceModel
+from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.tensors import as_batch
+from ptdmpi.terminal.progress import progress
+
+
+def task_of(stored: StoredModel) -> TaskConfig:
+    """The task that a model was trained on. Raises InputError where it does not say."""
+    try:
+        return TaskConfig.model_validate(stored.tree.get("task", {}))
+    except ValueError as error:
+        raise InputError(f"{stored.path}: [task]: {error}") from None
+
+
+def files_of(
+    stored: StoredModel, tokenizer: str | None, paths: Sequence[Path]
+) -> tuple[LabelledForm, list[LabelledFile]]:
+    """The task files as sequences, and what a model takes them as. Raises InputError."""
+    task, model = task_of(stored), stored.config().model
+    text = find_text(stored, tokenizer)
+    frame = framing(text, tokenizer or name_of(stored), model)
+    return frame.form, [read(path, task, frame) for path in paths]
+
+
+def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -> np.ndarray:
+    """The class, or candidate, of the highest score for each sample [samples], on every rank."""
+    data = model.axes["data"]
+    micro = max(1, BATCH_TOKENS // (form.seq_length * file.sequences))
+    microbatches = list(in_order(file, form, micro, data.rank, data.size))
+    found: dict[int, int] = {}
+    with progress("classifying", len(microbatches), "batch") as advance:
+        for microbatch in microbatches:
+            batch = as_batch(microbatch).each(lambda one: one.to(model.device))
+            scores = model.scores(batch)
+            advance(1)
+            if scores is not None:
+                numbers = microbatch.sample_ids[:: file.sequences] // file.sequences
+                best = scores.argmax(-1).tolist()
+                found |= dict(zip(numbers.tolist(), best, strict=True))
+    model.finish()
+    parts = data.all_gather_object(model.share(found))
+    every = {number: best for part in parts for number, best in part.items()}
+    return np.array([every[number] for number in range(len(file.labels))])
+
+
+def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """The share of samples that were classified right, that of each class among its own (by
+    `names`), and what always naming the most frequent class would reach."""
+    right, count = predicted == file.labels, len(file.labels)
+    share = float(right.mean())
+    own = {name: right[file.labels == number] for number, name in enumerate(names)}
+    return {
+        "items": count,
+        "accuracy": share,
+        "standard_error": standard_error(share, count),
+        "most_frequent": float(np.bincount(file.labels).max()) / count,
+        "truncated": file.cut,
+        "by_class": {
+            name: {"items": len(part), "accuracy": float(part.mean()) if len(part) else math.nan}
+            for name, part in own.items()
+        },
+    }

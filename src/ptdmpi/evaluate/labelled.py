@@ -1,0 +1,145 @@
+"""Task files for heads: JSON lines of texts with a label, or of questions with candidates, as the
+sequences of a model.
+
+A text that a sequence has no room for loses the end of its first part (the passage), not the
+question or the candidate. Cuts are counted.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.config import InputError, ModelConfig, TaskConfig
+from ptdmpi.data.labelled import LabelledFile, LabelledForm, LabelledRow
+from ptdmpi.data.words import special_ids
+from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
+from ptdmpi.generate.text import Text, token_ids
+from ptdmpi.inference.lines import numbered_lines
+
+BETWEEN = "\n"  # of a passage, a question and an answer, for a model that reads them as one text
+
+
+@dataclass(frozen=True)
+class LabelledItem:
+    """One sample as text: `first`, and one `second` for each of its sequences ("": none)."""
+
+    first: str
+    seconds: tuple[str, ...]
+    label: int
+    place: str
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How texts become the sequences of a model. A masked one has `begin` in front and `separator`
+    behind each text, for which its vocabulary is to have `needed` rows; others `text.prefix`."""
+
+    text: Text
+    model: ModelConfig
+    begin: int
+    separator: int
+    needed: int
+
+    @property
+    def form(self) -> LabelledForm:
+        last_type = 0 if self.model.token_types == 1 else 1
+        return LabelledForm(
+            self.model.seq_length, self.text.tokenizer.eod_id, self.model.masked, last_type
+        )
+
+    def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
+        """The sequence of one text, or of two; and how many tokens it has no room for."""
+        rest = list(second or ())
+        if self.model.masked:
+            head, tail = [self.begin], [self.separator]
+        else:
+            head, tail = list(self.text.prefix), []
+        frame = len(head) + len(tail) * (1 if second is None else 2)
+        room = max(0, self.model.seq_length - frame)
+        kept = rest[:room]
+        front = list(first[: room - len(kept)])
+        ids = [*head, *front, *tail]
+        start = len(ids)
+        if second is not None:
+            ids += [*kept, *tail]
+        lost = len(first) + len(rest) - len(front) - len(kept)
+        return LabelledRow(np.array(ids or [self.text.eod], dtype=np.int32), start), lost
+
+
+def framing(text: Text, name: str, model: ModelConfig) -> Framing:
+    """`name` is what `load_tokenizer` takes for the tokenizer of `text`. Raises InputError where a
+    sequence has no room for two texts."""
+    size = text.tokenizer.vocab_size
+    if model.masked:
+        found, size = special_ids(token_ids(name), size)
+        begin, separator = found["begin"], found["separator"]
+    else:
+        begin = separator = text.eod
+    least = 3 if model.masked else len(text.prefix)
+    if model.seq_length < least + 2:
+        raise InputError(f"model.seq_length = {model.seq_length}: a task needs {least + 2} or more")
+    return Framing(text, model, begin, separator, size)
+
+
+def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
+    """The samples of a file as text. Raises InputError with the line."""
+    found = []
+    for place, line in numbered_lines(path, "sample"):
+        if task.kind == "choice":
+            found.append(_question(item_of(line, place), line, task, place))
+        else:
+            found.append(_labelled(values_of(line, place, "text"), task, place))
+    return found
+
+
+def _question(item: TaskItem, line: str, task: TaskConfig, place: str) -> LabelledItem:
+    if len(item.choices) != task.choices:
+        raise InputError(
+            f"{place}: {len(item.choices)} choices; legal: task.choices = {task.choices} of them"
+        )
+    question = _text(json.loads(line), "question", place)
+    seconds = (f"{question}{BETWEEN if question else ''}{choice}" for choice in item.choices)
+    return LabelledItem(item.context, tuple(seconds), item.answer, place)
+
+
+def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
+    label = values.get("label")
+    name = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
+    if name not in task.labels:
+        raise InputError(f"{place}: 'label' = {label!r}; legal: {', '.join(task.labels)}")
+    second = _text(values, "second", place)
+    return LabelledItem(values["text"], (second,), task.labels.index(name), place)
+
+
+def _text(values: dict[str, Any], key: str, place: str) -> str:
+    found = values.get(key, "")
+    if not isinstance(found, str):
+        raise InputError(f"{place}: {key!r} = {found!r} is no text")
+    return found
+
+
+def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
+    """The samples of a file as sequences. Raises InputError as `items` does, and where the file
+    cannot be read."""
+    every = items(path, task)
+    encode = frame.text.tokenizer.encode
+    between = "" if frame.model.masked else BETWEEN
+    seconds = [f"{between}{one}" if one else "" for item in every for one in item.seconds]
+    firsts, rest = encode([item.first for item in every]), iter(encode(seconds))
+    rows, cut, lost = [], 0, 0
+    for item, first in zip(every, firsts, strict=True):
+        for one in item.seconds:
+            ids = next(rest).tolist()
+            row, gone = frame.row(first.tolist(), ids if one else None)
+            rows.append(row)
+            cut, lost = cut + (gone > 0), lost + gone
+    labels = np.array([item.label for item in every], dtype=np.int64)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    known = frame.text.tokenizer
+    counts = (task.sequences, labels, cut, lost)
+    return LabelledFile(path, known.name, known.sha256, digest, rows, *counts)

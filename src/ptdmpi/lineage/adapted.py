@@ -1,0 +1,90 @@
+"""Adapters and the frozen model beneath them: what a checkpoint says of both, and whether a run may
+go on with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import AdaptConfig, InputError
+
+# In a manifest: the table [adapt] of the run, and which checkpoint of whole weights is beneath.
+KEY = "adapt"
+# Of adapters, between one start of a run and the next.
+FREE = {"dropout", "base"}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen model: the checkpoint, and the hash of its weights' names, shapes and checksums
+    as its manifest has them."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What the manifest of a checkpoint of adapters says."""
+
+    adapt: AdaptConfig
+    base: Base
+
+    def in_manifest(self) -> dict[str, Any]:
+        """The same as a manifest has it."""
+        table = self.adapt.model_dump(mode="json", exclude={"base"})
+        return {KEY: {**table, "base": self.base.path, "base_sha256": self.base.sha256}}
+
+    def require(self, path: Path, base: Base) -> None:
+        """Raises InputError unless `base` is what the adapters at `path` were trained over."""
+        if base.sha256 != self.base.sha256:
+            raise InputError(
+                f"checkpoint {path}: its adapters belong to the weights of {self.base.path} "
+                f"(sha256 {self.base.sha256[:12]}), {base.path} has others (sha256 "
+                f"{base.sha256[:12]}); legal: the model that they were trained over"
+            )
+
+
+def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
+    """What a manifest says; None for a checkpoint of a whole model. Raises InputError."""
+    table = said.get(KEY)
+    if table is None:
+        return None
+    try:
+        given = dict(table)
+        base = Base(str(given["base"]), str(given.pop("base_sha256")))
+        return Adapted(AdaptConfig.model_validate(given), base)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {path}: {KEY} is not understood: {error}") from None
+
+
+def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
+    """Raises InputError where a `whole` model is wanted and the checkpoint at `path` holds
+    adapters, or the other way round."""
+    found = adapted_of(path, said)
+    if found is None and not whole:
+        raise InputError(
+            f"checkpoint {path} is a whole model, and adapters are wanted; legal: its path as "
+            "adapt.base"
+        )
+    if found is not None and whole:
+        raise InputError(
+            f"checkpoint {path} holds adapters alone, over {found.base.path}; legal: that model "
+            "with --adapter, or what `ptdmpi adapter merge` makes of both"
+        )
+
+
+def judge_adapted(path: Path, said: Mapping[str, Any], adapt: AdaptConfig, base: Base) -> None:
+    """Raises InputError unless a run with these adapters over `base` may take up the checkpoint at
+    `path`."""
+    require_kind(path, said, whole=False)
+    found = adapted_of(path, said)
+    assert found is not None
+    before, now = (one.model_dump(exclude=FREE) for one in (found.adapt, adapt))
+    for key, value in before.items():
+        if now[key] != value:
+            raise InputError(
+                f"checkpoint {path}: its adapters have adapt.{key} = {value}, this run has "
+                f"{now[key]}; legal: the value of before"
+            )
+    found.require(path, base)

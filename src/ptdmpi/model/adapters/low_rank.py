@@ -1,0 +1,78 @@
+"""LoRA beside a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685).
+
+    y = x W^T + b + scale (drop(x) A^T) B^T
+
+By columns B is divided as W is, and A whole on every rank; each rank's gradient of A is a part, to
+be summed over the tensor axis once in a step. By rows A is divided as W is, and B whole: the rank's
+part of the product is added in front of the sum of W's parts, so that no message more is sent.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ptdmpi.model import kernels
+from ptdmpi.model.parameters import Split, declare
+from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.plan.shape.parameters import LowRankPair
+
+
+class LowRankAdapter(nn.Module):
+    """B A beside the outputs `columns` of a linear on this tensor rank. Not called by itself: the
+    linear's own forward and backward ask it for its parts."""
+
+    def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
+        """`tensor`: (rank, size) of the tensor axis."""
+        super().__init__()
+        rank, size = tensor
+        self.part, self.columns = part, columns
+        rows = part.split == "rows"
+        inputs = Split(1, (part.inputs,)) if rows else None
+        most = None if part.most is None else (part.most,)
+        outputs = None if rows else Split(0, (part.outputs,), most)
+        # the variance that `peft` begins with: uniform in +-1/sqrt(inputs)
+        std = (3 * part.inputs) ** -0.5
+        a, b = (part.rank, part.inputs), (part.outputs, part.rank)
+        self.a = declare(size, a, std, split=inputs, partial_gradient=not rows)
+        self.b = declare(size, b, "zeros", split=outputs, partial_gradient=rows)
+        self.first_channel = rank * part.local(size)[0] if rows else 0
+
+    def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
+        """Dropout of the input, and of its gradient: drawn again, not kept."""
+        if stream is None or self.part.dropout == 0.0:
+            return x
+        at = stream.at(self.part.number, first_channel=self.first_channel)
+        return dropout(x, at.hidden_mask(x.shape, self.part.dropout), self.part.dropout)
+
+    def add_to(self, y: Tensor, x: Tensor, stream: RandomStream | None) -> Tensor:
+        """Add scale drop(x) A^T B^T to `y` [s, b, o], in place; returns drop(x) A^T [s, b, r]."""
+        down = kernels.linear(self.drop(x, stream), self.a)
+        y[..., self.columns].add_(kernels.linear(down, self.b), alpha=self.part.scale)
+        return down
+
+    def up(self, dy: Tensor) -> Tensor:
+        """scale dy B [s, b, r]: the gradient of drop(x) A^T, of column-parallel B a part."""
+        return kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
+
+    def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
+        """Add the gradient of x to `dx`, in place."""
+        dx.add_(self.drop(kernels.input_gradient(up, self.a), stream))
+
+    def accumulate(
+        self,
+        operands: tuple[Callable[[], Tensor], Callable[[], Tensor]],
+        down: Tensor,
+        up: Tensor,
+        stream: RandomStream | None,
+    ) -> None:
+        """Add to the gradients of A and B, at once or later; `operands` give x and dy then."""
+        x, dy = operands
+        if self.a.requires_grad:
+            self.a.accumulate(
+                lambda total: kernels.add_weight_gradient(total, up, self.drop(x(), stream))
+            )
+        if self.b.requires_grad:
+            scaled = down * self.part.scale
+            self.b.accumulate(
+                lambda total: kernels.add_weight_gradient(total, dy()[..., self.columns], scaled)
+            )

@@ -1,0 +1,63 @@
+"""(IA)^3: a trained factor for each channel (Liu et al. 2022, arXiv 2205.05638, section 3.3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ptdmpi.model.parameters import Parameter, Split, declare
+from ptdmpi.plan.shape.parameters import Scale
+
+
+class ScaleAdapter(nn.Module):
+    """Factors of the channels `columns` of a linear's output, or input, on this tensor rank."""
+
+    def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
+        super().__init__()
+        self.columns = columns
+        most = None if part.most is None else (part.most,)
+        split = Split(0, (part.size,), most)
+        self.weight = declare(tensor_size, (part.size,), "ones", split=split)
+
+
+def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
+    """x [s, b, c] with the channels of each adapter multiplied by its factors."""
+    if not adapters:
+        return x
+    scales = [(one.columns, one.weight) for one in adapters]
+    return _Rescale.apply(x, scales, *(weight for _, weight in scales))
+
+
+class _Rescale(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scales: Sequence[tuple[slice, Parameter]], *weights: Tensor
+    ) -> Tensor:
+        ctx.scales, y = scales, x.clone()
+        kept = []
+        for columns, weight in scales:
+            y[..., columns].mul_(weight)
+            # all of x where all is scaled: a copy of a part would be kept beside it
+            part = x[..., columns]
+            kept.append(x if part.shape == x.shape else part.clone())
+        ctx.save_for_backward(*kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        for (columns, weight), part in zip(ctx.scales, ctx.saved_tensors, strict=True):
+            _accumulate(weight, dy[..., columns], part.detach())
+        nothing = (None,) * (1 + len(ctx.scales))
+        if not ctx.needs_input_grad[0]:
+            return None, *nothing
+        dx = dy.clone()
+        for columns, weight in ctx.scales:
+            dx[..., columns].mul_(weight)
+        return dx, *nothing
+
+
+def _accumulate(weight: Parameter, dy: Tensor, x: Tensor) -> None:
+    """Add the sum over positions of dy x, in the gradient's type."""
+    if weight.requires_grad:
+        weight.accumulate(lambda total: total.add_((dy.to(total.dtype) * x).flatten(0, -2).sum(0)))

@@ -1,0 +1,116 @@
+"""Codes and scales of matrices, and back: the arithmetic of `plan.shape.low_bit.LowBit`.
+
+All in float32 (float64 where a matrix is), so that values are the same numbers whoever computes
+them: from a file, from packed memory, or rounded on the way into a product.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ptdmpi.model.low_bit.packing import pack
+from ptdmpi.plan.shape.low_bit import CHUNK_ELEMENTS, LowBit
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [o, i] in few bits: bytes of its codes [o, i bits / 8], uint8, and the scales
+    [o, i / block], float32."""
+
+    codes: Tensor
+    scales: Tensor
+    form: LowBit
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The matrix [o, i], its float32 numbers rounded to `dtype`."""
+        found = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
+        step = _rows_at_once(self._shape[1])
+        for first in range(0, len(found), step):
+            rows = slice(first, first + step)
+            found[rows] = decoded(self.codes[rows], self.scales[rows], self.form)
+        return found
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.form.bits
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, CHUNK_ELEMENTS // columns)
+
+
+@cache
+def _levels(form: LowBit, device: torch.device) -> Tensor:
+    """[256, elements of a byte]: what each byte stands for, its low bits first."""
+    one = torch.tensor(form.levels)
+    if form.bits == 4:
+        high, low = torch.meshgrid(one, one, indexing="ij")
+        return torch.stack((low.flatten(), high.flatten()), dim=1).to(device)
+    return one[:, None].to(device)
+
+
+@cache
+def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(form.middles, dtype=dtype, device=device)
+
+
+def scales_of(x: Tensor, form: LowBit) -> Tensor:
+    """[o, i] -> [o, i / block], float32: by each block's greatest magnitude."""
+    blocks = x.unflatten(-1, (-1, form.block))
+    return (blocks.abs().amax(-1) / form.reach).float()
+
+
+def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
+    """The codes of [..., i], of which `scales` is [..., i / block]: those of the nearest levels,
+    int64 [..., i]. A block of zeros has scale 0, and the codes of zero."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    blocks, scale = x.to(wide).unflatten(-1, (-1, form.block)), scales.to(wide)[..., None]
+    share = torch.where(scale > 0, blocks / scale, 0.0).flatten(-2)
+    if form.codes == "nf4":
+        return torch.bucketize(share, _middles(form, x.device, wide))
+    half = 2 ** (form.bits - 1)
+    return share.round_().clamp_(-half, half - 1).to(torch.int64) + half
+
+
+def levels_of(codes: Tensor, form: LowBit) -> Tensor:
+    """What codes stand for, before their scale, float32."""
+    return torch.tensor(form.levels, device=codes.device)[codes]
+
+
+def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
+    """[o, i] float32 of packed codes and their scales."""
+    levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
+    blocks = levels.view(*scales.shape, form.block)
+    return (blocks * scales[..., None]).view(codes.shape[0], -1)
+
+
+def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
+    """A matrix [o, i] in few bits; `scales` None: its own."""
+    scales = scales_of(x, form) if scales is None else scales
+    rows, columns = x.shape
+    code = torch.empty(form.code_shape(rows, columns), dtype=torch.uint8, device=x.device)
+    step = _rows_at_once(columns)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        found = codes_of(x[part], scales[part], form)
+        code[part] = pack(found.view(-1), form.bits).view(len(found), -1)
+    return Packed(code, scales, form)
+
+
+def rounded(x: Tensor, form: LowBit) -> Tensor:
+    """[o, i] -> the values that `packed` keeps of it, in the type of x (fake quantization)."""
+    found = torch.empty_like(x)
+    step = _rows_at_once(x.shape[1])
+    for first in range(0, len(x), step):
+        rows = x[first : first + step]
+        scales = scales_of(rows, form)
+        levels = levels_of(codes_of(rows, scales, form), form)
+        blocks = levels.unflatten(-1, (-1, form.block)) * scales[..., None]
+        found[first : first + step] = blocks.flatten(-2)
+    return found

@@ -1,0 +1,50 @@
+"""Small whole numbers as bytes: n numbers of b bits each take n b / 8 bytes, rounded up."""
+
+import torch
+from torch import Tensor
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """How many bytes `pack` makes of `count` numbers."""
+    low = count * (bits // 8)
+    return low + -(-count * (bits % 8) // 8)
+
+
+def pack(values: Tensor, bits: int) -> Tensor:
+    """[n] int64 in [0, 2^bits) -> [packed_bytes] uint8.
+
+    The low bytes of all numbers come first, byte by byte. Of the `bits % 8` bits that are left,
+    eight numbers make so many bytes, the first number lowest.
+    """
+    planes = []
+    for _ in range(bits // 8):
+        planes.append((values & 255).to(torch.uint8))
+        values = values >> 8
+    rest = bits % 8
+    if rest:
+        count = values.numel()
+        padded = values.new_zeros(-(-count // 8) * 8)
+        padded[:count] = values
+        shifts = torch.arange(8, device=values.device) * rest
+        words = (padded.view(-1, 8) << shifts).sum(dim=1)
+        whole = words.view(torch.uint8).view(-1, 8)[:, :rest].reshape(-1)
+        planes.append(whole[: -(-count * rest // 8)])
+    return torch.cat(planes) if planes else values.new_zeros(0, dtype=torch.uint8)
+
+
+def unpack(code: Tensor, count: int, bits: int) -> Tensor:
+    """The `count` numbers, int64, of which `pack` has made `code`."""
+    values = torch.zeros(count, dtype=torch.int64, device=code.device)
+    for plane in range(bits // 8):
+        values += code[plane * count : (plane + 1) * count].to(torch.int64) << (8 * plane)
+    rest = bits % 8
+    if rest:
+        tail = code[bits // 8 * count :]
+        whole = code.new_zeros((-(-count // 8), 8))
+        spread = code.new_zeros(len(whole) * rest)
+        spread[: len(tail)] = tail
+        whole[:, :rest] = spread.view(-1, rest)
+        shifts = torch.arange(8, device=code.device) * rest
+        eights = (whole.view(torch.int64).view(-1, 1) >> shifts) & ((1 << rest) - 1)
+        values += eights.view(-1)[:count] << (bits - rest)
+    return values

@@ -1,0 +1,87 @@
+"""Tables that are looked up: whole on every tensor rank, or, of a vocabulary, their rows divided
+over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ptdmpi.model.parameters import Parameter, Split, declare
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+
+class _Look(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
+        ctx.rows, ctx.table = rows, table
+        return F.embedding(rows, table)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+        rows = ctx.rows
+        ctx.table.accumulate(lambda total: _add_rows(total, rows, dy))
+        return None, None
+
+
+def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
+    """Add dy [..., h] to the rows [...] of a table's gradient."""
+    dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
+    total.index_add_(0, rows.reshape(-1), dy)
+
+
+class Table(nn.Module):
+    """A table that every rank holds whole, looked up at this rank's positions: [...] -> [..., h];
+    a slice gives its rows."""
+
+    def __init__(self, rows: int, hidden: int, init_std: float) -> None:
+        super().__init__()
+        self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
+
+    def forward(self, rows: Tensor | slice) -> Tensor:
+        if isinstance(rows, slice):
+            return self.weight[rows]
+        return _Look.apply(rows, self.weight)
+
+
+class _Embed(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
+        if axis.size == 1:
+            ctx.layer = (weight, axis, ids, None)
+            return F.embedding(ids, weight)
+        rows = weight.shape[0]
+        local = ids - axis.rank * rows
+        # ids of other ranks' rows look up row 0 and count as zero: the sum has each token once
+        elsewhere = (local < 0) | (local >= rows)
+        local = local.masked_fill(elsewhere, 0)
+        ctx.layer = (weight, axis, local, elsewhere)
+        partial = F.embedding(local, weight).masked_fill_(elsewhere[..., None], 0.0)
+        return axis.reduce(partial)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        weight, axis, local, elsewhere = ctx.layer
+
+        def add(total: Tensor) -> None:
+            whole = axis.gather(dy)
+            if elsewhere is not None:
+                whole = whole.masked_fill(elsewhere[..., None], 0.0)
+            _add_rows(total, local, whole)
+
+        weight.accumulate(add)
+        return None, None, None
+
+
+class VocabularyEmbedding(nn.Module):
+    """Token ids [s, b] -> [s, b, h], the rows of the table divided over the tensor axis."""
+
+    def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = declare(
+            axis.size, (vocab_size, hidden), init_std, split=Split(0, (vocab_size,))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _Embed.apply(ids, self.weight, self.axis)

@@ -1,0 +1,144 @@
+"""What data-parallel methods that tell each other less would save on a cluster, and cost.
+
+A method that is not the sum of whole gradients changes the update. So next to what a step takes
+stands by how many more steps it may need and still be done at the same time: where that is large
+the method pays, whether it does is for a training to say.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ptdmpi.base.words import counted
+from ptdmpi.config import DataParallelConfig
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.ask.answer import Panel, Reply
+from ptdmpi.plan.cost.methods import MethodAxis, MethodPricer, sent_bytes
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.machine.kernels import Group
+
+LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
+# Name -> the section; what is drawn over the number of replicas first.
+METHODS: dict[str, dict[str, object]] = {
+    "all_reduce": {},
+    "parameter_server": {"method": "parameter_server"},
+    "decentralized, one-peer exponential": {
+        "method": "decentralized",
+        "topology": "one_peer_exponential",
+    },
+    "compressed, top_k 1 %, mem_sgd": LEAST | {"error_feedback": "mem_sgd"},
+    "ring": {"method": "ring"},
+    "decentralized, ring": {"method": "decentralized", "topology": "ring"},
+    "decentralized, exponential": {"method": "decentralized", "topology": "exponential"},
+    "decentralized, one-peer, all every 16": {
+        "method": "decentralized",
+        "topology": "one_peer_exponential",
+        "average_every": 16,
+    },
+    "local, K = 8": {"method": "local", "local_steps": 8},
+    "local, K = 64": {"method": "local", "local_steps": 64},
+    "compressed, top_k 1 %, double_squeeze": LEAST | {"error_feedback": "double_squeeze"},
+    "compressed, top_k 1 %, neolithic R = 2": LEAST | {"error_feedback": "neolithic"},
+    "compressed, int4, double_squeeze": {
+        "method": "compressed",
+        "compressor": "int4",
+        "error_feedback": "double_squeeze",
+    },
+    "compressed, power_sgd rank 2, mem_sgd": {
+        "method": "compressed",
+        "compressor": "power_sgd",
+        "error_feedback": "mem_sgd",
+    },
+}
+DRAWN = 4  # of them over the number of replicas
+MOST_DRAWN = 1024  # replicas
+
+
+def sections() -> Iterator[tuple[str, DataParallelConfig]]:
+    """The methods that are asked for, each as a configuration has it."""
+    for name, keys in METHODS.items():
+        yield name, DataParallelConfig.model_validate(keys)
+
+
+def answer(pricer: Pricer, layout: Layout) -> Reply:
+    """Each method in one layout. Raises InputError for one without replicas, or that shards."""
+    if layout.data == 1:
+        raise InputError(
+            f"layout {layout}: with d = 1 there is nobody to tell; legal: a --layout with d above 1"
+        )
+    if layout.zero:
+        raise InputError(f"layout {layout}: methods other than a sum of all need zero = 0")
+    plain = pricer.price(layout)
+    entries, lines = _priced(pricer, layout, plain)
+    best = max(entries, key=lambda entry: entry["more_steps"])
+    share = plain.parts.data / plain.step_time_s
+    where = f"{counted(layout.ranks, 'rank')} of {pricer.cluster.name}: {layout}"
+    return Reply(
+        f"The sum of all gradients takes {1e3 * plain.parts.data:.1f} ms of a step of "
+        f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method that tells nothing could need "
+        f"{share / (1 - share):+.1%} steps. The shortest step has {best['method']}.",
+        [["method", "data axis", "sent a step", "step", "may need", "memory"], *map(_row, entries)],
+        {"layout": str(layout), "methods": entries},
+        f"{pricer.model.name} on {where}",
+        [
+            Panel("replicas", "ms of the data axis", lines, logarithmic="xy"),
+            Panel(
+                "ms of the data axis",
+                "",
+                bars={entry["method"]: 1e3 * entry["data_s"] for entry in entries},
+                logarithmic="x",
+            ),
+        ],
+        [
+            "may need: so many more steps, and the training ends as early as with all_reduce",
+            "of codes only what they read and write is counted: choosing the greatest, and "
+            "hashing, take longer, by how much is not known before it is measured",
+        ],
+    )
+
+
+def _priced(
+    pricer: Pricer, layout: Layout, plain: Price
+) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
+    """The numbers of each method, and of some the milliseconds by the number of replicas."""
+    told = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
+    busiest = max(pricer.memory.elements(layout, rank) for rank in range(layout.pipeline))
+    near = pricer.data.replicas(layout).per_node
+    entries: list[dict[str, Any]] = []
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for name, section in sections():
+        method = RunMethod(section)
+        other = MethodPricer(*told, method)
+        axis = MethodAxis(other.machine, other.model, method)
+        price, has = other.price(layout), axis.has(busiest)
+        entries.append(
+            {
+                "method": name,
+                "section": METHODS[name],
+                "data_s": price.parts.data,
+                "sent_bytes": sent_bytes(section, has, layout.data),
+                "step_time_s": price.step_time_s,
+                "more_steps": plain.step_time_s / price.step_time_s - 1,
+                "more_memory_bytes": price.memory.total - plain.memory.total,
+                "fits": price.fits,
+            }
+        )
+        if len(lines) < DRAWN:
+            lines[name] = [
+                (float(n), 1e3 * axis.method_s(has, Group(n, min(n, near))))
+                for n in (2**k for k in range(1, MOST_DRAWN.bit_length()))
+            ]
+    return entries, lines
+
+
+def _row(entry: dict[str, Any]) -> list[str]:
+    beside = entry["more_memory_bytes"]
+    return [
+        entry["method"],
+        f"{1e3 * entry['data_s']:.1f} ms",
+        f"{entry['sent_bytes'] / 1e6:,.1f} MB",
+        f"{1e3 * entry['step_time_s']:.1f} ms",
+        f"{entry['more_steps']:+.1%} steps" if entry["section"] else "",
+        f"{beside / 1e9:+.2f} GB{'' if entry['fits'] else ' (too much)'}" if beside else "",
+    ]

@@ -1,0 +1,116 @@
+"""What each rank of a layout holds of a model that trains, and in which units that travels."""
+
+from collections.abc import Iterator, Sequence
+
+from ptdmpi.config import Layout
+from ptdmpi.plan.layout.stages import placement_of, split_model
+from ptdmpi.plan.machine.cluster import Model
+from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
+from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import ALIGNMENT, Part, Table, aligned
+
+TIED, SECOND = "tied", "second"
+
+
+class HeldParts:
+    """What each rank of a layout holds of a model: stages and their trained parts, by the names of
+    the table."""
+
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self.model, self.tensor = model.config, layout.tensor
+        self.placed = placement_of(layout)
+        first = layout.first_layers
+        self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
+        self.last = self.placed.stages - 1
+        self.table = {
+            "layer": parameters.layer(self.model),
+            "embedding": parameters.embedding(self.model, model.vocab_size),
+            "head": parameters.head(self.model, model.vocab_size),
+        }
+
+    def _of_places(self, stage: int) -> Iterator[tuple[str, str, Part]]:
+        """The trained parts of a stage, each with its place and its name in the table."""
+        places = places_of(self.layers[stage], self.model.layers)
+        for place in places:
+            table = self.table[place if place in (EMBEDDING, HEAD) else "layer"]
+            yield from ((place, name, part) for name, part in table.items() if part.trains)
+
+    def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
+        """The trained parts of a stage, with the names of the table."""
+        return ((name, part) for _, name, part in self._of_places(stage))
+
+    def of_rank(self, rank: int) -> list[tuple[str, Part]]:
+        return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
+
+    def counted(self, rank: int) -> int:
+        """Parameters whose norm a rank counts: a tied table is the first stage's."""
+        weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
+        tied = self.tied > 0 and self._holds_last(rank)
+        return weights - tied
+
+    def elements(self, rank: int) -> int:
+        """Parameters that train on a rank; a tied table that it uses twice is one."""
+        every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
+        both = self._holds_last(rank) and self.placed.rank_of(0) == rank
+        return every - self.tied * both
+
+    def _holds_last(self, rank: int) -> bool:
+        return self.placed.rank_of(self.last) == rank
+
+    def units(
+        self, rank: int, apart: bool, shards: int
+    ) -> tuple[dict[str, int], dict[str, list[str]]]:
+        """Elements of the units that travel as one over the data axis, up to where they can be cut
+        into equal shards: all together, or, where they travel `apart` (of ZeRO 2 and 3, and of
+        exchanges that overlap the forward), of each layer, the embedding and the head. A tied table
+        is a unit where units are cut, and its `SECOND` gradient always, which has no weights. And
+        the units that each place uses."""
+        units: dict[str, int] = {}
+        uses: dict[str, list[str]] = {}
+        both = self._holds_last(rank) and self.placed.rank_of(0) == rank
+        for stage in self.placed.stages_of(rank):
+            uses |= {place: [] for place in places_of(self.layers[stage], self.model.layers)}
+            for place, name, part in self._of_places(stage):
+                for number, size in enumerate(part.weights(self.tensor)):
+                    tied = self.tied and number == 0 and self._is_tied(place, name)
+                    unit = place if apart else ""
+                    if tied and shards > 1:
+                        unit = TIED
+                    uses[place].append(unit)
+                    if tied and place == HEAD and both:
+                        unit = SECOND
+                    units[unit] = units.get(unit, 0) + aligned(size)
+        grain = ALIGNMENT * shards
+        return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
+
+    def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
+        """The places of a rank's ops, as `places.gathers` reads them."""
+        looked_up = all(isinstance(part, Table) for part in self.table["embedding"].values())
+        for op in order:
+            places = places_of(self.layers[op.stage], self.model.layers)
+            if op.row.keeps == ACTIVATIONS:
+                yield places, 1
+            else:
+                yield places[looked_up and places[0] == EMBEDDING :], -1
+
+    def crossings(self, rank: int) -> int:
+        """Neighbours of a rank's stages that stand on other ranks: to each of them one activation,
+        or gradient of one, is sent for each microbatch, and one comes from it."""
+        stages = range(self.placed.stages)
+        return sum(
+            neighbour in stages and self.placed.rank_of(neighbour) != rank
+            for stage in self.placed.stages_of(rank)
+            for neighbour in (stage - 1, stage + 1)
+        )
+
+    @staticmethod
+    def _is_tied(place: str, name: str) -> bool:
+        return (place, name) in ((EMBEDDING, parameters.WORD_TABLE), (HEAD, "head"))
+
+    @property
+    def tied(self) -> int:
+        """Elements of a trained table that embedding and head share, on a tensor rank; or 0."""
+        word = self.table["embedding"][parameters.WORD_TABLE]
+        shared = self.model.tie_embeddings and word.trains
+        return sum(word.weights(self.tensor)) if shared else 0

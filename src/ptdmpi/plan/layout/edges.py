@@ -1,0 +1,106 @@
+"""A topology from a file: an edge list, checked line by line."""
+
+import hashlib
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.layout.graphs import Edges, Topology, Undirected
+
+FORM = 'legal: "0 1" (ranks from 0, both directions), or "0 1 0.25" with the weight of the edge'
+
+
+def read_edges(path: str, size: int, names: str) -> Topology:
+    """The graph over `size` data ranks whose edges stand in a file, one a line: two ranks, and
+    perhaps the weight that each takes of the other, of all edges or of none. Without weights they
+    are those of Metropolis and Hastings. "#" begins a comment; columns are parted by blanks or a
+    comma. An edge may be named in both directions.
+
+    Raises InputError with the file, the line, and what would be legal; `names` would be, too.
+    """
+    where = f"data_parallel.topology = {path}"
+    edges: dict[tuple[int, int], Fraction | None] = {}
+    for place, line, fields in _lines(path, names):
+        edge, weight = _edge(f"{where}, line {place}", line, fields, size)
+        if edges.setdefault(edge, weight) != weight:
+            raise InputError(f"{where}, line {place}: another weight of the edge {line!r}")
+        if (weight is None) != (next(iter(edges.values())) is None):
+            raise InputError(
+                f"{where}, line {place}: {line!r}: legal: weights of all edges, or of none"
+            )
+    alone = set(range(size)) - {rank for edge in edges for rank in edge}
+    if size > 1 and alone:
+        raise InputError(
+            f"{where}: rank {min(alone)} of the {size} data ranks has no edge; legal: every rank "
+            f"from 0 to {size - 1} in at least one line"
+        )
+    weights: list[dict[int, Fraction]] = [{} for _ in range(size)]
+    for (one, other), weight in edges.items():
+        weights[one][other] = weights[other][one] = weight or Fraction(0)
+    if not any(edges.values()):
+        return Undirected(path, size, lambda rank: set(weights[rank]))
+    for rank, row in enumerate(weights):
+        if (total := sum(row.values())) >= 1:
+            raise InputError(
+                f"{where}: the weights of the edges of rank {rank} sum to {float(total):g}; "
+                "legal: less than 1, for the rest is what it keeps of its own"
+            )
+    return Edges(path, weights)
+
+
+def ranks_of(path: str, names: str) -> int:
+    """How many ranks the graph of a file is over. Raises InputError for a file that has no edges,
+    as `read_edges`."""
+    greatest = 0
+    for _, _, fields in _lines(path, names):
+        greatest = max([greatest, *(int(field) for field in fields[:2] if field.isdecimal())])
+    return greatest + 1
+
+
+def sha256_of(path: str, names: str) -> str:
+    """Over the edges and weights of a file, whatever their order, and whatever else stands there.
+    Raises InputError as `read_edges`, but for what depends on the number of ranks."""
+    found = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
+    text = "\n".join(sorted(f"{one} {other} {weight}" for (one, other), weight in found))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Number, text and columns of each line that has an edge."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise InputError(
+            f'data_parallel.topology = "{path}": no name of a topology, and no file of edges '
+            f"({why}); legal: {names}, or the path of an edge list"
+        ) from None
+    for place, line in enumerate(text.splitlines(), 1):
+        bare = line.partition("#")[0].strip()
+        if bare:
+            yield place, bare, bare.replace(",", " ").split()
+
+
+def _edge(
+    where: str, line: str, fields: list[str], size: int
+) -> tuple[tuple[int, int], Fraction | None]:
+    """The two ranks of a line, ascending, and the weight."""
+    try:
+        one, other = (int(field) for field in fields[:2])
+        weight = Fraction(fields[2]) if len(fields) > 2 else None
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{where}: {line!r} is no edge; {FORM}") from None
+    if len(fields) > 3:
+        raise InputError(f"{where}: {line!r} has {len(fields)} columns; {FORM}")
+    for rank in (one, other):
+        if not 0 <= rank < size:
+            raise InputError(
+                f"{where}: {line!r}: there is no data rank {rank} of d = {size}; legal: 0 to "
+                f"{size - 1}, or another parallel.data"
+            )
+    if one == other:
+        raise InputError(f"{where}: {line!r}: a rank always keeps a part of its own; {FORM}")
+    if weight is not None and not 0 < weight < 1:
+        raise InputError(f"{where}: {line!r}: a weight is above 0 and below 1")
+    return (min(one, other), max(one, other)), weight

@@ -1,0 +1,106 @@
+"""How long the codes of compressed gradients are: closed forms, which the planner prices and the
+encoders keep to the byte.
+
+Numbers are compressed in units, runs of a parameter's elements; shorter ones, at the end of a
+parameter or in a bias, have their scale to fewer elements.
+"""
+
+import math
+
+from ptdmpi.config import DataParallelConfig, ModelConfig
+from ptdmpi.plan.shape.parameters import (
+    Linear,
+    LowRankPair,
+    Norm,
+    Part,
+    Scale,
+    embedding,
+    head,
+    layer,
+)
+
+# The longest units: an index of a sparse code has 12 bits then; a scale of a quantised one is 1/16
+# bit an element in float32 (QSGD's variance grows with the length: Alistarh et al. 2017, section
+# 3.3, who take 512 too). `block` says that of int8 and int4.
+SPARSE, QUANTISED = 4096, 512
+# Elements that are encoded as one, unless a tile has more.
+MOST_ELEMENTS = 2**20
+# What one element of them takes at most while it is encoded or decoded: numbers, and 64-bit
+# integers; and how many numbers more where more is kept of it meanwhile (where servers share the
+# tiles, that is of one rank: of several each works on a part). Measured, and held by a test
+# (`tests/engine/compress/test_scratch.py`).
+NUMBERS, INTEGERS = 7, 3
+MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
+
+
+def largest_tile(model: ModelConfig, vocab_size: int) -> int:
+    """Elements of the largest tile of what trains of a model, as `ptdmpi.engine.compress.units`
+    cuts them."""
+    cut = math.gcd(model.heads, model.ffn_hidden)
+    tables = (layer(model), embedding(model, vocab_size), head(model, vocab_size))
+    return max(_tile(part, cut) for parts in tables for part in parts.values() if part.trains)
+
+
+def _tile(part: Part, cut: int) -> int:
+    if isinstance(part, Norm):
+        return part.size
+    if isinstance(part, Scale):
+        return _lines(part.size, min(cut, part.most or cut))
+    if isinstance(part, LowRankPair):
+        rows = part.split == "rows"
+        a = _lines(part.inputs, cut) if rows else part.inputs
+        b = part.outputs if rows else _lines(part.outputs, min(cut, part.most or cut))
+        return part.rank * max(a, b)
+    if not isinstance(part, Linear):
+        return _lines(part.rows, cut if part.split else 1) * part.hidden
+    if part.split == "rows":
+        return _lines(part.inputs, cut) * sum(part.outputs)
+    if part.split is None:
+        return part.inputs * sum(part.outputs)
+    most = part.most or (cut,) * len(part.outputs)
+    shares = zip(part.outputs, most, strict=True)
+    return max(_lines(lines, min(cut, one)) * part.inputs for lines, one in shares)
+
+
+def _lines(lines: int, shares: int) -> int:
+    """How many of so many lines are never cut; a padded vocabulary is, behind any of them."""
+    return lines // shares if lines % shares == 0 else 1
+
+
+def scratch_bytes(
+    section: DataParallelConfig, n: int, elements: int, tile: int, number_bytes: int
+) -> int:
+    """What the codes of so many elements are made in and taken out of, at most, on one of n
+    ranks; `tile`: elements of the largest one."""
+    most = min(elements, max(MOST_ELEMENTS, tile))
+    numbers = NUMBERS + MORE_NUMBERS.get(section.error_feedback, 0)
+    numbers += 2 if section.method == "decentralized" else 0
+    if section.compressor == "power_sgd":
+        return most * (numbers + 1) * number_bytes
+    rounds = section.rounds if section.error_feedback == "neolithic" else 1
+    code = most * rounds * bits_per_element(section, 8 * number_bytes, (1.0, 1.0)) / 8
+    return round(most * (numbers * number_bytes + 8 * INTEGERS) + (n + 1) * code)
+
+
+def bits_per_element(
+    section: DataParallelConfig, number_bits: int, tile: tuple[float, float]
+) -> float:
+    """Bits of a code for each element of a large matrix, whose numbers have `number_bits`: those of
+    one round, on average over steps. `tile`: lines and length of what PowerSGD factors."""
+    match section.compressor:
+        case "top_k":
+            index = 0 if section.ratio == 1.0 else (SPARSE - 1).bit_length()
+            return section.ratio * (number_bits + index)
+        case "random_k":
+            return section.ratio * number_bits
+        case "qsgd":
+            return (2 * section.levels).bit_length() + number_bits / QUANTISED
+        case "sign":
+            return 1 + number_bits / QUANTISED
+        case "int8" | "int4":
+            return int(section.compressor[3:]) + number_bits / section.block
+        case "power_sgd":
+            lines, length = tile
+            return number_bits * min(1.0, section.rank * (1 / lines + 1 / length))
+        case _:
+            return float(number_bits)

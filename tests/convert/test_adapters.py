@@ -1,0 +1,169 @@
+"""Adapters merged, split, and in `peft`'s format: the same logits, the same training."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ptdmpi.checkpoint.base import base_at
+from ptdmpi.checkpoint.load import load_frozen
+from ptdmpi.comm.world import World
+from ptdmpi.config import AdaptConfig, InputError
+from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
+from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.peft import CONFIG_FILE, WEIGHTS_FILE, export, import_peft
+from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.engine.engine import Engine
+from ptdmpi.inference.model import InferenceModel, open_inference
+from ptdmpi.lineage.adapted import Adapted
+from tests._engines import build, load, logits_of, microbatches, tokens, whole_weights
+from tests._layers import difference
+from tests.convert._hugging_face import V, model, saved
+from tests.parallel import parallel
+
+STEPS = 20
+SOME = ("attention.q", "attention.v", "mlp.*")
+KINDS = {
+    "llama": AdaptConfig(method="lora", rank=3, alpha=6.0),
+    "gpt2": AdaptConfig(method="lora", rank=2, alpha=8.0, targets=SOME),
+    "ia3": AdaptConfig(method="ia3"),
+}
+
+
+def engine_over(comm, folder, adapt: AdaptConfig) -> Engine:
+    """An engine of the model at `folder` with random adapters beside it."""
+    stored = open_inference(folder, World(comm), None, None)[0].config.model
+    keys = {f"model.{key}": value for key, value in stored.model_dump().items()}
+    own = {f"adapt.{key}": value for key, value in adapt.model_dump().items()}
+    run = {"run.steps": STEPS, "optimizer.clip_norm": 0.0}
+    engine = build(World(comm), keys | own | run, V)
+    directory, _ = base_at(folder)
+    load_frozen(engine.state, engine.axes.world, directory, lambda path, manifest: None)
+    load(engine, {name: drawn(name, one) for name, one in whole_weights(engine).items()})
+    return engine
+
+
+def drawn(name: str, before: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return before + 0.2 * torch.randn(before.shape, generator=generator)
+
+
+def kept(engine: Engine, base, folder):
+    """A checkpoint of the engine's adapters."""
+    adapted = Adapted(engine.config.adapt, base_at(base)[1])
+    write_adapter(folder, LoadedAdapter(adapted, engine.config.model, whole_weights(engine)))
+    return folder
+
+
+def asked(opened: InferenceModel, ids: Tensor) -> Tensor:
+    """Logits [s, b, V] of a model on one rank."""
+    with torch.no_grad():
+        (stage,) = opened.stages.values()
+        return stage.heads(opened.hidden(ids))[0][..., :V]
+
+
+@parallel(ranks=[1], limit_s=120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
+    theirs = saved(tmp_path / "hf", "llama" if kind == "ia3" else kind)
+    base = tmp_path / "base"
+    from_hf(theirs, base)
+    engine = engine_over(comm, base, KINDS[kind])
+    adapter = kept(engine, base, tmp_path / "adapter")
+    batch = microbatches(engine.config, 0, 0, vocab_size=V)[0]
+    expected = logits_of(engine, batch)
+    beside, _ = open_inference(base, World(comm), None, None, adapter=adapter)
+    assert difference(asked(beside, batch.inputs), expected) < 1e-6
+    plain, _ = open_inference(base, World(comm), None, None)
+    assert difference(asked(plain, batch.inputs), expected) > 1e-2
+    merge(base, adapter, tmp_path / "merged")
+    whole, _ = open_inference(tmp_path / "merged", World(comm), None, None)
+    assert difference(asked(whole, batch.inputs), expected) < 1e-5
+    to_hf(tmp_path / "merged", tmp_path / "merged-hf")  # which checks itself
+    with pytest.raises(InputError, match="exists already"):
+        merge(base, adapter, tmp_path / "merged")
+    with pytest.raises(InputError, match="belong to the weights of"):
+        merge(tmp_path / "merged", adapter, tmp_path / "twice")
+
+    export(adapter, tmp_path / "peft")
+    import_peft(tmp_path / "peft", base, tmp_path / "again")
+    again, own = load_adapter(tmp_path / "again"), load_adapter(adapter)
+    if kind != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
+        assert again.tensors.keys() == own.tensors.keys()
+        assert all(torch.equal(again.tensors[name], one) for name, one in own.tensors.items())
+    back, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "again")
+    assert difference(asked(back, batch.inputs), expected) < 1e-6
+    if kind == "llama":
+        left, others = split(base, tmp_path / "merged", tmp_path / "split", 3)
+        assert left < 1e-5 and not others
+        found, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "split")
+        assert difference(asked(found, batch.inputs), expected) < 1e-5
+
+
+@parallel(ranks=[1])
+def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    engine = engine_over(comm, base, KINDS["llama"])
+    export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
+    path = tmp_path / "peft" / CONFIG_FILE
+    config = json.loads(path.read_text())
+    for wrong, message in (
+        ({"use_dora": True}, "use_dora = True; legal: False"),
+        ({"peft_type": "PROMPT"}, "peft_type = 'PROMPT'; legal: 'LORA' or 'IA3'"),
+    ):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.long
+@parallel(ranks=[1], limit_s=120)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_peft_does(comm, tmp_path, kind):
+    """The same logits, and 20 losses of AdamW, from the same weights and data."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    family = "llama" if kind == "ia3" else kind
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", family), base)
+    engine = engine_over(comm, base, KINDS[kind])
+    export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(
+        model(family), str(tmp_path / "peft"), is_trainable=True
+    )
+    theirs.eval()  # GPT-2 drops; what trains is the same
+    trained = [weight for weight in theirs.parameters() if weight.requires_grad]
+    stored = load_file(tmp_path / "peft" / WEIGHTS_FILE)
+    assert sum(one.numel() for one in trained) == sum(one.numel() for one in stored.values())
+    ids, _ = tokens(engine.config, 0, V)
+    batch = microbatches(engine.config, 0, 0, vocab_size=V)[0]
+    expected = theirs(ids[: batch.inputs.shape[1], :-1]).logits
+    assert difference(logits_of(engine, batch).transpose(0, 1), expected.detach()) < 1e-5
+    settings = engine.config.optimizer
+    # a vector has no weight decay here; of GPT-2 the zeros of B, block by block, would be trained
+    decay = settings.weight_decay if kind != "ia3" else 0.0
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(trained, betas=betas, eps=settings.eps, weight_decay=decay)
+    compared = 1 if kind == "gpt2" else STEPS
+    for step in range(compared):
+        found = engine.step(step, microbatches(engine.config, step, 0, vocab_size=V))
+        ids, mask = tokens(engine.config, step, V)
+        logits = theirs(ids[:, :-1]).logits
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
+        )
+        loss = (losses * mask.flatten()).sum() / mask.sum()
+        assert found.loss == pytest.approx(float(loss.detach()), rel=1e-4), step
+        for group in optimizer.param_groups:
+            group["lr"] = found.learning_rate
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if compared > 1:
+        ours = np.concatenate([one.flatten() for one in whole_weights(engine).values()])
+        assert np.isfinite(ours).all()

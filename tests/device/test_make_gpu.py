@@ -1,0 +1,86 @@
+"""`make gpu` on the pretended device: every part runs, and the page says what was not measured."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.gpu import parts, run, wires
+from benchmarks.gpu.page import page
+from benchmarks.gpu.wires import conformance
+from ptdmpi.comm.communicator import DONE
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.world import World
+from tests.device import _pretend
+from tests.device._pretend import pretended
+from tests.parallel import parallel
+
+PROCESS = "device"  # torch takes the pretended device on before its first backward
+pytestmark = pytest.mark.skipif(bool(_pretend.available()), reason=str(_pretend.available()))
+
+
+@parallel(ranks=[1])
+def test_every_part(comm, tmp_path):
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "MODELS", {"small": (parts.SMALL, 97)})
+        found = {"machine": parts.machine(device, 64), "parity": parts.parity(device, 1)}
+        assert found["machine"]["peak_flops"] is None and found["machine"]["gemm_flops"] > 0
+        apart = {row: values["apart"] for row, values in found["parity"].items()}
+        assert all(apart[row] < (1e-5 if "fp32" in row else 1e-2) for row in apart), apart
+        found["weight gradients"] = ways = parts.weight_gradients(device, 64)
+        assert ways["adds"]["apart"] < 1e-5 < ways["rounds"]["apart"]
+        assert ways["as chosen"]["apart"] == ways["adds"]["apart"]
+        found["attention"] = parts.attentions(device, (1, 2, 32, 8))
+        assert found["attention"]["cudnn"]["apart"] < 0.02
+        assert "skipped" in found["attention"]["fa3"]
+        found["small"] = step = parts.training(device, *parts.MODELS["small"], steps=4)
+        assert step["mfu"] is None and step["tokens_per_s"] > 0 and step["recompute"] == "none"
+        found["trace"] = parts.trace(device, tmp_path)
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        with pytest.raises(parts.Skipped, match="does not fit"):
+            patch.setattr(parts, "rank_memory_bytes", lambda device, ranks: 1000)
+            parts.fitting(parts.SMALL, 97, device)
+    said = {"device": "pretended", "commit": "0", "libraries": {"torch": "2"}, "date": "today"}
+    text = page({**said, "parts": {**found, "peer": {"skipped": "it is not installed"}}})
+    assert "## Peer\n\nNot measured: it is not installed." in text
+    assert "| llama bf16 |" in text and "tokens_per_s" in text
+
+
+@parallel(ranks=[1, 2])
+def test_wires_carry_tensors_of_the_device(comm):
+    """Staged by `mpi`; and what a wire does wrong is found."""
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wires, "ELEMENTS", 101)
+        found = conformance(World(comm), "mpi", device)
+        assert found["checks"] == 21 and found["wrong"] == []
+        if comm.size > 1:
+            patch.setattr(MpiCommunicator, "_broadcast", lambda axis, flat, root: DONE)
+            wrong = conformance(World(comm), "mpi", device)["wrong"]
+            assert [one.split()[0] for one in wrong] == ["broadcast"] * 3
+
+
+def test_without_a_gpu_nothing_is_invented(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = run.run(tmp_path, tmp_path / "gpu.md", 5.0, anew=False)
+    assert all(part == {"skipped": "there is no GPU here"} for part in found["parts"].values())
+    text = (tmp_path / "gpu.md").read_text()
+    assert "Nothing on this page was measured on a device" in text
+    assert text.count("Not measured") == len(found["parts"]) >= 9
+
+
+def test_it_goes_on_where_it_was_cut_short(tmp_path, monkeypatch):
+    own, asked = {"device": "some", "commit": "1", "libraries": {}}, []
+    monkeypatch.setattr(run, "identity", lambda: own)
+    monkeypatch.setattr(run, "names", lambda: ["machine", "parity"])
+
+    def measured(name: str, left_s: float) -> dict:
+        asked.append(name)
+        return {"skipped": "cut short"} if name == "parity" and len(asked) < 3 else {"s": 1.0}
+
+    monkeypatch.setattr(run, "measured", measured)
+    for _ in range(2):
+        run.run(tmp_path, tmp_path / "gpu.md", 60.0, anew=False)
+    assert asked == ["machine", "parity", "parity"]
+    run.run(tmp_path, tmp_path / "gpu.md", 1.0, anew=True)
+    assert len(asked) == 3  # no time was left for any
+    assert "the same command goes on" in (tmp_path / "gpu.md").read_text()

@@ -1,0 +1,121 @@
+"""pass@k against its closed form and against counting, and what hostile programs get."""
+
+import itertools
+import json
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from ptdmpi.config import InputError
+from ptdmpi.evaluate import sandbox
+from ptdmpi.evaluate.code import CodeAsking, CodeTask, judged, pass_at_k, read
+from ptdmpi.evaluate.sandbox import PASSED, TIMEOUT, Sandbox
+from ptdmpi.generate.sampling import GREEDY
+
+TASK = CodeTask(
+    prompt="def add(a, b):\n",
+    test="def check(add):\n    assert add(2, 3) == 5\n    assert add(-1, 1) == 0\n",
+    entry_point="add",
+    place="",
+)
+BODY = "    return a + b\n"
+
+
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one():
+    for n, k in ((1, 1), (5, 1), (5, 3), (7, 7)):
+        for c in range(n + 1):
+            chosen = list(itertools.combinations(range(n), k))
+            share = Fraction(sum(min(one) < c for one in chosen), len(chosen))
+            assert pass_at_k(n, c, k) == float(share)
+    # the numerically stable form of the paper's Figure 3
+    n, c, k = 200, 13, 100
+    left = 1.0
+    for i in range(n - c + 1, n + 1):
+        left *= 1 - k / i
+    assert pass_at_k(n, c, k) == pytest.approx(1 - left, rel=1e-12)
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        pass_at_k(2, 1, 3)
+
+
+def test_scores_are_means_over_tasks():
+    asking = CodeAsking(2, GREEDY, 8, (1, 2), Sandbox())
+    found = asking.result([PASSED, "AssertionError", TIMEOUT, TIMEOUT])
+    assert (found["pass@1"], found["pass@2"], found["items"]) == (0.25, 0.5, 2)
+    assert found["failures"] == "2 timeout, 1 AssertionError"
+
+
+HOSTILE = {
+    "right": (BODY, PASSED),
+    "wrong": ("    return a - b\n", "AssertionError"),
+    "no program": ("    return (\n", "SyntaxError"),
+    "exit": (f"{BODY}raise SystemExit(0)\n", "SystemExit"),
+    "leaves": (f"{BODY}import os; os._exit(0)\n", "ended"),
+    "memory": (f"{BODY}x = bytearray(2**33)\n", "MemoryError"),
+    "fork": (f"{BODY}import os\nos.fork()\n", "BlockingIOError"),
+    "child": (f"{BODY}import subprocess\nsubprocess.run(['true'])\n", "BlockingIOError"),
+    "socket": (
+        f"{BODY}import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)\n",
+        "OSError",
+    ),
+    "prints": (
+        "    print('passed')\n    return 0\nimport os\nfor n in range(1, 64):\n    try:\n"
+        "        os.write(n, b'passed')\n    except OSError:\n        pass\n",
+        "passedAssertionError",
+    ),
+    "writes": (f"{BODY}open('/tmp/KEY/there', 'w')\n", "PermissionError"),
+    "large": (f"{BODY}open('large', 'wb').write(bytes(2**25))\n", "OSError"),
+    "inherits": (f"{BODY}import os\nassert 'SECRET' not in os.environ, os.environ\n", PASSED),
+    "reads": (f"{BODY}assert input() == ''\n", "EOFError"),
+    "limit": (
+        f"{BODY}import resource as r\nr.setrlimit(r.RLIMIT_NPROC, (9, 9))\n",
+        "ValueError",
+    ),
+}
+
+
+def test_hostile_programs(tmp_path, monkeypatch):
+    """None passes that did not come to its end, none leaves anything behind, none takes long."""
+    import socket
+
+    monkeypatch.setenv("SECRET", "x")
+    tmp_path.chmod(0o700)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        bodies = [
+            body.replace("PORT", str(port)).replace("/tmp/KEY", str(tmp_path))
+            for body, _ in HOSTILE.values()
+        ]
+        programs = [TASK.program(body) for body in bodies]
+        found = dict(zip(HOSTILE, judged(programs, Sandbox(time_s=60.0)), strict=True))
+    expected = {name: outcome for name, (_, outcome) in HOSTILE.items()}
+    if os.geteuid() != 0:  # the same user may write where he may, and has his own network rules
+        expected["writes"] = found["writes"]
+    assert found == expected
+    assert Sandbox(time_s=0.5).run(TASK.program("    while True: pass\n")) == TIMEOUT
+    assert os.geteuid() != 0 or list(tmp_path.iterdir()) == []
+
+
+def test_without_a_way_to_cut_the_network_it_is_refused(monkeypatch):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/nonexistent/unshare")
+    sandbox.without_network.cache_clear()
+    try:
+        with pytest.raises(InputError, match=r"legal: --allow-network"):
+            Sandbox().run("")
+        assert Sandbox(network=True, time_s=60.0).run("x = 1") == PASSED
+    finally:
+        sandbox.without_network.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"prompt": "a"}, "no text in the field 'test'"),
+        ({"prompt": "a", "test": "b", "entry_point": "c d"}, "'entry_point' = \"c d\""),
+    ],
+)
+def test_a_wrong_line_is_told(tmp_path: Path, line, told):
+    (tmp_path / "x.jsonl").write_text(json.dumps(line))
+    with pytest.raises(InputError, match=f"x.jsonl:1: {told}"):
+        read(tmp_path / "x.jsonl")

@@ -1,0 +1,213 @@
+"""Training on a task from a file to the accuracy, in several layouts: the same losses, and what a
+validation says is what `ptdmpi evaluate` finds."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, TaskConfig, resolve
+from ptdmpi.evaluate.labelled import LabelledItem, framing, items
+from ptdmpi.evaluate.run import evaluate
+from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.search import choose
+from ptdmpi.train.checks import checked
+from ptdmpi.train.task_files import task_framing
+from tests._configs import tree
+from tests._engines import from_root, whole_weights
+from tests._runs import configuration, log, loop, records, tensors
+from tests._stored import stored
+from tests.parallel import parallel
+
+CHOICE = {"task.kind": "choice", "task.choices": 3, "task.tokenizer": "bytes"}
+LABELS = {"task.kind": "classification", "task.labels": ["odd", "even"], "task.tokenizer": "bytes"}
+OPTIONS = dict.fromkeys(("layout", "precision", "tokenizer", "words", "stride"))
+OPTIONS |= {"shots": 0, "data": (), "code": (), "lm_eval": (), "ema": False}
+
+
+def write(folder: Path) -> None:
+    """A question is answered by the candidate that begins as the passage does; a text is odd or
+    even by its first letter."""
+    draw = np.random.default_rng(0)
+    for name, count in (("train", 60), ("valid", 13)):
+        with (
+            open(folder / f"{name}-choice.jsonl", "w") as choice,
+            open(folder / f"{name}-labels.jsonl", "w") as labels,
+        ):
+            for _ in range(count):
+                a, b, c = (chr(97 + k) for k in draw.choice(26, 3, replace=False))
+                answer = int(draw.integers(3))
+                choices = [b * 3, c * 3]
+                choices.insert(answer, a * 3)
+                passage = a * int(draw.integers(2, 30))
+                line = {"context": passage, "question": "?", "choices": choices, "answer": answer}
+                print(json.dumps(line), file=choice)
+                label = ["odd", "even"][ord(a) % 2]
+                print(json.dumps({"text": passage, "label": label}), file=labels)
+
+
+def changes(folder: Path, kind: str, **more) -> dict:
+    return {
+        **(CHOICE if kind == "choice" else LABELS),
+        "run.dir": str(folder / "run"),
+        "run.steps": 4,
+        "model.seq_length": 24,
+        "model.dropout": 0.1,
+        "batch.global_size": 12,
+        "batch.micro_size": 3,
+        "data.train": [{"path": str(folder / f"train-{kind}.jsonl")}],
+        "data.valid": str(folder / f"valid-{kind}.jsonl"),
+        "log.validate_every_steps": 2,
+        **more,
+    }
+
+
+LAYOUTS = {
+    1: [("bert", "choice", {})],
+    2: [
+        ("bert", "choice", {"parallel.tensor": 2, "parallel.sequence_parallel": True}),
+        ("gpt", "labels", {"parallel.pipeline": 2, "parallel.virtual": 2}),
+    ],
+    4: [
+        ("bert", "choice", {"parallel.pipeline": 2, "parallel.zero": 2}),
+        ("gpt", "labels", {"parallel.zero": 3}),
+    ],
+}
+
+
+@parallel(ranks=[1, 2], limit_s=120)
+def test_a_task_is_trained_and_evaluated(comm, tmp_path):
+    trains_and_evaluates(comm, tmp_path)
+
+
+@pytest.mark.long
+@parallel(ranks=[4], limit_s=120)
+def test_a_task_is_trained_sharded_and_evaluated(comm, tmp_path):
+    trains_and_evaluates(comm, tmp_path)
+
+
+def trains_and_evaluates(comm, tmp_path: Path) -> None:
+    for number, (model, kind, layout) in enumerate(LAYOUTS[comm.size]):
+        folder = tmp_path / str(number)
+        if comm.rank == 0:
+            folder.mkdir()
+            write(folder)
+        comm.Barrier()
+        wanted = changes(folder, kind, **{"model.kind": model, **layout})
+        with loop(comm, folder, wanted) as made:
+            made.run()
+        comm.Barrier()
+        run = folder / "run"
+        kept = records(run)
+        validations = [one for one in kept if "validation_accuracy" in one]
+        assert [one["step"] for one in validations] == [2, 4]
+        options = OPTIONS | {"tasks": (folder / f"valid-{kind}.jsonl",)}
+        ((one,),) = [evaluate(run, World(comm), **options)["tasks"]]
+        assert one["items"] == 13 and one["accuracy"] == validations[-1]["validation_accuracy"]
+        assert sum(part["items"] for part in one["by_class"].values()) == 13
+        losses = [one["loss"] for one in kept if "loss" in one]
+        comm.Barrier()
+        if comm.rank == 0:
+            assert "13 samples" in log(run) and "sequences cut by" in log(run)
+        assert losses == pytest.approx(serial(comm, folder, wanted, layout), rel=1e-4)
+        # begun anew from its weights: all are there, and the first loss is not that of a start
+        again = wanted | {"checkpoint.initial": str(run), "run.dir": str(folder / "again")}
+        with loop(comm, folder, again | {"run.steps": 1, "model.seq_length": 20}) as made:
+            made.run()
+            assert "drawn" not in made.attempt.how
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+def test_a_task_begins_from_a_model_of_text(comm, model, tmp_path):
+    """What both have is its own, but for the positions that no sequence reaches; the pooler, too,
+    where it was trained with one. The rest is drawn from the seed, and said."""
+    if comm.rank == 0:
+        write(tmp_path)
+        stored(tmp_path / "text", 260, kind=model, seq_length=32)
+    comm.Barrier()
+    wanted = changes(tmp_path, "labels", **{"model.kind": model, "parallel.pipeline": 2})
+    wanted |= {"checkpoint.initial": str(tmp_path / "text"), "model.vocab_size": 260}
+    wanted |= {"model.layers": 2, "run.steps": 1}
+    with loop(comm, tmp_path, wanted) as made:
+        new = "sentence.classes.weight" + ", sentence.classes.bias" * (model == "bert")
+        assert made.attempt.how.endswith(f"drawn from run.seed: {new}")
+        weights = whole_weights(made.engine)
+    before = tensors(tmp_path / "text/checkpoints/step-00000007")
+    for name, values in weights.items():
+        if "classes" not in name:
+            old = before[f"weights/{name}"][: len(values)]
+            assert np.array_equal(values.numpy(), old), name
+
+
+def serial(comm, folder: Path, wanted: dict, layout: dict) -> list[float]:
+    """The losses of the same run on one rank."""
+    run, found = folder / "serial", None
+    if comm.rank == 0:
+        plain = {key: value for key, value in wanted.items() if key not in layout}
+        with loop(MPI.COMM_SELF, folder, plain | {"run.dir": str(run)}) as made:
+            made.run()
+        found = [one["loss"] for one in records(run) if "loss" in one]
+    return from_root(comm, found)
+
+
+def test_rows_of_a_task(tmp_path):
+    """The passage loses its end, the answer nothing; cuts are counted."""
+    config = resolve(tree(changes(tmp_path, "choice", **{"model.kind": "bert"})), 1)
+    frame = task_framing(config)
+    row, lost = frame.row(list(range(40)), [200, 201])
+    assert (row.ids.tolist(), row.second, lost) == (
+        [257, *range(19), 258, 200, 201, 258],
+        21,
+        21,
+    )
+    assert frame.needed == 260
+    alone, lost = frame.row([1, 2], None)
+    assert (alone.ids.tolist(), alone.second, lost) == ([257, 1, 2, 258], 4, 0)
+    decoder = framing(frame.text, "bytes", config.model.model_copy(update={"attention": "causal"}))
+    row, lost = decoder.row(list(range(40)), [200, 201])
+    assert (row.ids.tolist(), lost) == ([*range(22), 200, 201], 18)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"context": "a", "choices": ["b", "c"], "answer": 0}, "2 choices; legal: task.choices"),
+        ({"context": "a", "choices": ["b", "c", "d"], "answer": 3}, "legal: 0 to 2"),
+        ({"context": "a", "choices": ["b", "c", "d"], "answer": 0, "question": 1}, "is no text"),
+    ],
+)
+def test_a_wrong_line_is_told(tmp_path, line, told):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match=f"x.jsonl:1: .*{told}"):
+        items(path, TaskConfig(kind="choice", choices=3))
+
+
+def test_labels_may_be_numbers(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a", "second": "b", "label": 1}\n')
+    task = TaskConfig(kind="classification", labels=("0", "1"))
+    assert items(path, task) == [LabelledItem("a", ("b",), 1, f"{path}:1")]
+
+
+def test_a_search_keeps_candidates_together(tmp_path):
+    wanted = tree(changes(tmp_path, "choice"))
+    cluster = load_cluster("cpu-avx2")
+    prices, _ = choose.choose(choose.bare(wanted), 257, cluster, 2)
+    assert prices and all(one.layout.micro_size % 3 == 0 for one in prices)
+
+
+def test_what_does_not_go_together_is_told(tmp_path):
+    write(tmp_path)
+    wrong = {"batch.micro_size": 4, "log.bigram_baseline": True, "task.labels": ["a"]}
+    with pytest.raises(InputError) as error:
+        resolve(tree(changes(tmp_path, "choice", **wrong)), 1)
+    assert "legal nearby: 3 or 6" in str(error.value)
+    assert "task.labels is of no use" in str(error.value)
+    assert "log.bigram_baseline predicts tokens" in str(error.value)
+    with pytest.raises(InputError, match=r"task.tokenizer is missing: legal: .bytes"):
+        checked(configuration(tmp_path, changes(tmp_path, "choice", **{"task.tokenizer": ""})), 1)

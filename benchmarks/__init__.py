@@ -1,1 +1,1 @@
-"""Measurements: five rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""
+"""Measurements: eight rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""

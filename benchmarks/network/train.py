@@ -106,7 +106,7 @@ class _Trainer:
         """This data rank's part of a global batch that depends on the step alone."""
         import torch
 
-        from ptdmpi.model.stage import Batch
+        from ptdmpi.model.batch import Batch
 
         generator = torch.Generator().manual_seed(step)
         shape = (self.batch, self.case.seq_length + 1)

@@ -3,8 +3,8 @@
 Writes `src/ptdmpi/presets/efficiency.toml`. Links come from NCCL's all-reduce times within a node;
 products and memory from the times of one layer (Korthikanti et al. 2022, Table 4), of a small model
 on one GPU (Narayanan et al. 2021, Figure 7) and of products on an A100 (those beside Anthony et al.
-2024, arXiv 2401.14489); other devices from what their best products reach (Bekman). `FILES` are all
-that is read.
+2024, arXiv 2401.14489); other devices from what their best products reach (Bekman); attention from
+FlashAttention-2's own measurements on A100 and H100. `FILES` are all that is read.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ LAYERS = "korthikanti2022_table4_layer"
 SMALL = "narayanan2021_figures"  # of which Figure 7 alone is looked at
 PRODUCTS = "eleutherai_cookbook_gemm"
 DEVICES = "bekman_matmul_flops"
-FILES = (RINGS, LAYERS, SMALL, PRODUCTS, DEVICES)
+ATTENTION = "flash_attention2"
+FILES = (RINGS, LAYERS, SMALL, PRODUCTS, DEVICES, ATTENTION)
 HEADER = """\
 # What software reaches of the data sheets. Written by `make calibrate` from published files alone
 # (benchmarks/planning/calibrate.py says which); no value is set by hand.
@@ -112,6 +113,33 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
         yield f"Product, {row['product']}", machine.gemm_s(m, n, k, batch), measured_s
 
 
+def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
+    """(name, predicted, measured) of causal FlashAttention-2, forward and backward, of 16,384
+    tokens and heads of 2,048 in all. Its rate counts seven products of half of the scores."""
+    machine = Machine(cluster, "fp16", 2)
+    for row in read(ATTENTION):
+        if row["section"] == section:
+            length, size = int(row["seq_length"]), int(row["head_size"])
+            rows = 16384 * 2048 // size
+            measured_s = 7 * rows * length * size / (float(row["tflops"]) * 1e12)
+            predicted_s = sum(machine.flash_s(rows, length, size, count) for count in (2, 5))
+            name = f"Attention, {section}, s={length}, heads of {size}"
+            yield name, predicted_s, measured_s
+
+
+def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[str, float]:
+    """`values` and the fraction of the products' rate that attention has."""
+
+    def of(fraction: float) -> dict[str, float]:
+        return {**values, "attention_fraction": fraction}
+
+    def loss(fractions: list[float]) -> float:
+        rows = attention_rows(with_efficiency(cluster, of(*fractions)), section)
+        return distance((predicted, measured) for _, predicted, measured in rows)
+
+    return of(*descend(loss, [0.8]))
+
+
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
@@ -152,9 +180,11 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
             )
     size = cluster.software.gradient_bytes
     reading = min(("counted", "not counted"), key=lambda reading: found[reading, size][0])
-    values = found[reading, size][1]
+    fitted = found[reading, size][1]
+    values = attention(cluster, "a100", fitted)
     older = {**values, **links("v100", volta.node.link_bytes_per_s, known)}
-    return {"a100": values, "v100": older, **others(values)}, reading
+    # newer devices have cuDNN's attention by default, of which no rates are in the files
+    return {"a100": values, "v100": older, **others(fitted)}, reading
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -180,6 +210,14 @@ def main() -> None:
     print(f"\n{text}")
     for name, predicted, measured in observations(load_cluster("selene"), reading):
         print(f"{name:<54} {measured:8.4f} s  {predicted / measured - 1:+6.1%}")
+    hopper = load_cluster("dgx-h100")
+    share = attention(hopper, "h100", hopper.efficiency.model_dump())
+    print(f"FlashAttention-2 on an H100: attention_fraction {share['attention_fraction']:.3g}")
+    for section, cluster in (("a100", load_cluster("selene")), ("h100", hopper)):
+        if section == "h100":
+            cluster = with_efficiency(cluster, share)
+        for name, predicted, measured in attention_rows(cluster, section):
+            print(f"{name:<54} {measured:8.4f} s  {predicted / measured - 1:+6.1%}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ listed and never counted, runs that two figures show are counted once in the sum
 import statistics
 from collections import defaultdict
 
+from benchmarks.planning.elsewhere import by_size_table, source_table
 from benchmarks.planning.outside import outside_table
 from benchmarks.planning.rows import PublishedRun, published
 from ptdmpi.config.layout import Layout
@@ -108,7 +109,8 @@ def memory_table() -> list[list[str]]:
 
 
 def main() -> None:
-    for table in (error_table(), best_table(), memory_table(), outside_table()):
+    tables = (error_table(), best_table(), memory_table(), outside_table(), source_table())
+    for table in (*tables, by_size_table()):
         print("\n".join(lines(table)), end="\n\n")
 
 

@@ -108,7 +108,8 @@ class Gpt(nn.Module):
                 start = "zeros"
             elif name.endswith(("attention.out.weight", "mlp.down.weight")):
                 start = model.init_std / math.sqrt(2 * model.layers)
-            whole = initial(config.run.seed, name, tuple(parameter.shape), start)
+            slabs = initial(config.run.seed, name, tuple(parameter.shape), start)
+            whole = torch.cat([values for _, values in slabs])
             if ".qkv." in name:  # from all q, all k, all v to q, k, v of each head
                 parts = (3, model.heads, model.head_size)
                 whole = whole.unflatten(0, parts).transpose(0, 1).flatten(0, 2)

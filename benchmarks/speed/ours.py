@@ -14,8 +14,8 @@ from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.model.stage import Batch
 from ptdmpi.plan.layout.grid import grid_of
 
 GEMM_REPEATS = 5

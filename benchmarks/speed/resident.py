@@ -17,8 +17,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
+from ptdmpi.model.batch import Batch
 from ptdmpi.model.parameters import PRECISIONS
-from ptdmpi.model.stage import Batch
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes

@@ -1,0 +1,181 @@
+"""Data-parallel methods in their matrix form, on simulated workers and a problem with known answer.
+
+Worker i of n has f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimise the mean of all f_i, whose
+minimum x* is known. A stochastic gradient is the true one and normal noise of `noise`. The rows of
+X [repeats, n, dim] are the workers' parameters, and a step of a method is a line or two on X.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptdmpi.plan.layout.graphs import Topology, matrix
+
+Array = NDArray[np.float64]
+# (X, gradients [repeats, n, dim], step, rate) -> X of the next step
+Update = Callable[[Array, Array, int, float], Array]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`curvature` [n, dim, dim] and `linear` [n, dim]: the gradient of f_i is curvature_i x -
+    linear_i. `noise`: standard deviation of each element of a stochastic gradient's noise."""
+
+    curvature: Array
+    linear: Array
+    noise: float
+
+    @classmethod
+    def drawn(
+        cls, workers: int, dim: int, noise: float, apart: float, seed: int = 0, of: int = 16
+    ) -> "Problem":
+        """Least squares with Gaussian rows; the workers' own minima are `apart` from each other in
+        each element. Drawn for `of` workers and dealt out, so that the mean is the same problem
+        whatever the number of workers is."""
+        random = np.random.default_rng(seed)
+        rows = random.standard_normal((of, 4 * dim, dim))
+        own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
+        curvature = np.einsum("nmi,nmj->nij", rows, rows) / (4 * dim)
+        linear = np.einsum("nij,nj->ni", curvature, own)
+        dealt = (workers, of // workers)
+        return cls(
+            curvature.reshape(*dealt, dim, dim).mean(1), linear.reshape(*dealt, dim).mean(1), noise
+        )
+
+    @property
+    def workers(self) -> int:
+        return len(self.curvature)
+
+    @property
+    def optimum(self) -> Array:
+        """x*, where the gradient of the mean is zero."""
+        return np.linalg.solve(self.curvature.mean(0), self.linear.mean(0))
+
+    def gradients(self, x: Array, random: np.random.Generator) -> Array:
+        """Stochastic gradients of all workers, each where it stands."""
+        true = np.einsum("nij,rnj->rni", self.curvature, x) - self.linear
+        return true + self.noise * random.standard_normal(x.shape)
+
+
+def descend(
+    problem: Problem,
+    update: Update,
+    steps: int,
+    rate: Callable[[int], float],
+    repeats: int = 20,
+    every: int = 1,
+    seed: int = 1,
+) -> Array:
+    """The mean over workers and repeats of |x_i - x*|^2 after each `every` steps, from x = 0."""
+    random = np.random.default_rng(seed)
+    optimum = problem.optimum
+    x = np.zeros((repeats, problem.workers, len(optimum)))
+    errors = []
+    for step in range(steps):
+        x = update(x, problem.gradients(x, random), step, rate(step))
+        if (step + 1) % every == 0:
+            errors.append(float(((x - optimum) ** 2).sum(-1).mean()))
+    return np.array(errors)
+
+
+def _to_all(mean: Array, like: Array) -> Array:
+    """[repeats, dim] for every worker."""
+    return np.broadcast_to(mean[:, None], like.shape)
+
+
+def parallel() -> Update:
+    """PSGD: x <- x - rate mean_i g_i."""
+    return lambda x, g, step, rate: x - rate * _to_all(g.mean(1), x)
+
+
+def decentralized(topology: Topology, average_every: int = 0) -> Update:
+    """DSGD, adapt then combine: X <- W (X - rate G); with Gossip-PGA's average of all."""
+    size = topology.size
+    period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
+    whole = np.full((size, size), 1 / size)
+
+    def update(x: Array, g: Array, step: int, rate: float) -> Array:
+        all_now = average_every and (step + 1) % average_every == 0
+        weights = whole if all_now else period[step % len(period)]
+        return np.einsum("ij,rjd->rid", weights, x - rate * g)
+
+    return update
+
+
+def local(local_steps: int) -> Update:
+    """Local SGD: x_i <- x_i - rate g_i, and every so many steps the mean of all."""
+
+    def update(x: Array, g: Array, step: int, rate: float) -> Array:
+        x = x - rate * g
+        return _to_all(x.mean(1), x) if (step + 1) % local_steps == 0 else x
+
+    return update
+
+
+def top_k(count: int) -> Callable[[Array], Array]:
+    """The `count` elements of greatest magnitude of each row, and zeros."""
+
+    def compress(x: Array) -> Array:
+        kept = np.argpartition(-np.abs(x), count - 1, axis=-1)[..., :count]
+        found = np.zeros_like(x)
+        np.put_along_axis(found, kept, np.take_along_axis(x, kept, -1), -1)
+        return found
+
+    return compress
+
+
+class CompressedDescent:
+    """x <- x - (what arrives), by the ways of error feedback.
+
+    none            rate mean C(g_i)                      (Alistarh et al. 2017)
+    mem_sgd         C(rate g_i + e_i), the rest is e_i      (Stich et al. 2018, arXiv 1809.07599)
+    double_squeeze  so, and the sum is compressed likewise  (Tang et al. 2019, arXiv 1905.05957)
+    ef21            h_i += C(g_i - h_i), rate mean h_i     (Richtarik et al. 2021, 2106.05203)
+    neolithic       mem_sgd on both ways, R messages of the rest of the rest
+                                                          (Huang et al. 2022, arXiv 2206.03665)
+    """
+
+    def __init__(self, feedback: str, compress: Callable[[Array], Array], rounds: int = 1) -> None:
+        self.feedback, self.compress = feedback, compress
+        self.rounds = rounds if feedback == "neolithic" else 1
+        self.own: Array | None = None
+        self.server: Array | None = None
+
+    def _sent(self, x: Array) -> Array:
+        found = np.zeros_like(x)
+        for _ in range(self.rounds):
+            found = found + self.compress(x - found)
+        return found
+
+    def __call__(self, x: Array, g: Array, step: int, rate: float) -> Array:
+        if self.own is None or self.server is None:
+            self.own, self.server = np.zeros_like(g), np.zeros_like(g.mean(1))
+        if self.feedback == "none":
+            return x - rate * _to_all(self.compress(g).mean(1), x)
+        if self.feedback == "ef21":
+            self.own = self.own + self.compress(g - self.own)
+            return x - rate * _to_all(self.own.mean(1), x)
+        wanted = rate * g + self.own
+        sent = self._sent(wanted)
+        self.own = wanted - sent
+        arrived = sent.mean(1)
+        if self.feedback != "mem_sgd":
+            whole = arrived + self.server
+            arrived = self._sent(whole)
+            self.server = whole - arrived
+        return x - _to_all(arrived, x)
+
+
+def falling(first: float, half: int) -> Callable[[int], float]:
+    """A rate that falls as 1 / (1 + step / half)."""
+    return lambda step: first / (1 + step / half)
+
+
+def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
+    """After how many steps `errors` stay within a factor of `reference`; None: not in these."""
+    beyond = np.flatnonzero(errors > within * reference)
+    if not len(beyond):
+        return every
+    return None if beyond[-1] + 1 == len(errors) else int(beyond[-1] + 2) * every

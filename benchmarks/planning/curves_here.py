@@ -1,0 +1,209 @@
+"""`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18) on this machine.
+
+A small GPT, predicted beside measured, at two and four ranks: bubbles over the batch, the three
+axes against each other, microbatch sizes, recomputation, scatter/gather. The machine is probed with
+as many ranks as train. Four ranks on fewer cores share them, so that a rank that waits lets others
+run faster than the probe, in which all work at once, has seen.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.launch import ROOT
+from benchmarks.planning.figures import COLORS
+from benchmarks.planning.steps_here import TimedCase, Turns, measured_steps
+from benchmarks.planning.validate_here import probed
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.machine.cluster import load_model
+from ptdmpi.plan.show.table import lines
+
+TURNS = Turns("l=8,h=256,a=4,s=128,V=1024", "fp32", rounds=3, steps=3)
+PICTURE = ROOT / "docs/pictures/curves-here.png"
+BATCHES = (4, 8, 16)
+Point = tuple[str, TimedCase]  # its place on the horizontal axis
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One panel: which figure of the paper it repeats, and its series by name."""
+
+    figure: str
+    title: str
+    axis: str
+    ranks: int
+    series: dict[str, tuple[Point, ...]]
+
+
+def _over_batch(layout: Layout) -> tuple[Point, ...]:
+    return tuple((str(batch), TimedCase(layout, batch)) for batch in BATCHES)
+
+
+def _axes(first: str, second: str, ranks: int, batch: int) -> tuple[Point, ...]:
+    """All ways of giving `ranks` ranks to two axes."""
+    points = []
+    for size in (1, 2, 4):
+        sizes = {"tensor": 1, "pipeline": 1, "data": 1} | {first: size, second: ranks // size}
+        points.append((f"({size}, {ranks // size})", TimedCase(Layout(**sizes), batch)))
+    return tuple(points)
+
+
+def _bubble(pipeline: int) -> Curve:
+    return Curve(
+        "12",
+        f"interleaved against 1F1B, p = {pipeline}",
+        "batch size",
+        pipeline,
+        {
+            "interleaved, v = 2": _over_batch(
+                Layout(1, pipeline, 1, virtual=2, schedule="interleaved")
+            ),
+            "1F1B": _over_batch(Layout(1, pipeline, 1)),
+        },
+    )
+
+
+def _pair(figure: str, first: str, second: str) -> Curve:
+    sizes = {f"batch size {batch}": _axes(first, second, 4, batch) for batch in (4, 16)}
+    words = f"{first} against {second} axis"
+    return Curve(figure, words, f"({first}, {second}) parallel size", 4, sizes)
+
+
+CURVES = (
+    _bubble(2),
+    _bubble(4),
+    _pair("13", "pipeline", "tensor"),
+    _pair("14", "pipeline", "data"),
+    _pair("15", "tensor", "data"),
+    Curve(
+        "16",
+        "microbatch size, p = 2",
+        "microbatch size",
+        2,
+        {
+            f"batch size {batch}": tuple(
+                (str(size), TimedCase(Layout(1, 2, 1, micro_size=size), batch))
+                for size in (1, 2, 4)
+            )
+            for batch in (4, 16)
+        },
+    ),
+    Curve(
+        "17",
+        "recomputation, p = 2",
+        "batch size",
+        2,
+        {
+            "with recomputation": _over_batch(Layout(1, 2, 1, recompute="full")),
+            "without recomputation": _over_batch(Layout(1, 2, 1)),
+        },
+    ),
+    Curve(
+        "18",
+        "scatter/gather, t = 2, p = 2",
+        "batch size",
+        4,
+        {
+            "with scatter/gather": _over_batch(Layout(2, 2, 1)),
+            "without scatter/gather": _over_batch(Layout(2, 2, 1, scatter_gather=False)),
+        },
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A case's step times, measured by round, and predicted."""
+
+    measured_s: Sequence[float]
+    predicted_s: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.measured_s)
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.median_s - 1
+
+
+def find(ranks: int) -> dict[TimedCase, Found]:
+    """Every case of the curves of so many ranks; each is measured once."""
+    every = (point for curve in CURVES if curve.ranks == ranks for point in curve.series.values())
+    cases = list(dict.fromkeys(case for points in every for _, case in points))
+    cluster, model = probed(ranks, TURNS.precision), load_model(TURNS.model)
+    measured = measured_steps(ranks, cases, TURNS)
+    return {
+        case: Found(
+            times,
+            Pricer(cluster, model, case.batch, TURNS.precision).price(case.layout).step_time_s,
+        )
+        for case, times in zip(cases, measured, strict=True)
+    }
+
+
+def table(curve: Curve, found: dict[TimedCase, Found]) -> list[list[str]]:
+    rows = [[f"Figure {curve.figure}: {curve.title}", "measured", "spread", "predicted", "error"]]
+    for name, points in curve.series.items():
+        for place, case in points:
+            one = found[case]
+            spread = (max(one.measured_s) - min(one.measured_s)) / one.median_s
+            rows.append(
+                [
+                    f"{name}, {place}",
+                    f"{case.batch / one.median_s:.1f} sequences/s",
+                    f"{spread:.0%}",
+                    f"{case.batch / one.predicted_s:.1f}",
+                    f"{1 / (1 + one.error) - 1:+.0%}",
+                ]
+            )
+    return rows
+
+
+def draw(by_ranks: dict[int, dict[TimedCase, Found]]) -> None:
+    """Measured points as circles, predictions as crosses on a line, one panel a curve."""
+    from matplotlib.figure import Figure
+
+    canvas = Figure(figsize=(10.4, 11.2), dpi=100, layout="constrained")
+    for axes, curve in zip(canvas.subplots(4, 2).flat, CURVES, strict=True):
+        found = by_ranks[curve.ranks]
+        for (name, points), color in zip(curve.series.items(), COLORS, strict=False):
+            at = range(len(points))
+            measured = [case.batch / found[case].median_s for _, case in points]
+            guesses = [case.batch / found[case].predicted_s for _, case in points]
+            axes.plot(at, measured, "o", color=color, label=f"{name}, measured")
+            axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{name}, predicted")
+        places = [place for place, _ in next(iter(curve.series.values()))]
+        axes.set_xticks(range(len(places)), places)
+        axes.set_xlabel(curve.axis)
+        axes.set_ylabel("sequences/s")
+        axes.set_ylim(bottom=0)
+        axes.set_title(
+            f"as Figure {curve.figure}: {curve.title}, {curve.ranks} ranks",
+            loc="left",
+            fontsize=10,
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.legend(frameon=False, fontsize=7)
+    canvas.savefig(PICTURE)
+
+
+def main() -> None:
+    by_ranks = {ranks: find(ranks) for ranks in sorted({curve.ranks for curve in CURVES})}
+    print(f"{TURNS.model}, {TURNS.precision}, one thread per rank")
+    for curve in CURVES:
+        print("\n".join(lines(table(curve, by_ranks[curve.ranks]))), end="\n\n")
+    for ranks, found in by_ranks.items():
+        errors = [abs(one.error) for one in found.values()]
+        print(
+            f"{ranks} ranks, {len(errors)} cases: median error of the step "
+            f"{statistics.median(errors):.1%}, largest {max(errors):.1%}"
+        )
+    draw(by_ranks)
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Runs of other programs and machines, by source: how far off the planner is where nobody tuned it.
+
+Each source is a file of `published/` with one row a run, and a mapping: the machine as far as it is
+stated, and what was chosen where it is not. Nothing reads these rows to choose a constant.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from benchmarks.planning.rows import read
+from ptdmpi.config.layout import LETTERS, Layout, default_schedule
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import (
+    SHORT_KEYS,
+    TRAINER,
+    Cluster,
+    Model,
+    load_cluster,
+    model_of,
+)
+
+# HDR InfiniBand as in presets/clusters/selene.toml; Omni-Path 100, one direction, by its data sheet
+OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
+# DGX-1V: six NVLinks of 25 GB/s each way; one EDR adapter
+DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
+# What torchtitan does as this trainer does: FlashAttention, gradients summed in float32, by layers
+OURS = TRAINER.model_dump()
+# `make calibrate`, from FlashAttention-2's own measurements on an H100
+FLASH2_H100 = {"attention_fraction": 0.5}
+NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
+SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden": "ffn_hidden"}
+
+
+@dataclass(frozen=True)
+class MappedSource:
+    """A file of runs and how they are mapped. `device`, `node`, `software` and `efficiency` replace
+    parts of the preset `cluster`; `layout` and `model` are what all rows have in common; `chosen`
+    says what the source leaves open. `open_sizes`: v, b and recomputation are not stated either,
+    and are taken as is predicted fastest of what fits."""
+
+    title: str
+    file: str
+    cluster: str
+    chosen: str
+    device: Mapping[str, Any] = field(default_factory=dict)
+    node: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, Any] = field(default_factory=dict)
+    efficiency: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=lambda: {"recompute": "full"})
+    model: Mapping[str, Any] = field(default_factory=dict)
+    open_sizes: bool = False
+
+    def machine(self, row: Mapping[str, str]) -> Cluster:
+        """The cluster of a row: gradients of 4 bytes where the row says bf16 (its program adds them
+        in float32), and stages with a part of the embedding where it says so."""
+        cluster = load_cluster(self.cluster)
+        software = dict(self.software)
+        if "bf16" in row["group"]:
+            software["gradient_bytes"] = 4
+        if "embedding" in row["group"] or int(row["l"]) % int(row["p"]):
+            software["balanced_stages"] = True
+        if row.get("overlap_tensor") == "yes":
+            software["overlap_tensor"] = True
+        return cluster.model_copy(
+            update={
+                "device": cluster.device.model_copy(update=dict(self.device)),
+                "node": cluster.node.model_copy(update=dict(self.node)),
+                "software": cluster.software.model_copy(update=software),
+                "efficiency": cluster.efficiency.model_copy(update=dict(self.efficiency)),
+            }
+        )
+
+    def model_of(self, row: Mapping[str, str]) -> Model:
+        sizes = {name: int(row[short]) for short, name in SHAPES.items() if row.get(short)}
+        return model_of("", {**self.model, **sizes})
+
+    def layout_of(self, row: Mapping[str, str]) -> Layout:
+        """The layout as far as the row and `layout` state it."""
+        sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
+        schedule = row.get("schedule") or "1f1b"
+        stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
+        return stated.changed(sequence_parallel=stated.sequence_parallel and stated.tensor > 1)
+
+
+SOURCES = (
+    MappedSource(
+        "vTrain, one node of 8 A100 (Bang et al. 2024, arXiv 2312.12391; data/ground_truth_single)",
+        "vtrain_single",
+        "selene",
+        "V = 51200, full recomputation (their configurations), fp16",
+    ),
+    MappedSource(
+        "vTrain, 64 to 512 A100 (data/ground_truth_multi)",
+        "vtrain_multi",
+        "selene",
+        "the same; 4 adapters of 200 Gb/s (their 800 Gb/s a node), a GPU to each PCIe switch",
+        node={"adapters": 4},
+        software={"groups_per_adapter": 1},
+    ),
+    MappedSource(
+        "BigScience 176B on 384 A100 (train/tr11-176B-ml/chronicles-prequel.md, February 2022)",
+        "bigscience_176b",
+        "selene",
+        "4 Omni-Path adapters, full recomputation, ZeRO 1, V = 250880; rows whose model is stated",
+        node=OMNI_PATH,
+        software={"groups_per_adapter": 1},
+    ),
+    MappedSource(
+        "DLPerf, Megatron-LM on up to 32 V100 (Oneflow-Inc/DLPerf, Megatron-LM/README.md, 2021)",
+        "dlperf_gpt",
+        "v100-dgx2",
+        "DGX-1V, one EDR adapter; full recomputation (their script), fp16",
+        node=DGX1V,
+    ),
+    MappedSource(
+        "Zero bubble, 1F1B and ZB-1p on 8 to 32 A100 (Qi et al. 2023, arXiv 2401.10241, Table 4)",
+        "zero_bubble",
+        "selene",
+        "V = 32000, at which the models have the parameters of their names; scores in memory, no "
+        "recomputation (Table 4: GB); Selene's adapters",
+        software={"groups_per_adapter": 1, "overlap_pipeline": True, "balanced_stages": True},
+        layout={"recompute": "none"},
+    ),
+    MappedSource(
+        "Megatron-LM on 48 to 6,144 H100 (its README since July 2024, images/model_table.png)",
+        "megatron_h100",
+        "dgx-h100",
+        "v, b, recomputation: the fastest predicted that fits; ZeRO 1, sequence parallel, all "
+        "messages overlapped (its flags)",
+        software={"overlap_tensor": True},
+        layout={"sequence_parallel": True, "dp_overlap": True},
+        open_sizes=True,
+    ),
+    MappedSource(
+        "torchtitan, Llama 3 on 64 A100 (docs/performance.md, 2024)",
+        "torchtitan_a100",
+        "selene",
+        "its network: Selene's; recomputation by op: as every second layer",
+        software=OURS,
+        layout={"recompute": "full", "dp_overlap": True},
+        model={"kind": "llama"},
+    ),
+    MappedSource(
+        "torchtitan, Llama 3 on 8 to 256 H100 in bf16 (docs/performance.md, benchmarks/, 2024-25)",
+        "torchtitan_h100",
+        "dgx-h100",
+        "2.4 TB/s, the clock of 700 W; FlashAttention-2 (pull request 1196); recomputation by op: "
+        "as every second layer; sequence parallel (its tensor axis); compiled as not",
+        device={"memory_bytes_per_s": 2.4e12},
+        efficiency=FLASH2_H100,
+        layout={"recompute": "full", "dp_overlap": True, "sequence_parallel": True},
+        model={"kind": "llama"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class MappedRun:
+    """A row beside its prediction. `ranked`: what runs must have in common to be ranked."""
+
+    layout: Layout
+    ranked: tuple[str, ...]
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def fastest(pricer: Pricer, stated: Layout) -> Price:
+    """The quickest of what fits, at every v, b and recomputation that are legal."""
+    config, batch = pricer.model.config, pricer.batch
+    chunks = range(1, config.layers // stated.pipeline + 1) if stated.pipeline > 1 else (1,)
+    found = (
+        stated.changed(virtual=v, micro_size=b, schedule=default_schedule(v), recompute=mode)
+        for v in chunks
+        for b in range(1, batch // stated.data + 1)
+        for mode in ("none", "selective", "full")
+    )
+    fitting = (one for one in found if one.is_legal(config, batch) and pricer.fits(one))
+    return min(map(pricer.price, fitting), key=lambda price: price.step_time_s)
+
+
+def runs(source: MappedSource) -> Iterator[MappedRun]:
+    """Every run of a source, in the order of its file."""
+    for row in read(source.file):
+        pricer = Pricer(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
+        layout = source.layout_of(row)
+        price = fastest(pricer, layout) if source.open_sizes else pricer.price(layout)
+        same = (row["l"], row["h"], row["a"], row["B"], str(layout.ranks), row["group"])
+        yield MappedRun(price.layout, same, float(row["step_time_s"]), price.step_time_s)
+
+
+def rank_correlation(found: list[MappedRun]) -> tuple[float, int, float]:
+    """(Kendall's tau, pairs, mean regret) over runs of one model, batch, day and number of ranks.
+
+    Regret: how much slower the layout is that was predicted fastest than the one that was.
+    """
+    groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
+    for run in found:
+        groups[run.ranked].append(run)
+    agree = pairs = 0
+    regrets = []
+    for group in groups.values():
+        if len({run.layout for run in group}) < 2:
+            continue
+        for one, other in combinations(group, 2):
+            sign = (one.measured_s - other.measured_s) * (one.predicted_s - other.predicted_s)
+            if one.layout != other.layout and sign:
+                pairs += 1
+                agree += 1 if sign > 0 else -1
+        taken = min(group, key=lambda run: run.predicted_s)
+        regrets.append(taken.measured_s / min(run.measured_s for run in group) - 1)
+    return agree / pairs if pairs else 0.0, pairs, statistics.fmean(regrets) if regrets else 0.0
+
+
+def source_table() -> list[list[str]]:
+    """One line a source."""
+    head = ["source", "runs", "MAPE", "median", "bias", "tau", "pairs", "regret", "worst", "chosen"]
+    rows = [head]
+    for source in SOURCES:
+        found = list(runs(source))
+        errors = [run.error for run in found]
+        worst = max(found, key=lambda run: abs(run.error))
+        tau, pairs, regret = rank_correlation(found)
+        rows.append(
+            [
+                source.title,
+                str(len(found)),
+                f"{statistics.fmean(map(abs, errors)):.1%}",
+                f"{statistics.median(map(abs, errors)):.1%}",
+                f"{statistics.fmean(errors):+.1%}",
+                f"{tau:.2f}",
+                str(pairs),
+                f"{regret:.1%}",
+                f"{worst.error:+.0%} {worst.layout}",
+                source.chosen,
+            ]
+        )
+    return rows
+
+
+def by_size_table() -> list[list[str]]:
+    """The bias of each source by one size of the layout: where it is wrong, and which way."""
+    rows = [["source", "bias by t", "bias by p", "bias by b"]]
+    for source in SOURCES:
+        found = list(runs(source))
+        row = [source.file]
+        for name in ("tensor", "pipeline", "micro_size"):
+            groups: dict[int, list[float]] = defaultdict(list)
+            for run in found:
+                groups[getattr(run.layout, name)].append(run.error)
+            row.append(
+                ", ".join(f"{k}: {statistics.fmean(v):+.0%}" for k, v in sorted(groups.items()))
+            )
+        rows.append(row)
+    return rows

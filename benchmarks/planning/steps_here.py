@@ -1,0 +1,112 @@
+"""Steps of layouts on this machine, timed in turn: one launch of ranks, round by round.
+
+All cases are timed round by round, so that a disturbance meets several of them.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.launch import answer
+from benchmarks.turns import round_of
+from ptdmpi.base.heap import keep_freed
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.machine.cluster import load_model
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """A layout that trains with a global batch of so many sequences."""
+
+    layout: Layout
+    batch: int
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often: `rounds` of all cases, each of so many steps, the first of which warms up."""
+
+    model: str
+    precision: str
+    rounds: int = 3
+    steps: int = 3
+
+
+def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
+    """Median step time in seconds of each case, by round, on `ranks` ranks of one thread each; a
+    case of fewer ranks has the first of them. Ends the program where the ranks fail."""
+    job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
+    return json.loads(answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)]))
+
+
+def _measure(text: str) -> None:
+    """On each rank: rounds of all cases; rank 0 prints the step times of each, by round."""
+    from ptdmpi.comm import launch
+
+    launch.prepare()
+    from ptdmpi.comm.world import World, fail_together
+
+    job = json.loads(text)
+    cases = [TimedCase(Layout(**case["layout"]), case["batch"]) for case in job.pop("cases")]
+    turns = Turns(**job)
+    world = World()
+    with fail_together(world):
+        import torch
+
+        torch.set_num_threads(1)
+        keep_freed(os.environ)
+        parts = {ranks: world.first(ranks) for ranks in {case.layout.ranks for case in cases}}
+
+        def side(case: TimedCase) -> float:
+            part = parts[case.layout.ranks]
+            time_s = 0.0 if part is None else _step_s(part, case, turns)
+            world.control.Barrier()
+            return time_s
+
+        sides = {str(number): partial(side, case) for number, case in enumerate(cases)}
+        rounds = [round_of(sides, number) for number in range(turns.rounds)]
+        if world.rank == 0:
+            print(json.dumps([[times[name] for times in rounds] for name in sides]))
+
+
+def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
+    """Median step of one case on fresh weights."""
+    import time
+
+    import torch
+
+    from ptdmpi.config import synthetic_config
+    from ptdmpi.engine.engine import Engine
+    from ptdmpi.model.batch import Batch
+    from ptdmpi.plan.layout.grid import grid_of
+
+    model = load_model(turns.model)
+    config = synthetic_config(
+        case.layout,
+        model.config.model_dump(),
+        run={"steps": turns.steps},
+        batch={"global_size": case.batch},
+        precision={"compute": turns.precision},
+    )
+    axes = world.split(grid_of(config))
+    engine = Engine(config, axes, model.vocab_size)
+    ids = torch.randint(model.vocab_size, (model.config.seq_length + 1, case.layout.micro_size))
+    axes["tensor"].broadcast(ids)
+    samples = torch.arange(case.layout.micro_size)
+    batch = Batch(ids[:-1], ids[1:].contiguous(), None, samples)
+    times = []
+    for step in range(turns.steps):
+        axes.world.barrier()
+        start = time.perf_counter()
+        engine.step(step, [batch] * config.microbatches)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    _measure(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Models that are adapted to a task: what it takes, and what comes of it"""

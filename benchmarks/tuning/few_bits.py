@@ -1,0 +1,134 @@
+"""`python -m benchmarks.tuning.few_bits [MODEL DATA]`: what few bits cost a model, in perplexity.
+
+Of the demo's model (jobs/demo.toml, `make demo` has made its shards), or of any MODEL with the
+directory DATA of shards (`train` and `valid` in it): int8, int4 and nf4, rounded and by GPTQ; of
+the demo's also after a further training with and without rounded weights. Writes the tables between
+the marks of docs/quantization.md. What was trained or measured already is not done again: it stands
+in runs/few-bits.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import ROOT, answer
+from ptdmpi.base.disk import write_whole
+
+PAGE = ROOT / "docs/quantization.md"
+WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
+SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
+STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate
+FORMS = {"int8": ["--bits", "8"], "int4": ["--bits", "4"], "nf4": ["--bits", "4", "--nf4"]}
+METHODS = ("absmax", "gptq")
+
+
+def train(name: str, steps: int, *settings: str) -> Path:
+    """A training of the demo's model on one rank; its run directory. One that was stopped goes
+    on."""
+    folder = WORK / name
+    if not (folder / "checkpoints" / f"step-{steps:08d}").is_dir():
+        given = [f"parallel.{one}" for one in SERIAL]
+        given += [f"run.name={name}", f"run.dir={folder}", "checkpoint.resume=auto"]
+        given += [f"run.steps={steps}", *settings]
+        given += [f"data.valid={DATA / 'valid'}"]
+        words = [word for one in given for word in ("--set", one)]
+        answer(1, ["-m", "ptdmpi", "train", "jobs/demo.toml", *words])
+    return folder
+
+
+def quantized(
+    model: Path, data: Path, form: str, method: str, more: Sequence[str]
+) -> dict[str, Any]:
+    """What `ptdmpi quantize` says, perplexities in bf16 among it."""
+    target = WORK / f"{model.name}-{form}-{method}"
+    known = target.with_suffix(".json")
+    if not known.is_file():
+        words = [*FORMS[form], "--method", method, "--evaluate", str(data / "valid"), "--json"]
+        words += ["--precision", "bf16"]
+        if method == "gptq":
+            words += ["--data", str(data / "train"), *more]
+        text = answer(1, ["-m", "ptdmpi", "quantize", str(model), str(target), *words])
+        known.write_text(text[text.index("{") :])
+    return json.loads(known.read_text())
+
+
+def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
+    """One for each form and method."""
+    for form in FORMS:
+        for method in METHODS:
+            found = quantized(model, data, form, method, more)
+            (one,) = found["perplexity"]
+            yield [
+                form,
+                method,
+                f"{found['bits_per_element']:.1f}",
+                f"{found['bytes'] / 1e6:.1f}",
+                f"{one['before']:.3f}",
+                f"{one['after']:.3f}",
+                f"{100 * (one['after'] / one['before'] - 1):+.2f} %",
+            ]
+
+
+def after_training(base: Path) -> Iterator[list[str]]:
+    """As many steps more with rounded weights and without, then int4 of both."""
+    further = [
+        "optimizer.learning_rate=1e-3",
+        "optimizer.warmup_steps=20",
+        f"checkpoint.initial={base}",
+    ]
+    for title, name, settings in (
+        ("without", "plain", []),
+        ('with `quantize.weights = "int4"`', "aware", ["quantize.weights=int4"]),
+    ):
+        model = train(name, MORE_STEPS, *further, *settings)
+        for method in METHODS if name == "plain" else METHODS[:1]:
+            (one,) = quantized(model, DATA, "int4", method, [])["perplexity"]
+            yield [title, method, f"{one['before']:.3f}", f"{one['after']:.3f}"]
+
+
+def table(head: Sequence[str], lines: Iterator[list[str]]) -> Iterator[str]:
+    """Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    yield from (f"| {' | '.join(line)} |" for line in lines)
+
+
+HEAD = ("codes", "method", "bits an element", "MB", "perplexity in bf16", "then", "more")
+
+
+def written(mark: str, lines: list[str]) -> None:
+    """Put the lines between the marks of the page."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    page = PAGE.read_text(encoding="utf-8")
+    head, rest = page.split(begin)
+    text = "\n".join([*lines, ""])
+    write_whole(PAGE, head + begin + text + end + rest.split(end)[1])
+    print(text)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, nargs="?", help="default: the demo's, trained here")
+    parser.add_argument("data", type=Path, nargs="?", default=DATA)
+    parser.add_argument("--mark", default="demo", help="where in the page the table stands")
+    parser.add_argument("--samples", default="128", help="of calibration")
+    parser.add_argument("--length", help="their tokens")
+    given = parser.parse_args()
+    if not (given.data / "valid").is_dir():
+        sys.exit(f"{given.data} has no valid/: make demo makes that of the demo's model")
+    WORK.mkdir(parents=True, exist_ok=True)
+    more = ["--samples", given.samples]
+    more += ["--length", given.length] if given.length else []
+    model = given.model or train("demo", STEPS)
+    written(given.mark, list(table(HEAD, rows(model, given.data, more))))
+    if given.model is None:
+        head = (f"{MORE_STEPS} steps more", "method", "perplexity in bf16", "then, in int4")
+        written("aware", list(table(head, after_training(model))))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup setup-all test test-long test-slurm demo bench parity torture calibrate validate-plan validate-plan-here figures fuzz clean
+.PHONY: help setup setup-all test test-long test-slurm demo bench parity gpu torture calibrate validate-plan validate-plan-here curves-here figures communicate-less fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -74,6 +74,9 @@ bench: setup ## this project, plain torch, DeepSpeed and torchtitan side by side
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 16 $(BIN)/ptdmpi doctor --parity
 
+gpu: setup ## what one GPU does, in nine minutes at most: docs/gpu.md
+	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.gpu.run
+
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
 	$(BIN)/python -m benchmarks.faults.torture
 
@@ -86,9 +89,15 @@ validate-plan: setup ## predictions of `ptdmpi plan` beside published runs
 validate-plan-here: setup ## predictions for this machine beside measured steps
 	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.validate_here
 
+curves-here: setup ## the paper's Figures 12 to 18 at 2 and 4 ranks of this machine, predicted beside measured
+	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.curves_here
+
 figures: setup ## the paper's Figures 11 to 18, and docs/questions.md with its answers and pictures
 	$(BIN)/python -m benchmarks.planning.figures
 	$(BIN)/python -m benchmarks.planning.questions
+
+communicate-less: setup ## methods that communicate less: tables and pictures of docs/less-communication.md
+	$(BIN)/python -m benchmarks.less.communicate
 
 fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 	$(BIN)/python -m tests.fuzz

@@ -36,6 +36,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTUP_LIMIT_S = 120.0  # until every rank has imported the test module, on a busy machine
+MANY = 4  # more ranks than this take most of a minute to start on two cores
 GRACE_S = 5.0  # for dying ranks to write their stacks, for mpirun to tidy up
 
 
@@ -92,7 +93,8 @@ def mpirun(
 def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callable], Callable]:
     """Make a pytest test of a module-level function `test_x(comm, ...)` for each number of ranks.
 
-    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks.
+    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks. Numbers
+    above MANY are run by `make test-long`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -114,7 +116,8 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
         run.__signature__ = inspect.Signature([*fixed, *passed])
         run.parallel_body = function
         run.parallel_limit_s = limit_s
-        return pytest.mark.parametrize("ranks", list(ranks))(run)
+        sizes = [pytest.param(n, marks=[pytest.mark.long] if n > MANY else []) for n in ranks]
+        return pytest.mark.parametrize("ranks", sizes)(run)
 
     return decorate
 

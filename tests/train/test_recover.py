@@ -54,6 +54,7 @@ def test_a_spare_rank_takes_over_from_the_checkpoint(corpus, undisturbed):
     check_same(corpus / "runs/stage", undisturbed)
 
 
+@pytest.mark.long
 def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, undisturbed):
     """Rank 1 dies in a validation; rank 3, that was to replace it, while it receives the state."""
     kills = [(1, "validation", 4), (3, "recovery", 0)]
@@ -94,7 +95,8 @@ def test_too_few_ranks_end_and_the_same_command_resumes(corpus, undisturbed):
     check_same(corpus / "runs/few", undisturbed)
 
 
-@pytest.mark.parametrize("overlap", ["false", pytest.param("true", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["false", "true"])
 def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
     """In an op the others keep what they have; amid an exchange nobody has a state, but the
     checkpoint has every replica's, and their mean is what fewer begin from. Whether an exchange

@@ -57,6 +57,7 @@ def rows_of(folder) -> dict[int, str]:
     return {int(rank): row for rank, row in found}
 
 
+@pytest.mark.long
 def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
     done = run_patched(tmp_path, "time.sleep(99)", "F0.2", 1, **{"run.stall_s": 2.0})
     assert done.returncode not in (0, 2, 75)

@@ -116,10 +116,15 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
         run.__signature__ = inspect.Signature([*fixed, *passed])
         run.parallel_body = function
         run.parallel_limit_s = limit_s
-        sizes = [pytest.param(n, marks=[pytest.mark.long] if n > MANY else []) for n in ranks]
-        return pytest.mark.parametrize("ranks", sizes)(run)
+        return pytest.mark.parametrize("ranks", [_short_or_long(one) for one in ranks])(run)
 
     return decorate
+
+
+def _short_or_long(ranks: object) -> object:
+    """A number of ranks, marked where it is above MANY; what is a pytest.param stays as it is."""
+    many = isinstance(ranks, int) and ranks > MANY
+    return pytest.param(ranks, marks=pytest.mark.long) if many else ranks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, und
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2)])
 def test_split_backwards_go_on_from_the_live_state(corpus, schedule, virtual):
     """A rank dies between an I and its W; then one that, in a V, holds both ends of the model."""
     folder, deeper = corpus / "runs", "model.layers=4"
@@ -201,10 +201,8 @@ def test_a_lost_shard_comes_from_the_checkpoint_in_fewer_shards(corpus, eight_un
     ("zero", "place"),
     [
         (3, "gather"),
-        pytest.param(2, "reduction", marks=pytest.mark.long),
         pytest.param(1, "before the update", marks=pytest.mark.long),
         pytest.param(2, "before the weights", marks=pytest.mark.long),
-        pytest.param(3, "op", marks=pytest.mark.long),
     ],
 )
 def test_another_group_holds_the_lost_shard(corpus, eight_undisturbed, zero, place):

@@ -150,8 +150,8 @@ def test_an_overflow_is_skipped_by_all_alike(comm):
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
-        ("tied", "chunks"),
         ("recomputed", "sequence"),
+        pytest.param("tied", "chunks", marks=pytest.mark.long),
         pytest.param("tied", "p", marks=pytest.mark.long),
         pytest.param("recomputed", "t", marks=pytest.mark.long),
     ],

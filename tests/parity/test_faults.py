@@ -50,8 +50,7 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL, wire: str = 
     "layout",
     [
         CHUNKS,
-        GATHERED,
-        *(pytest.param(one, marks=LONG) for one in (PIPELINE, SEQUENCE, NO_SUM, GROUPS)),
+        *(pytest.param(one, marks=LONG) for one in (GATHERED, PIPELINE, SEQUENCE, NO_SUM, GROUPS)),
     ],
 )
 def test_no_row_is_red_without_a_fault(comm, layout):
@@ -243,7 +242,7 @@ def weights_that_are_not_there() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "layout", "seen_in"),
     [
-        (forgotten_tensor_all_reduce, NO_SUM, "fp64 loss"),
+        pytest.param(forgotten_tensor_all_reduce, NO_SUM, "fp64 loss", marks=LONG),
         (mean_of_means, PIPELINE, "fp64 gradients"),
         (microbatches_off_by_one, CHUNKS, "fp32 bits"),
         (shards_in_the_wrong_order, GATHERED, "fp64 loss"),

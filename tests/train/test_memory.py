@@ -177,9 +177,9 @@ def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mod
     ("sequence_parallel", "kind", "mode"),
     [
         (False, "gpt", "none"),
-        (False, "llama", "two layers"),
         (True, "llama", "full"),
-        (True, "bert", "selective"),
+        pytest.param(False, "llama", "two layers", marks=LONG),
+        pytest.param(True, "bert", "selective", marks=LONG),
     ],
 )
 def test_tensor_axis(comm, sequence_parallel, kind, mode):
@@ -268,7 +268,15 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
 
 
 @parallel(ranks=[2, 4])
-@pytest.mark.parametrize(("zero", "compute"), [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("zero", "compute"),
+    [
+        (1, "bf16"),
+        (3, "fp32"),
+        pytest.param(0, "bf16", marks=LONG),
+        pytest.param(2, "bf16", marks=LONG),
+    ],
+)
 def test_shards(comm, zero, compute):
     check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
 
@@ -277,8 +285,8 @@ def test_shards(comm, zero, compute):
 @pytest.mark.parametrize(
     ("zero", "where"),
     [
-        (2, {"parallel.shard_group": 2}),
         (3, {"parallel.tensor": 2}),
+        pytest.param(2, {"parallel.shard_group": 2}, marks=LONG),
         pytest.param(1, {"parallel.pipeline": 2}, marks=LONG),
         pytest.param(3, {"parallel.pipeline": 2}, marks=LONG),
     ],

@@ -200,7 +200,7 @@ def test_a_lost_shard_comes_from_the_checkpoint_in_fewer_shards(corpus, eight_un
 @pytest.mark.parametrize(
     ("zero", "place"),
     [
-        (3, "gather"),
+        pytest.param(3, "gather", marks=pytest.mark.long),
         pytest.param(1, "before the update", marks=pytest.mark.long),
         pytest.param(2, "before the weights", marks=pytest.mark.long),
     ],

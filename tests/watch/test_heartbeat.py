@@ -329,6 +329,7 @@ def test_signals_within_five_seconds_are_one():
     assert one.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
 
 
+@pytest.mark.long
 def test_without_threads_in_mpi_a_run_goes_on_and_says_so(tmp_path):
     import tomlkit
 

@@ -135,6 +135,7 @@ def test_random_cases_are_found_as_by_trying_all(most):
     assert sharded > most / 11 and partly >= most // 70  # where memory is short
 
 
+@pytest.mark.long
 def test_uneven_layouts_are_found_as_by_trying_all():
     """Where memory is short, first stages with fewer layers, and in pipelines as few layers
     recomputed as fit (which are never among the best here): none is lost."""

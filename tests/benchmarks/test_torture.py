@@ -50,7 +50,6 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(torture, tmp_path):
     torture.finish(CASE, run, saved)
 
 
-@pytest.mark.long
 def test_what_was_reported_as_saved_must_be_there(torture, tmp_path):
     with pytest.raises(Lost, match="step 8 was reported as saved, step 0 is there"):
         torture.finish(CASE, tmp_path, 8)

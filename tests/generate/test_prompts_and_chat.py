@@ -19,6 +19,7 @@ OPTIONS = {
     "layout": None,
     "precision": None,
     "ema": False,
+    "adapter": None,
     "tokenizer": "bytes",
     "temperature": 1.0,
     "top_k": None,

@@ -76,6 +76,20 @@ def test_the_command_takes_json_lines_and_keeps_their_fields(run, tmp_path):
     assert json.loads(alone.stdout)["samples"][0]["ids"] == first["ids"]
 
 
+def test_what_is_asked_may_be_the_average_of_the_weights(run, tmp_path):
+    both = _stored.stored(tmp_path / "both", 257, average=0.2, seq_length=32)
+    other = _stored.stored(tmp_path / "other", 257, factor=0.2, seq_length=32)
+
+    def ids(path, *words):
+        found = json.loads(_invoke(path, "--prompt", "a", "--json", *words).stdout)
+        return found["samples"][0]["ids"]
+
+    assert ids(both, "--ema") == ids(other) != ids(run)
+    assert ids(both) == ids(run)
+    refused = _invoke(run, "--prompt", "a", "--ema")
+    assert refused.exit_code == 2
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

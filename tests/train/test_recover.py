@@ -54,6 +54,7 @@ def test_a_spare_rank_takes_over_from_the_checkpoint(corpus, undisturbed):
     check_same(corpus / "runs/stage", undisturbed)
 
 
+@pytest.mark.long
 def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, undisturbed):
     """Rank 1 dies in a validation; rank 3, that was to replace it, while it receives the state."""
     kills = [(1, "validation", 4), (3, "recovery", 0)]
@@ -66,7 +67,7 @@ def test_a_spare_rank_takes_the_live_state_and_one_is_lost_meanwhile(corpus, und
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("schedule", "virtual"), [("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "virtual"), [("zb-v", 2)])
 def test_split_backwards_go_on_from_the_live_state(corpus, schedule, virtual):
     """A rank dies between an I and its W; then one that, in a V, holds both ends of the model."""
     folder, deeper = corpus / "runs", "model.layers=4"
@@ -94,7 +95,8 @@ def test_too_few_ranks_end_and_the_same_command_resumes(corpus, undisturbed):
     check_same(corpus / "runs/few", undisturbed)
 
 
-@pytest.mark.parametrize("overlap", ["false", pytest.param("true", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("overlap", ["false", "true"])
 def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
     """In an op the others keep what they have; amid an exchange nobody has a state, but the
     checkpoint has every replica's, and their mean is what fewer begin from. Whether an exchange
@@ -198,11 +200,9 @@ def test_a_lost_shard_comes_from_the_checkpoint_in_fewer_shards(corpus, eight_un
 @pytest.mark.parametrize(
     ("zero", "place"),
     [
-        (3, "gather"),
-        pytest.param(2, "reduction", marks=pytest.mark.long),
+        pytest.param(3, "gather", marks=pytest.mark.long),
         pytest.param(1, "before the update", marks=pytest.mark.long),
         pytest.param(2, "before the weights", marks=pytest.mark.long),
-        pytest.param(3, "op", marks=pytest.mark.long),
     ],
 )
 def test_another_group_holds_the_lost_shard(corpus, eight_undisturbed, zero, place):

@@ -118,7 +118,7 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     rates = [one["learning_rate"] for one in records if "loss" in one]
 
     def logits(opened: Any) -> Tensor:
-        """Of the first row's tokens, [s, V]."""
+        """Logits of the first row's tokens, [s, V]."""
         with torch.no_grad():
             (stage,) = opened.stages.values()
             return stage.heads(opened.hidden(ids))[0][:, 0, : feed.vocab_size].float()

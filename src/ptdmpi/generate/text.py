@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
+from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
@@ -46,9 +47,9 @@ class Text:
         return [*self.prefix, *self.encode(text)] or [self.eod]
 
     def marked(self, text: str) -> list[int]:
-        """Of a template's text, in which the names of special tokens mean these."""
-        ids: np.ndarray = self.tokenizer.encode_marked([text])[0][0]  # type: ignore[attr-defined]
-        return ids.tolist()
+        """The ids of a template's text, in which names of special tokens mean these."""
+        tokenizer = cast(MarkedTokenizer, self.tokenizer)
+        return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """The text of `ids` where they stand: some tokenizers leave out the first space of a

@@ -254,3 +254,26 @@ def test_one_rank_is_left_of_three_shards(corpus, eight_undisturbed):
     (line,) = losses(corpus / "runs/one")
     assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint{LOST} of step 2" in line
     check_close(corpus / "runs/one", eight_undisturbed)
+
+
+# as `comm.wire = "nccl"` goes on: what was connected is aborted, and new ids are made
+STAND_IN = """
+from ptdmpi.config import wires
+wires.WIRES["mpi"] = "tests.comm._stand_in:StandInCommunicator"
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "pipeline", "left"), [(3, 1, "2 ranks go on"), (4, 2, "2 ranks go on (1 spare)")]
+)
+def test_streams_of_a_device_are_connected_anew(corpus, ranks, pipeline, left):
+    """Messages wait in streams of their own when a rank dies; the bits are those of a run on `mpi`
+    that loses the same rank at the same place."""
+    where = ("run.reproducible=false", f"parallel.pipeline={pipeline}", "batch.global_size=12")
+    for name, first in (("plain", ""), ("streams", STAND_IN)):
+        named = f"run.name={name}-{pipeline}"
+        disturbed(corpus, ranks, [(1, "op", 3)], named, *where, first=first)
+        (line,) = losses(corpus / f"runs/{name}-{pipeline}")
+        assert left in line and "from live state of step 2, " in line
+    check_same(corpus / f"runs/streams-{pipeline}", corpus / f"runs/plain-{pipeline}")

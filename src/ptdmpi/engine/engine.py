@@ -121,7 +121,9 @@ class Engine:
         portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
         # the sum of all alone is begun place by place: other methods have their state as one
         begun = config.data_parallel.method == "all_reduce" and axes["data"].overlaps
-        overlaps = begun and axes["data"].size > 1
+        # one rank may be what is left of several: it takes their state as it stands
+        shrinks = config.run.on_failure == "shrink"
+        overlaps = begun and (axes["data"].size > 1 or shrinks)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed)

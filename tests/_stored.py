@@ -15,14 +15,19 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16}
 LLAMA = {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48}
 
 
-def stored(folder: Path, vocab_size: int, factor: float = 0.3, **model) -> Path:
-    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights."""
+def stored(
+    folder: Path, vocab_size: int, factor: float = 0.3, average: float = 0.0, **model
+) -> Path:
+    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, `average`:
+    that of what stands as their average, 0: none."""
     keys = SHAPE | model
+    kinds = {"weights": factor} | ({"ema": average} if average else {})
     parts = []
     for name, one in declarations(config_of(keys), vocab_size).items():
-        values = random_tensor(name, one.shape, "fp32") * factor
-        whole, numbers = Box.whole(one.shape), partial(values.numpy)
-        parts.append(Outgoing(f"weights/{name}", one.shape, whole, "float32", numbers))
+        for kind, size in kinds.items():
+            values = random_tensor(name, one.shape, "fp32") * size
+            whole, numbers = Box.whole(one.shape), partial(values.numpy)
+            parts.append(Outgoing(f"{kind}/{name}", one.shape, whole, "float32", numbers))
     temporary = folder / "checkpoints" / (files.name_of(7) + ".tmp")
     temporary.mkdir(parents=True)
     written = write(temporary / "rank-00000.safetensors", parts)

@@ -14,7 +14,7 @@ from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
-from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape import matrices, parameters
 from ptdmpi.plan.shape.parameters import Linear
 
 
@@ -110,6 +110,12 @@ class StageMemory:
         own = sum(len(layers[stage]) for stage in stages)
         ends = (0 in stages, placed.stages - 1 in stages)
         return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
+
+    def matrix_elements(self, cut: Cut, tensor: int, rank: int) -> int:
+        """Elements of the matrices in a pipeline rank's layers."""
+        layers = self._splits(cut)
+        own = sum(len(layers[stage]) for stage in cut.placed.stages_of(rank))
+        return own * matrices.matrix_elements(self.model, tensor)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a

@@ -1,8 +1,11 @@
 """Run directories with a checkpoint of random weights, without any training."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from ptdmpi.base.box import Box
 from ptdmpi.checkpoint import directory as files
@@ -15,12 +18,19 @@ SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16}
 LLAMA = {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48}
 
 
-def stored(folder: Path, vocab_size: int, factor: float = 0.3, **model) -> Path:
-    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights."""
+def stored(
+    folder: Path,
+    vocab_size: int,
+    factor: float = 0.3,
+    changed: Callable[[str, Tensor], Tensor] = lambda name, values: values,
+    **model,
+) -> Path:
+    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, which are
+    `changed` then."""
     keys = SHAPE | model
     parts = []
     for name, one in declarations(config_of(keys), vocab_size).items():
-        values = random_tensor(name, one.shape, "fp32") * factor
+        values = changed(name, random_tensor(name, one.shape, "fp32") * factor)
         whole, numbers = Box.whole(one.shape), partial(values.numpy)
         parts.append(Outgoing(f"weights/{name}", one.shape, whole, "float32", numbers))
     temporary = folder / "checkpoints" / (files.name_of(7) + ".tmp")

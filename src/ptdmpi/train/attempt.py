@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ptdmpi.base.words import counted, short
-from ptdmpi.checkpoint.base import take_base
+from ptdmpi.base.words import counted, file_size, short
+from ptdmpi.checkpoint.base import take_base, words
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
@@ -20,8 +20,10 @@ from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import choice
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
+from ptdmpi.plan.shape.low_bit import LowBit, frozen_layer
 from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
@@ -172,6 +174,15 @@ class Attempt:
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
         )
+        form = LowBit.of(config.quantize)
+        if form is not None and config.adapt.adapts:
+            elements, packed = (config.model.layers * n for n in frozen_layer(config.model, 1))
+            whole = elements * COMPUTE_BYTES[config.precision.compute]
+            yield (
+                f"the frozen base stays in {words(form)}: its layers' matrices take "
+                f"{file_size(packed)}, which would be {file_size(whole)} in "
+                f"{config.precision.compute}"
+            )
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).told}"
         if world.tensor_axis_crosses_nodes(grid_of(config)):

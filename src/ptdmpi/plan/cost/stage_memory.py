@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.cost.kept import activations, heads, operands, working
-from ptdmpi.plan.cost.kept.activations import Sizes, total_bytes
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, Sizes, total_bytes
 from ptdmpi.plan.cost.kept.working import LayerBytes
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import frozen_layer
 from ptdmpi.plan.shape.parameters import Linear
 
 
@@ -110,6 +111,13 @@ class StageMemory:
         own = sum(len(layers[stage]) for stage in stages)
         ends = (0 in stages, placed.stages - 1 in stages)
         return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
+
+    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, in_full: int) -> int:
+        """Bytes of a pipeline rank's frozen weights, which were `in_full` in the compute type: of
+        those that stand in few bits their codes and scales."""
+        own = sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
+        elements, packed = frozen_layer(self.model, tensor)
+        return in_full + own * (packed - elements * COMPUTE_BYTES[self.precision])
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a

@@ -31,7 +31,7 @@ from tests.parallel import parallel
 SHAPE = _stored.LLAMA | {"layers": 2}
 MODEL = {f"model.{key}": value for key, value in SHAPE.items()}
 LORA = {"adapt.method": "lora", "adapt.rank": 3, "adapt.dropout": 0.1}
-SAVING = {"run.steps": 3, "checkpoint.every_steps": 0}
+SAVING = {"run.steps": 2, "checkpoint.every_steps": 0}
 NF4 = {"quantize.weights": "nf4", "quantize.block": 8}
 
 
@@ -71,7 +71,7 @@ def assert_same_as_unpacked(comm, folder, changes, codes: str = "nf4") -> None:
     bases(comm, folder, codes, changes.get("model.layers", 2))
     low, values = (trained(comm, folder, changes, base) for base in ("low", "values"))
     assert low.held_bytes > 0 == values.held_bytes
-    assert len(low.numbers) == 3 and low.numbers == values.numbers
+    assert len(low.numbers) == 2 and low.numbers == values.numbers
     assert low.adapters.keys() == values.adapters.keys()
     for name, found in low.adapters.items():
         assert torch.equal(found, values.adapters[name]), name
@@ -124,10 +124,10 @@ def test_it_does_so_where_two_axes_cut(comm, tmp_path, case):
 
 
 @parallel(ranks=[1, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_memory_is_what_the_codes_take(comm, precision):
+def test_memory_is_what_the_codes_take(comm):
     """What stands, to the byte; beside it, in a step, no more than the account has for a matrix."""
-    changes = MODEL | LORA | layout(t=comm.size) | {"precision.compute": precision}
+    changes = MODEL | LORA | layout(t=comm.size)
+    changes |= {"precision.compute": "fp32" if comm.size == 1 else "bf16"}
     changes |= {"model.ffn_hidden": 256, "batch.micro_size": 1, "batch.global_size": 2}
     plain, low = (build(World(comm), changes | more) for more in ({}, NF4))
     buffer, size = low.buffer, low.buffer.precision.compute.itemsize

@@ -12,7 +12,7 @@ from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.checkpoint.base import take_base, words
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
-from ptdmpi.config import SharedInputError, to_toml
+from ptdmpi.config import Config, SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import told
 from ptdmpi.engine.engine import Engine
@@ -174,15 +174,7 @@ class Attempt:
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
         )
-        form = LowBit.of(config.quantize)
-        if form is not None and config.adapt.adapts:
-            elements, packed = (config.model.layers * n for n in frozen_layer(config.model, 1))
-            whole = elements * COMPUTE_BYTES[config.precision.compute]
-            yield (
-                f"the frozen base stays in {words(form)}: its layers' matrices take "
-                f"{file_size(packed)}, which would be {file_size(whole)} in "
-                f"{config.precision.compute}"
-            )
+        yield from _base_in_few_bits(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).told}"
         if world.tensor_axis_crosses_nodes(grid_of(config)):
@@ -215,3 +207,15 @@ class Attempt:
         if answer.trained_on.last.step == self.first > 0:
             here = f"from step {self.first + 1} (sample {self.course.samples(self.first)}) on"
             yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
+
+
+def _base_in_few_bits(config: Config) -> Iterator[str]:
+    """What is said of a frozen base that stays in few bits."""
+    form, compute = LowBit.of(config.quantize), config.precision.compute
+    if form is None or not config.adapt.adapts:
+        return
+    elements, packed = (config.model.layers * count for count in frozen_layer(config.model, 1))
+    yield (
+        f"the frozen base stays in {words(form)}: its layers' matrices take {file_size(packed)}, "
+        f"which would be {file_size(elements * COMPUTE_BYTES[compute])} in {compute}"
+    )

@@ -62,13 +62,8 @@ class InFewBits:
                 (KIND_OF_CODES, held.codes, held.form.code_shape),
                 (KIND_OF_SCALES, held.scales, held.form.scale_shape),
             ):
-                here = _narrowed(share.local, narrow)
-                yield (
-                    kind,
-                    narrow(rows, columns),
-                    _narrowed(share.logical, narrow),
-                    values[here.index],
-                )
+                here, there = _narrowed(share.local, narrow), _narrowed(share.logical, narrow)
+                yield kind, narrow(rows, columns), there, values[here.index]
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:

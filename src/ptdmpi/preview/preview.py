@@ -25,6 +25,7 @@ from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
+from ptdmpi.train.attempt import base_told
 from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of
@@ -77,7 +78,7 @@ def preview(
             {"path": path, "samples": dataset.samples(config.model.text_length)}
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
-        "told": list(source.told()),
+        "told": [*source.told(), *base_told(config)],
         "resume": resumed,
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),

@@ -174,7 +174,7 @@ class Attempt:
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
         )
-        yield from _base_in_few_bits(config)
+        yield from base_told(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).told}"
         if world.tensor_axis_crosses_nodes(grid_of(config)):
@@ -209,7 +209,7 @@ class Attempt:
             yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
 
 
-def _base_in_few_bits(config: Config) -> Iterator[str]:
+def base_told(config: Config) -> Iterator[str]:
     """What is said of a frozen base that stays in few bits."""
     form, compute = LowBit.of(config.quantize), config.precision.compute
     if form is None or not config.adapt.adapts:

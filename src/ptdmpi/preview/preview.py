@@ -78,7 +78,8 @@ def preview(
             {"path": path, "samples": dataset.samples(config.model.text_length)}
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
-        "told": [*source.told(), *base_told(config)],
+        "told": list(source.told()),
+        "base": list(base_told(config)),
         "resume": resumed,
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),

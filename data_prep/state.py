@@ -379,9 +379,8 @@ class RunState:
         return sums
 
     def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
-        """Raises InputError if a shard that was finished has gone since."""
+        """Raises InputError if a shard that was finished has gone since; perhaps none holds out."""
         counted = (sums.train_tokens, sums.valid_tokens)
-        # perhaps none held out
         for output, shards, tokens in zip(self.outputs, headers, counted, strict=False):
             there = sum(header.tokens for header in shards)
             if there != tokens:

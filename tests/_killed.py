@@ -1,13 +1,14 @@
 """Runs of a small model that lose ranks: SIGKILL at chosen places of a step."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from ptdmpi.data.shard_writer import ShardWriter
 from tests._runs import records, tensors
-from tests.parallel import mpirun
+from tests.parallel import ROOT, mpirun
 
 CONFIG = """
 [run]
@@ -101,12 +102,15 @@ def command(first: str, second: str, *settings: str) -> list[str]:
     return [first, second, "train", "config.toml", *options]
 
 
-def disturbed(folder: Path, ranks: int, kills: list, *settings: str, check: bool = True):
+def disturbed(
+    folder: Path, ranks: int, kills: list, *settings: str, check: bool = True, first: str = ""
+):
+    """`first`: lines of Python in front of the program."""
     return mpirun(
         ranks,
-        command("-c", KILLER, "run.on_failure=shrink", *settings),
+        command("-c", first + KILLER, "run.on_failure=shrink", *settings),
         options=("--with-ft", "ulfm"),
-        env={"KILLS": json.dumps(kills)},
+        env={"KILLS": json.dumps(kills), "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
         cwd=folder,
         check=check,
         timeout_s=100,

@@ -22,17 +22,20 @@ def stored(
     folder: Path,
     vocab_size: int,
     factor: float = 0.3,
+    average: float = 0.0,
     changed: Callable[[str, Tensor], Tensor] = lambda name, values: values,
     **model,
 ) -> Path:
-    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, which are
-    `changed` then."""
+    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, `average`:
+    that of what stands as their average, 0: none; both are `changed` then."""
     keys = SHAPE | model
+    kinds = {"weights": factor} | ({"ema": average} if average else {})
     parts = []
     for name, one in declarations(config_of(keys), vocab_size).items():
-        values = changed(name, random_tensor(name, one.shape, "fp32") * factor)
-        whole, numbers = Box.whole(one.shape), partial(values.numpy)
-        parts.append(Outgoing(f"weights/{name}", one.shape, whole, "float32", numbers))
+        for kind, size in kinds.items():
+            values = changed(name, random_tensor(name, one.shape, "fp32") * size)
+            whole, numbers = Box.whole(one.shape), partial(values.numpy)
+            parts.append(Outgoing(f"{kind}/{name}", one.shape, whole, "float32", numbers))
     temporary = folder / "checkpoints" / (files.name_of(7) + ".tmp")
     temporary.mkdir(parents=True)
     written = write(temporary / "rank-00000.safetensors", parts)

@@ -36,6 +36,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTUP_LIMIT_S = 120.0  # until every rank has imported the test module, on a busy machine
+MANY = 4  # more ranks than this take most of a minute to start on two cores
 GRACE_S = 5.0  # for dying ranks to write their stacks, for mpirun to tidy up
 
 
@@ -92,7 +93,8 @@ def mpirun(
 def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callable], Callable]:
     """Make a pytest test of a module-level function `test_x(comm, ...)` for each number of ranks.
 
-    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks.
+    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks. Numbers
+    above MANY are run by `make test-long`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -114,9 +116,15 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
         run.__signature__ = inspect.Signature([*fixed, *passed])
         run.parallel_body = function
         run.parallel_limit_s = limit_s
-        return pytest.mark.parametrize("ranks", list(ranks))(run)
+        return pytest.mark.parametrize("ranks", [_short_or_long(one) for one in ranks])(run)
 
     return decorate
+
+
+def _short_or_long(ranks: object) -> object:
+    """A number of ranks, marked where it is above MANY; what is a pytest.param stays as it is."""
+    many = isinstance(ranks, int) and ranks > MANY
+    return pytest.param(ranks, marks=pytest.mark.long) if many else ranks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,6 +131,7 @@ def test_reports_each_kind_of_end(tmp_path):
     assert "ended by the time limit of 2 s" in hung
 
 
+@pytest.mark.long
 def test_siblings_share_one_mpirun(tmp_path):
     code, output, words = run_pytest(tmp_path, "-k", "test_before or test_after")
     assert code == 0 and len(words) == 4, output
@@ -138,6 +139,7 @@ def test_siblings_share_one_mpirun(tmp_path):
     assert len(pids) == 6 and len(set(pids)) == 2  # 2 tests x (1 + 2) ranks; one mpirun per size
 
 
+@pytest.mark.long
 def test_selected_test_runs_alone(tmp_path):
     code, output, words = run_pytest(tmp_path, "-k", "test_before[2]")
     assert code == 0 and words == {"test_before[2]": "PASSED"}, output
@@ -180,6 +182,7 @@ def test_mpirun_time_limit_shows_stacks_and_leaves_nothing_behind():
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.long
 def test_ending_pytest_ends_the_ranks(tmp_path):
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     pid_file = tmp_path / "pid"

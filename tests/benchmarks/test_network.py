@@ -90,6 +90,7 @@ def skip(error: NoNodes) -> None:
     pytest.skip(f"no nodes on this machine: {error}")
 
 
+@pytest.mark.long
 def test_two_ranks_find_the_link_that_was_asked_for_and_train_across_it():
     """Nothing is faster than the link; how much slower it may be leaves room for a busy machine."""
     try:

@@ -107,7 +107,6 @@ def test_a_round_of_all_sides_gives_each_peer_its_result(monkeypatch):
         (Row("p=2,v=2,zb-v", "fp32", TINY), Variant()),
         (Row("d=2,zero=1", "fp32", TINY), Variant()),
         (Row("d=2,zero=3", "fp32", TINY), Variant(reduce_each=True)),
-        (Row("d=2,zero=1", "fp32", TINY), Variant("deepspeed")),
         (Row("d=2,zero=3", "fp32", TINY), Variant("deepspeed")),
         (Row("d=2,zero=3", "fp32", TINY), Variant("torchtitan")),
     ],

@@ -244,6 +244,7 @@ def test_no_ratio_without_the_same_losses():
         check_losses(row, "torch", [9.0, float("nan")], [9.0, 8.0])
 
 
+@pytest.mark.long
 def test_a_side_that_does_not_start_says_why(monkeypatch):
     # five heads of a width of 32: the worker refuses the row
     row = Row("single", "fp32", replace(TINY, heads=5))

@@ -92,6 +92,7 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
     import_peft(tmp_path / "peft", base, tmp_path / "again")
     again, own = load_adapter(tmp_path / "again"), load_adapter(adapter)
     if kind != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
+        assert again.adapted.adapt.targets == own.adapted.adapt.targets == "all"
         assert again.tensors.keys() == own.tensors.keys()
         assert all(torch.equal(again.tensors[name], one) for name, one in own.tensors.items())
     back, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "again")

@@ -77,8 +77,10 @@ def test_full_size_is_as_foreseen(comm, name):
 
 @pytest.mark.long
 @parallel(ranks=[1], limit_s=200)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("micro_size", "mode"), [(1, "full"), (4, "none"), (4, "full")])
+@pytest.mark.parametrize(
+    ("name", "micro_size", "mode"),
+    [("gpt-1.3b", 4, "none"), ("gpt-1.3b", 1, "full"), ("llama-6.7b", 4, "full")],
+)
 def test_full_size_in_other_ways(comm, name, micro_size, mode):
     check_size(comm, name, micro_size, mode)
 

@@ -47,8 +47,8 @@ def random_shape(seed: int) -> dict[str, int]:
     }
 
 
-def theirs(shape: dict[str, int]):
-    """Their model, with weights large enough that every gradient matters."""
+def their_model(made: str, shape: dict[str, int], **more):
+    """Their model of a class, with weights large enough that every gradient matters."""
     import transformers  # slow: on one rank only
 
     torch.manual_seed(0)
@@ -62,13 +62,17 @@ def theirs(shape: dict[str, int]):
         hidden_dropout_prob=0,
         attention_probs_dropout_prob=0,
         pad_token_id=None,  # or the gradient of its embedding would be left out
-        attn_implementation="sdpa",
+        **more,
     )
-    model = transformers.BertForPreTraining(config)
+    model = getattr(transformers, made)(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return model.train()
+    return model
+
+
+def theirs(shape: dict[str, int]):
+    return their_model("BertForPreTraining", shape, attn_implementation="sdpa").train()
 
 
 def our_names(get, layers: int) -> dict[str, Tensor]:

@@ -187,7 +187,9 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 8))]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers(tmp_path, family, seed):
     chosen = random.Random(f"{family} {seed}")

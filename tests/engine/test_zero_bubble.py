@@ -63,6 +63,7 @@ def test_same_bits_in_other_settings(comm, changes):
     check(comm, **changes)
 
 
+@pytest.mark.long
 @parallel(ranks=[2], limit_s=120)
 def test_same_bits_with_divided_sequences(comm):
     beside_a_tensor_axis(comm, True)

@@ -182,6 +182,19 @@ def test_the_command(run_of_bytes):
     assert "accuracy per character" in shown.output and "word perplexity" in shown.output
 
 
+def test_the_average_of_the_weights(run_of_bytes, tmp_path):
+    both = _stored.stored(tmp_path / "both", 257, average=0.2, seq_length=64)
+    other = _stored.stored(tmp_path / "other", 257, factor=0.2, seq_length=64)
+
+    def loss(path, *words):
+        data = ["--data", str(run_of_bytes.parent / "data"), "--json"]
+        result = CliRunner().invoke(command, [str(path), *data, *words])
+        (one,) = json.loads(result.stdout)["perplexity"]
+        return one["perplexity"]
+
+    assert loss(both, "--ema") == loss(other) != loss(both)
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -25,7 +25,7 @@ from tests.parallel import parallel
 CHOICE = {"task.kind": "choice", "task.choices": 3, "task.tokenizer": "bytes"}
 LABELS = {"task.kind": "classification", "task.labels": ["odd", "even"], "task.tokenizer": "bytes"}
 OPTIONS = dict.fromkeys(("layout", "precision", "tokenizer", "words", "stride"))
-OPTIONS |= {"shots": 0, "data": (), "code": (), "lm_eval": (), "ema": False}
+OPTIONS |= {"shots": 0, "data": (), "code": (), "lm_eval": (), "ema": False, "adapter": None}
 
 
 def write(folder: Path) -> None:

@@ -19,6 +19,7 @@ OPTIONS = {
     "layout": None,
     "precision": None,
     "ema": False,
+    "adapter": None,
     "tokenizer": "bytes",
     "temperature": 1.0,
     "top_k": None,
@@ -74,6 +75,20 @@ def test_the_command_takes_json_lines_and_keeps_their_fields(run, tmp_path):
     assert second["prompt"] == "b\u2028c" and second["text"] != "old"
     alone = _invoke(run, "--prompt", "a", "--json")
     assert json.loads(alone.stdout)["samples"][0]["ids"] == first["ids"]
+
+
+def test_what_is_asked_may_be_the_average_of_the_weights(run, tmp_path):
+    both = _stored.stored(tmp_path / "both", 257, average=0.2, seq_length=32)
+    other = _stored.stored(tmp_path / "other", 257, factor=0.2, seq_length=32)
+
+    def ids(path, *words):
+        found = json.loads(_invoke(path, "--prompt", "a", "--json", *words).stdout)
+        return found["samples"][0]["ids"]
+
+    assert ids(both, "--ema") == ids(other) != ids(run)
+    assert ids(both) == ids(run)
+    refused = _invoke(run, "--prompt", "a", "--ema")
+    assert refused.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -138,6 +153,33 @@ def test_a_conversation_sees_what_was_said_within_the_models_length(comm, tmp_pa
         assert out.getvalue().endswith(printed)
     else:
         assert not out.getvalue()
+
+
+TEMPLATE = (
+    "{% for one in messages %}{{ one.role[0] }}:{{ one.content }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@parallel(ranks=[1, 2])
+def test_a_conversation_is_written_as_the_models_template_has_it(comm, tmp_path):
+    run, world = _run(comm, tmp_path), World(comm)
+    if comm.rank == 0:
+        (run / "hugging_face").mkdir()
+        told = {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"}
+        (run / "hugging_face/tokenizer_config.json").write_text(json.dumps(told))
+    comm.Barrier()
+    writer = Writer(run, world, {**OPTIONS, "layout": f"t={comm.size}", "max_new_tokens": 3})
+    chat, seen = Chat(writer, io.StringIO()), []
+    within = chat._within
+    chat._within = lambda line: seen.append(within(line)) or seen[-1]
+    asked = iter(["hi", "so <|endoftext|>", "you", "x" * 40 + "\u00e9"])
+    chat.talk(lambda: next(asked, None))
+    first, second, last = seen  # what names a special token is not taken
+    eod = writer.text.eod
+    assert first == [*b"u:hi", eod, *b"a:"]
+    assert second[: len(first)] == first and second[-7:] == [*b"u:you", eod, *b"a:"][-7:]
+    assert len(last) == 29 and last[:3] == [*b"u:x"] and last[-4:-2] == [0xA9, eod]
 
 
 def test_ctrl_c_ends_a_conversation_in_one_line(run, monkeypatch):

@@ -37,8 +37,7 @@ def whole_model(comm, changes, precision: str, sequence_parallel: bool) -> Place
 
 
 @parallel(ranks=[1, 2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("precision", "sequence_parallel"), [("fp32", False), ("fp64", True)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_whole_model_matches_serial(comm, precision, sequence_parallel, name):
     config = small({"model.layers": 3, **SHAPES[name]})

@@ -43,8 +43,9 @@ SHAPES = {
         "model.query_scalar": 7.0,
     },
 }
-each_type = pytest.mark.parametrize("precision", ["fp32", "fp64"])
-each_form = pytest.mark.parametrize("sequence_parallel", [False, True])
+each_way = pytest.mark.parametrize(
+    ("precision", "sequence_parallel"), [("fp32", False), ("fp64", True)]
+)
 NONE = RecomputeConfig()
 
 
@@ -78,8 +79,7 @@ def named(weights, prefix: str):
 
 
 @parallel(ranks=[1, 2, 4])
-@each_type
-@each_form
+@each_way
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("selective", [False, True])
 def test_attention_matches_serial(comm, precision, sequence_parallel, name, selective):
@@ -95,8 +95,7 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 
 
 @parallel(ranks=[1, 2, 4])
-@each_type
-@each_form
+@each_way
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "gemma2"])
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
@@ -105,8 +104,7 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
 
 
 @parallel(ranks=[1, 2, 4])
-@each_type
-@each_form
+@each_way
 @pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):

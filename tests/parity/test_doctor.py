@@ -18,6 +18,7 @@ from tests.parallel import mpirun, parallel
 CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
 
 
+@pytest.mark.long
 def test_machine_on_two_ranks():
     result = mpirun(2, [*CLI, "--json"], timeout_s=100)
     findings = {one["name"]: one for one in json.loads(result.stdout)["findings"]}

@@ -25,6 +25,7 @@ from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.ops import Op
 from tests.parallel import parallel
 
+LONG = pytest.mark.long
 STEPS = 2
 MODEL = ComparedModel(layers=4, dropout=True)  # tied, masked, a vocabulary that 2 does not divide
 PIPELINE = ComparedLayout(pipeline=2, data=2, schedule="1f1b", micro_size=2)
@@ -45,20 +46,19 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL, wire: str = 
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("layout", [PIPELINE, CHUNKS, SEQUENCE, NO_SUM, GROUPS, GATHERED])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        CHUNKS,
+        *(pytest.param(one, marks=LONG) for one in (GATHERED, PIPELINE, SEQUENCE, NO_SUM, GROUPS)),
+    ],
+)
 def test_no_row_is_red_without_a_fault(comm, layout):
     assert red(comm, layout) == []
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(CHUNKS, marks=pytest.mark.long),
-        SEQUENCE,
-        pytest.param(GATHERED, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("layout", [SEQUENCE, pytest.param(GATHERED, marks=LONG)])
 def test_no_row_is_red_on_torchs_own_groups(comm, layout):
     """Over gloo: other sums, the same training within the bars."""
     assert red(comm, layout, wire="torch") == []
@@ -242,21 +242,26 @@ def weights_that_are_not_there() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fault", "layout", "seen_in"),
     [
-        (forgotten_tensor_all_reduce, NO_SUM, "fp64 loss"),
-        (forgotten_tensor_sum_of_gradients, SEQUENCE, "fp64 gradients"),
-        (forgotten_data_all_reduce, PIPELINE, "fp64 gradients"),
+        pytest.param(forgotten_tensor_all_reduce, NO_SUM, "fp64 loss", marks=LONG),
         (mean_of_means, PIPELINE, "fp64 gradients"),
-        (microbatches_off_by_one, PIPELINE, "fp32 bits"),
         (microbatches_off_by_one, CHUNKS, "fp32 bits"),
-        (labels_off_by_one, CHUNKS, "fp64 loss"),
-        (dropped_tied_gradient, CHUNKS, "fp64: copies of embedding.word.weight differ"),
-        (tied_gradient_counted_twice, CHUNKS, "fp64 gradients"),
-        (dropout_by_local_position, SEQUENCE, "fp64 loss"),
-        (forgotten_sum_over_groups, GROUPS, "fp64 gradients"),
-        (forgotten_sum_of_the_second_table, GROUPS, "fp64 gradients"),
-        (weights_of_the_step_before, GATHERED, "fp64 loss"),
         (shards_in_the_wrong_order, GATHERED, "fp64 loss"),
-        (weights_that_are_not_there, GATHERED, "fp64 loss"),
+        pytest.param(forgotten_tensor_sum_of_gradients, SEQUENCE, "fp64 gradients", marks=LONG),
+        pytest.param(forgotten_data_all_reduce, PIPELINE, "fp64 gradients", marks=LONG),
+        pytest.param(microbatches_off_by_one, PIPELINE, "fp32 bits", marks=LONG),
+        pytest.param(labels_off_by_one, CHUNKS, "fp64 loss", marks=LONG),
+        pytest.param(
+            dropped_tied_gradient,
+            CHUNKS,
+            "fp64: copies of embedding.word.weight differ",
+            marks=LONG,
+        ),
+        pytest.param(tied_gradient_counted_twice, CHUNKS, "fp64 gradients", marks=LONG),
+        pytest.param(dropout_by_local_position, SEQUENCE, "fp64 loss", marks=LONG),
+        pytest.param(forgotten_sum_over_groups, GROUPS, "fp64 gradients", marks=LONG),
+        pytest.param(forgotten_sum_of_the_second_table, GROUPS, "fp64 gradients", marks=LONG),
+        pytest.param(weights_of_the_step_before, GATHERED, "fp64 loss", marks=LONG),
+        pytest.param(weights_that_are_not_there, GATHERED, "fp64 loss", marks=LONG),
     ],
 )
 def test_fault_turns_a_row_red(comm, fault, layout, seen_in):
@@ -265,6 +270,7 @@ def test_fault_turns_a_row_red(comm, fault, layout, seen_in):
     assert any(line.startswith(seen_in) for line in found), found
 
 
+@LONG
 @parallel(ranks=[4])
 def test_reproducible_run_has_the_bits_of_one_data_rank_and_others_have_not(comm):
     layout = replace(PIPELINE, reproducible=True)

@@ -34,7 +34,7 @@ def test_table_of_all_layouts_is_markdown_of_120_columns():
     lines = table.text(ROWS, 8, 20).splitlines()
     assert max(map(len, lines)) <= table.WIDTH
     in_table = [line for line in lines if line.startswith("|")]
-    assert len(in_table) == len(ROWS) + 2 * 4  # each of four tables has a head and a rule
+    assert len(in_table) == len(ROWS) + 2 * 5  # each of five tables has a head and a rule
     assert len({line.count("|") for line in in_table}) == 1
     assert lines[-1] == f"{len(ROWS)} rows, all ok"
     assert "RED" not in "\n".join(lines)

@@ -151,6 +151,7 @@ def _journal(data: bytes) -> list[bytes]:
     return records
 
 
+@pytest.mark.long
 def test_wandb_goes_on_with_the_same_run_and_branches_on_a_roll_back(tmp_path):
     pytest.importorskip("wandb")
     train(directory(tmp_path, {"wandb": True}, 0), 1, 3, 0.5)

@@ -41,7 +41,10 @@ def texts(folder) -> None:
 
 
 @parallel(ranks=[4], limit_s=100)
-@pytest.mark.parametrize("changes", [BERT, PACKED], ids=["bert", "packed"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(BERT, id="bert", marks=pytest.mark.long), pytest.param(PACKED, id="packed")],
+)
 def test_loss_falls_and_is_that_of_one_rank(comm, changes, tmp_path):
     changes = {**changes, "data.valid": str(tmp_path / "valid")}
     if comm.rank == 0:

@@ -40,6 +40,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
     assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.long
 def test_an_address_limit_counts(tmp_path):
     code = (
         "import resource, torch; from ptdmpi.train.capacity import rank_memory_bytes as left;"

@@ -159,11 +159,7 @@ def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(comm, tmp_p
     [
         # bits in other layouts, without whole runs: tests/checkpoint/test_save.py
         pytest.param("same", 4, INTERLEAVED, True, marks=pytest.mark.long),
-        pytest.param(
-            *("pipeline", 8, ("parallel.tensor=2", "parallel.pipeline=4"), True),
-            marks=pytest.mark.long,
-        ),
-        ("serial", 1, (), False),
+        pytest.param("serial", 1, (), False, marks=pytest.mark.long),
         ("data", 2, ("parallel.data=2",), False),
     ],
 )

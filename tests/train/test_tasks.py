@@ -121,6 +121,7 @@ def keeps_bits_and_scores(comm, tmp_path: Path) -> None:
                 assert questions.result(every) == values, (layout, file)
 
 
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_a_stop_breaks_them_off_and_a_resumed_run_drops_and_asks_again(comm, tmp_path):
     if comm.rank == 0:

@@ -57,6 +57,7 @@ def rows_of(folder) -> dict[int, str]:
     return {int(rank): row for rank, row in found}
 
 
+@pytest.mark.long
 def test_a_hang_names_the_rank_that_computes_and_who_waits_for_it(tmp_path):
     done = run_patched(tmp_path, "time.sleep(99)", "F0.2", 1, **{"run.stall_s": 2.0})
     assert done.returncode not in (0, 2, 75)
@@ -328,6 +329,7 @@ def test_signals_within_five_seconds_are_one():
     assert one.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
 
 
+@pytest.mark.long
 def test_without_threads_in_mpi_a_run_goes_on_and_says_so(tmp_path):
     import tomlkit
 

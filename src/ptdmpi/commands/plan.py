@@ -34,6 +34,7 @@ from ptdmpi.plan.search.space import Space, contradiction, of_a_node
 from ptdmpi.plan.shape.low_bit import CODES
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
+from ptdmpi.plan.show.trace import chrome_trace
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
@@ -357,4 +358,4 @@ def _draw(pricer: Pricer, layout: Layout, options: dict[str, Any]) -> None:
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:
-        draw.chrome_trace(timeline, options["trace"])
+        chrome_trace(timeline, options["trace"])

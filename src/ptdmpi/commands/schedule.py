@@ -15,6 +15,7 @@ from ptdmpi.config.legality import MOST_FORWARDS
 from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw
+from ptdmpi.plan.show.trace import chrome_trace
 from ptdmpi.terminal.program import Command
 
 
@@ -59,7 +60,7 @@ def command(
     if options["png"] is not None:
         draw.figure([timeline], options["png"])
     if options["trace"] is not None:
-        draw.chrome_trace(timeline, options["trace"])
+        chrome_trace(timeline, options["trace"])
     if as_json:
         click.echo(json.dumps(_numbers(schedule, timeline, costs)))
         return

@@ -114,9 +114,6 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
     }
 
 
-# -- positions -------------------------------------------------------------------------------------
-
-
 def _rope_keys(config: ConfigJson) -> dict[str, Any]:
     """`rope_parameters` holds them in newer files; older ones have `rope_theta` at the top level,
     and `rope_scaling`."""

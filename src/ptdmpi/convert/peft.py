@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from torch import Tensor
 from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint.base import base_at
 from ptdmpi.config import AdaptConfig, InputError, ModelConfig
+from ptdmpi.config.adapt import targets_of
 from ptdmpi.convert.adapters import (
     AdapterPlace,
     LoadedAdapter,
@@ -205,7 +206,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 def _own(
     config: Mapping[str, Any], tensors: dict[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
-    method = {"LORA": "lora", "IA3": "ia3"}.get(str(config.get("peft_type")))
+    kinds: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
+    method = kinds.get(str(config.get("peft_type")))
     if method is None:
         raise InputError(
             f"{where}: peft_type = {config.get('peft_type')!r}; legal: 'LORA' or 'IA3'"
@@ -222,11 +224,15 @@ def _own(
         raise InputError(f"{where}: not all layers have adapters of the same linears")
     if method == "ia3":
         adapt = AdaptConfig(method="ia3", targets=targets)
-        return adapt, {
+        found = {
             f"{place.linear}.ia3_{place.leaf}.weight": _part(place, tensors[names[0]].flatten())
             for place, names in own
         }
-    return _low_rank(config, tensors, own, targets)
+    else:
+        adapt, found = _low_rank(config, tensors, own, targets)
+    usual = targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets)
+    # as a run says it that goes on with them
+    return (adapt.model_copy(update={"targets": "all"}) if usual else adapt), found
 
 
 def _found(

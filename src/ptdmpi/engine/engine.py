@@ -17,6 +17,7 @@ from ptdmpi.config.sections import AVERAGE
 from ptdmpi.engine.data_parallel import data_parallel
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.muon import names_of_kinds
 from ptdmpi.engine.noise import GradientNoise, OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
@@ -120,7 +121,9 @@ class Engine:
         portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
         # the sum of all alone is begun place by place: other methods have their state as one
         begun = config.data_parallel.method == "all_reduce" and axes["data"].overlaps
-        overlaps = begun and axes["data"].size > 1
+        # one rank may be what is left of several: it takes their state as it stands
+        shrinks = config.run.on_failure == "shrink"
+        overlaps = begun and (axes["data"].size > 1 or shrinks)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
@@ -147,7 +150,7 @@ class Engine:
         self.state.settle = policy.settle
         self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
         require_groups(config.optimizer, pipeline, self.buffer)
-        self.optimizer = Optimizer(config.optimizer, self.state)
+        self.optimizer = Optimizer(config.optimizer, self.state, axes["tensor"])
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
@@ -349,8 +352,9 @@ def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
     """The state behind the parameters of a rank. Raises OSError where a file has no room for it."""
+    names = names_of_kinds(config.optimizer, buffer)
     moments = {
-        name: Kept(policy.differs, needed=True)
+        name: Kept(policy.differs, needed=True, names=names.get(name))
         if name != AVERAGE
         else Kept(policy.differs, begins="weights")
         for name in config.optimizer.moments

@@ -1,11 +1,14 @@
 """A conversation on the terminal: line by line, each behind all that was said before."""
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from ptdmpi.config import InputError, SharedInputError
+from ptdmpi.data.chat_template import ANSWER
 from ptdmpi.generate.generator import Prompt, generate
+from ptdmpi.generate.text import find_chat
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
 from ptdmpi.terminal.say import note
 
@@ -17,9 +20,9 @@ TORN = "\ufffd"  # what a character of several tokens is decoded to while some a
 class Chat:
     """Keeps what was said, and answers. Every rank has one.
 
-    The text so far is that of all lines and answers, each ended by a newline; where it leaves no
-    room for an answer, the oldest lines and answers fall out of sight, and of a line that is too
-    long by itself its beginning.
+    The text so far is that of all lines and answers, as the model's chat template writes them, or
+    each ended by a newline; where it leaves no room for an answer, the oldest lines and answers
+    fall out of sight, and of a line that is too long by itself its beginning.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
@@ -29,7 +32,11 @@ class Chat:
         self.said: list[str] = []
         self.answers = 0
         self._shown = ""
-        most = writer.model.seq_length - len(writer.text.prefix) - 1
+        # found by rank 0 first, whose mistake is everybody's
+        writer.world.on_root(lambda: find_chat(writer.stored, writer.text) and None)
+        self.template = find_chat(writer.stored, writer.text)
+        around = writer.text.prefix if self.template is None else self._seen([""])
+        most = writer.model.seq_length - len(around) - 1
         if not 1 <= self._room <= most:
             raise SharedInputError(
                 f"--max-new-tokens {self._room} in a conversation; legal: 1 to {most}, for the "
@@ -46,7 +53,7 @@ class Chat:
                 if line is None:
                     return str(why)
                 try:
-                    self.writer.text.encode(line)
+                    self._require(line)
                 except InputError as error:  # the same on all ranks
                     note(f"ptdmpi generate: {error}")
                     continue
@@ -83,19 +90,40 @@ class Chat:
         asked: int | None = self.writer.options["max_new_tokens"]
         return min(MAX_NEW_TOKENS, max(1, length // 2)) if asked is None else asked
 
+    def _require(self, line: str) -> None:
+        """Raises InputError for a line that cannot be said."""
+        text = self.writer.text
+        text.encode(line)
+        special = () if self.template is None else getattr(text.tokenizer, "special", ())
+        if named := sorted(one for one in special if one in line):
+            raise InputError(
+                f"the line has the text {named[0]}, which the chat template would make a special "
+                "token of"
+            )
+
+    def _seen(self, lines: Sequence[str]) -> list[int]:
+        """The ids of lines and answers in turn, and of what asks for the next answer."""
+        text = self.writer.text
+        if self.template is None:
+            return text.prompt("".join(one.removesuffix("\n") + "\n" for one in lines))
+        said = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
+        messages = [{"role": role, "content": content} for role, content in said]
+        return text.marked(self.template.render(messages, ask=True))
+
     def _within(self, line: str) -> list[int]:
         """The ids of the text so far with `line`, as many as leave room for the answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
-        while True:
-            ids = text.prompt("".join(one.removesuffix("\n") + "\n" for one in (*self.said, line)))
-            if len(ids) <= most:
-                return ids
-            if not self.said:
+        while len(ids := self._seen([*self.said, line])) > most:
+            if self.said:
+                del self.said[:2]
+                note("ptdmpi generate: the oldest line and its answer are out of sight now")
+            elif self.template is None:
                 kept = most - len(text.prefix)
                 return [*text.prefix, *ids[len(ids) - kept :]]
-            del self.said[:2]
-            note("ptdmpi generate: the oldest line and its answer are out of sight now")
+            else:
+                line = text.decode(text.encode(line)[len(ids) - most :]).lstrip(TORN)
+        return ids
 
     def _show(self, written: str, whole: bool = False) -> None:
         """Print what is new in an answer; a character that is not whole yet waits."""

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from data_prep.vocabulary import Tokenizer, load_tokenizer, tokenizer_file
+from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
+from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
@@ -43,6 +45,11 @@ class Text:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins here; never empty."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
+
+    def marked(self, text: str) -> list[int]:
+        """The ids of a template's text, in which names of special tokens mean these."""
+        tokenizer = cast(MarkedTokenizer, self.tokenizer)
+        return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """The text of `ids` where they stand: some tokenizers leave out the first space of a
@@ -89,6 +96,24 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
             f"{stored.vocab_size}: give the --tokenizer that it was trained with"
         )
     return Text(tokenizer, special, frozenset(ends), min(ends))
+
+
+def find_chat(stored: StoredModel, text: Text) -> ChatTemplate | None:
+    """How the model was told who speaks: the template of the conversations that it was trained on
+    here, else of the model that came from Hugging Face; None where there is none. Raises
+    InputError."""
+    kept, header, given = kept_files(stored), shard_header(stored), None
+    if not hasattr(text.tokenizer, "encode_marked"):
+        return None
+    if header is not None:
+        given = header.path.parent / TEMPLATE
+        if not given.is_file():
+            return None  # trained on plain text
+    if kept is None and given is None:
+        return None
+    beside = None if kept is None else kept / TOKENIZER
+    found = find_template(beside, given, text.decode([text.eod]))
+    return found if given is not None or found.source != PLAIN else None
 
 
 def name_of(stored: StoredModel) -> str:

@@ -171,11 +171,7 @@ class Stage(nn.Module):
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
         """(logical name, parameter); a tied head goes by the embedding's name."""
         renamed = {"head.weight": TIED_NAME} if self.tied else {}
-        found = []
-        for name, weight in self.named_parameters():
-            assert isinstance(weight, Parameter), f"{name} is not declared"
-            found.append((renamed.get(name, name), weight))
-        return found
+        return [(renamed.get(name, name), weight) for name, weight in self._weights()]
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
         """Those of `named_logical_parameters` that have gradients."""
@@ -188,8 +184,7 @@ class Stage(nn.Module):
     def parameters_by_place(self) -> dict[str, list[Parameter]]:
         """What each place of the stage uses, in the order of its forward."""
         found: dict[str, list[Parameter]] = {place: [] for place in self.places}
-        for name, weight in self.named_parameters():
-            assert isinstance(weight, Parameter), f"{name} is not declared"
+        for name, weight in self._weights():
             found[place_of(name)].append(weight)
         return found
 
@@ -377,11 +372,11 @@ class Stage(nn.Module):
         """
         later: list[Callable[[], object]] = []
         try:
-            for weight in self._weights():
+            for _, weight in self._weights():
                 weight.later = later
             return self.backward_microbatch(microbatch, dy)
         finally:
-            for weight in self._weights():
+            for _, weight in self._weights():
                 weight.later = None
             self._put_off[microbatch] = later
 
@@ -394,7 +389,7 @@ class Stage(nn.Module):
             while later:
                 later.pop()()  # and what it has kept is free again
 
-    def _weights(self) -> Iterator[Parameter]:
-        for weight in self.parameters():
-            assert isinstance(weight, Parameter), "every weight is declared"
-            yield weight
+    def _weights(self) -> Iterator[tuple[str, Parameter]]:
+        for name, weight in self.named_parameters():
+            assert isinstance(weight, Parameter), f"{name} is not declared"
+            yield name, weight

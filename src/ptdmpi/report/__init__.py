@@ -14,6 +14,7 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.plan.show import draw
+from ptdmpi.plan.show.trace import chrome_trace
 from ptdmpi.report import noise, traffic, trained
 from ptdmpi.sinks.record import median, task_score
 
@@ -289,7 +290,7 @@ def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
         above = [] if foreseen is None else [compute_window(foreseen)]
         timelines = [*above, planned(run, run.measured), compute_window(run.measured)]
         draw.figure(timelines, shown)
-        draw.chrome_trace(run.measured, trace)
+        chrome_trace(run.measured, trace)
     return paths
 
 

@@ -125,6 +125,7 @@ def test_codes_that_leave_nothing_out_are_averages(comm):
     assert np.abs(codes - trained(comm, local)).max() < 1e-12
 
 
+@pytest.mark.long
 @parallel(ranks=[4])
 def test_choco_brings_replicas_together_at_its_default(comm):
     """Nothing moves but messages: with 1 % of the elements the default rate is stable, and replicas

@@ -20,7 +20,8 @@ FEW = [
     ("top_k", "decentralized", "none"),
 ]
 OTHERS = ("top_k", "random_k", "sign", "qsgd", "int8", "int4")
-ALL = [(name, *way) for name in OTHERS for way in WAYS] + [("power_sgd", "local", "mem_sgd")]
+ALL = [(name, *way) for name, way in zip(OTHERS, WAYS, strict=True)]
+ALL += [("power_sgd", "local", "mem_sgd"), ("qsgd", "compressed", "double_squeeze")]
 LONG = [pytest.param(*one, marks=pytest.mark.long) for one in ALL if one not in FEW]
 
 

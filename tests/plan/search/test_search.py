@@ -80,9 +80,14 @@ def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=Fa
     return [pricer.price(layout) for layout in set(found)]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("memory_bytes", [1.5e9, 80e9])
-@pytest.mark.parametrize("cluster", ["selene", pytest.param("dgx-h100", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("model", "memory_bytes", "cluster"),
+    [
+        (MODELS[0], 1.5e9, "selene"),
+        pytest.param(MODELS[1], 1.5e9, "selene", marks=pytest.mark.long),
+        *(pytest.param(one, 80e9, "dgx-h100", marks=pytest.mark.long) for one in MODELS),
+    ],
+)
 def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     pricer = small(model, memory_bytes, 12, load_cluster(cluster))
     prices = everything(pricer, 8, partly=True)
@@ -130,6 +135,7 @@ def test_random_cases_are_found_as_by_trying_all(most):
     assert sharded > most / 11 and partly >= most // 70  # where memory is short
 
 
+@pytest.mark.long
 def test_uneven_layouts_are_found_as_by_trying_all():
     """Where memory is short, first stages with fewer layers, and in pipelines as few layers
     recomputed as fit (which are never among the best here): none is lost."""
@@ -190,8 +196,8 @@ def test_a_gpipe_layout_is_told_of_1f1b():
 @pytest.mark.parametrize(
     ("cluster", "dp_overlap"),
     [
-        ("selene", False),
-        *(pytest.param("dgx-h100", one, marks=pytest.mark.long) for one in (False, True)),
+        pytest.param("selene", False, marks=pytest.mark.long),
+        pytest.param("dgx-h100", True, marks=pytest.mark.long),
     ],
 )
 def test_bounds_are_below_the_simulation(cluster, dp_overlap):

@@ -12,8 +12,9 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Costs, Span, Timeline, simulate
 from ptdmpi.plan.show import draw
-from ptdmpi.plan.show.draw import _legend, chrome_trace, figure, terminal
+from ptdmpi.plan.show.draw import _legend, figure, terminal
 from ptdmpi.plan.show.draw_memory import drawn_ranks, envelope
+from ptdmpi.plan.show.trace import chrome_trace
 
 LEGEND = "number: microbatch, > forward, < backward, . idle"
 LEGEND_FORWARD = LEGEND.replace("< backward, ", "")  # kinds of ops that occur

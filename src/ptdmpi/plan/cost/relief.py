@@ -38,8 +38,9 @@ class Step:
         """That of a resolved configuration; `wide_products` as of `Software`, `on_host` as of
         `MemoryModel`."""
         memory = MemoryModel.of(config, vocab_size, wide_products, on_host)
-        most_zero = max(may_share(config.data_parallel, config.run.reproducible))
-        offloads = not replicas_differ(config.data_parallel)
+        section, whole = config.data_parallel, config.optimizer.has_matrices
+        most_zero = max(may_share(section, config.run.reproducible, whole))
+        offloads = not (replicas_differ(section) or whole)
         return cls(memory, config.layout, config.batch.global_size, most_zero, offloads)
 
     @property

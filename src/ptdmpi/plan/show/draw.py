@@ -1,11 +1,10 @@
-"""Timeline -> terminal, PNG or SVG, Chrome trace. Planned and measured are drawn alike.
+"""Timeline -> terminal, PNG or SVG. Planned and measured are drawn alike.
 
 Each kind of op has its mark and its colour in the table of op kinds (forwards are blue and
 backwards green, as in Narayanan et al. 2021, Figure 4), a shade per model chunk; idle time is
 grey, waiting for an input is hatched.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -207,7 +206,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
     kind = Path(path).suffix.lower()[1:]
     # The date would make two pictures of the same timeline differ.
     options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {}
-    _write(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
+    fill(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
@@ -361,38 +360,9 @@ def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
 
 
-def chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Writes the timeline for Perfetto or chrome://tracing: a process per rank, microseconds.
-
-    A unit that is no second is shown as a millisecond. Raises InputError if `path` cannot be
-    written.
-    """
-    us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3
-    events: list[dict[str, object]] = []
-    for rank in timeline.ranks:
-        common = {"ph": "M", "pid": rank, "tid": 0}
-        events.append({**common, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
-    for span in timeline.spans:
-        name = span.op if span.computes else f"{span.kind} {span.op}".strip()
-        events.append(
-            {
-                "ph": "X",
-                "pid": span.rank,
-                "tid": 0,
-                "cat": span.kind,
-                "name": name,
-                "ts": (span.start_s - timeline.start_s) * us_per_unit,
-                "dur": (span.end_s - span.start_s) * us_per_unit,
-            }
-        )
-    other = {"title": timeline.title, "time_unit": timeline.time_unit}
-    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
-    _write(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file, of which nothing stays half done."""
+def fill(path: Path, write: Callable[[Path], object]) -> None:
+    """Has `write` fill a file, of which nothing stays half done. Raises InputError where it cannot
+    be written."""
     try:
         with replacing(path) as beside:
             write(beside)

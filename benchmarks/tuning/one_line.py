@@ -1,0 +1,62 @@
+"""An instruction task from the standard library: say in one line what a function does.
+
+`python -m benchmarks.tuning.one_line FOLDER`. Of each short function the source without its
+docstring is the prompt, and the docstring's first line the answer: the library's own style. The
+same Python gives the same files. Functions for training and for validation are of different
+modules, and no answer stands twice.
+"""
+
+import ast
+import json
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ASKED = "Say in one line what this Python function does.\n\n"
+SOURCE, ANSWER = (60, 400), (20, 80)  # the least and the most characters
+HELD_OUT = 8  # one of so many modules is for validation
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
+
+
+def functions(path: Path) -> Iterator[tuple[str, str]]:
+    """(source without the docstring, its first line) of the functions of a file."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):  # what Python's own tools are tested with
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        line = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+        if not line.endswith(".") or not ANSWER[0] <= len(line) <= ANSWER[1]:
+            continue
+        node.body = node.body[1:] or [ast.Pass()]
+        source = ast.unparse(node)
+        if SOURCE[0] <= len(source) <= SOURCE[1]:
+            yield source, line
+
+
+def write(folder: Path) -> dict[str, int]:
+    """`train.jsonl` and `valid.jsonl` in the folder; how many examples each has."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [one for one in sorted(library.rglob("*.py")) if not LEFT_OUT & set(one.parts)]
+    seen: set[str] = set()
+    parts: dict[str, list[str]] = {"train": [], "valid": []}
+    counts: Counter[str] = Counter()
+    for number, path in enumerate(paths):
+        name = "valid" if number % HELD_OUT == 0 else "train"
+        for source, line in functions(path):
+            if line not in seen:
+                seen.add(line)
+                parts[name].append(json.dumps({"prompt": ASKED + source, "answer": line}))
+                counts[name] += 1
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in parts.items():
+        (folder / f"{name}.jsonl").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return dict(counts)
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

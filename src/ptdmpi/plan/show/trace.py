@@ -1,0 +1,37 @@
+"""A timeline in the format that Perfetto and chrome://tracing read."""
+
+import json
+from pathlib import Path
+
+from ptdmpi.plan.schedule.simulate import Timeline
+from ptdmpi.plan.show.draw import fill
+
+
+def chrome_trace(timeline: Timeline, path: str | Path) -> None:
+    """Writes the timeline for Perfetto or chrome://tracing: a process per rank, microseconds.
+
+    A unit that is no second is shown as a millisecond. Raises InputError if `path` cannot be
+    written.
+    """
+    us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3
+    events: list[dict[str, object]] = []
+    for rank in timeline.ranks:
+        common = {"ph": "M", "pid": rank, "tid": 0}
+        events.append({**common, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({**common, "name": "process_sort_index", "args": {"sort_index": rank}})
+    for span in timeline.spans:
+        name = span.op if span.computes else f"{span.kind} {span.op}".strip()
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": 0,
+                "cat": span.kind,
+                "name": name,
+                "ts": (span.start_s - timeline.start_s) * us_per_unit,
+                "dur": (span.end_s - span.start_s) * us_per_unit,
+            }
+        )
+    other = {"title": timeline.title, "time_unit": timeline.time_unit}
+    trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
+    fill(Path(path), lambda file: file.write_text(trace, encoding="utf-8"))

@@ -2,19 +2,22 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.words import file_size
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.load import load_frozen, on_root
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.config import InputError, SharedInputError
+from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.lineage.adapted import Base
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import WEIGHTS, State
-from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
+from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit, frozen_layer
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -40,9 +43,9 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     if form is not None and manifest.form != form:
         found, legal = "in full", 'weights = "none", or a base that `ptdmpi quantize` has made'
         if manifest.form is not None:
-            found, legal = f"in {words(manifest.form)}", "both left out: the base says what it is"
+            found, legal = f"in {_words(manifest.form)}", "both left out: the base says what it is"
         raise InputError(
-            f"quantize.weights and block ask for a frozen base in {words(form)}, and {directory} "
+            f"quantize.weights and block ask for a frozen base in {_words(form)}, and {directory} "
             f"has its matrices {found}; legal: {legal}"
         )
     return directory, Base(str(directory), fingerprint(manifest))
@@ -54,7 +57,19 @@ def form_at(path: Path) -> LowBit | None:
     return sound_manifest(newest(path)).form
 
 
-def words(form: LowBit) -> str:
+def base_told(config: Config) -> Iterator[str]:
+    """What is said of a frozen base that stays in few bits."""
+    form, compute = LowBit.of(config.quantize), config.precision.compute
+    if form is None or not config.adapt.adapts:
+        return
+    elements, packed = (config.model.layers * count for count in frozen_layer(config.model, 1))
+    yield (
+        f"the frozen base stays in {_words(form)}: its layers' matrices take {file_size(packed)}, "
+        f"which would be {file_size(elements * COMPUTE_BYTES[compute])} in {compute}"
+    )
+
+
+def _words(form: LowBit) -> str:
     """ "nf4, blocks of 64"."""
     return f"{form.codes}, blocks of {form.block}"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.base import base_told
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, DataParallelConfig, InputError
@@ -26,7 +27,6 @@ from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
-from ptdmpi.train.attempt import base_told
 from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ptdmpi.base.words import counted, file_size, short
-from ptdmpi.checkpoint.base import take_base, words
+from ptdmpi.base.words import counted, short
+from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
-from ptdmpi.config import Config, SharedInputError, to_toml
+from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import told
 from ptdmpi.engine.engine import Engine
@@ -20,10 +20,8 @@ from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import choice
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
-from ptdmpi.plan.shape.low_bit import LowBit, frozen_layer
 from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
@@ -207,15 +205,3 @@ class Attempt:
         if answer.trained_on.last.step == self.first > 0:
             here = f"from step {self.first + 1} (sample {self.course.samples(self.first)}) on"
             yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
-
-
-def base_told(config: Config) -> Iterator[str]:
-    """What is said of a frozen base that stays in few bits."""
-    form, compute = LowBit.of(config.quantize), config.precision.compute
-    if form is None or not config.adapt.adapts:
-        return
-    elements, packed = (config.model.layers * count for count in frozen_layer(config.model, 1))
-    yield (
-        f"the frozen base stays in {words(form)}: its layers' matrices take {file_size(packed)}, "
-        f"which would be {file_size(elements * COMPUTE_BYTES[compute])} in {compute}"
-    )

@@ -10,6 +10,7 @@ LOCAL = {"data_parallel.method": "local", "parallel.data": 4}
 TOP_K = {"data_parallel.method": "compressed", "data_parallel.compressor": "top_k"}
 GOSSIP = {"data_parallel.method": "decentralized"}
 SGD = {"optimizer.kind": "sgd"}
+MUON = {"optimizer.kind": "muon"}
 CODES = {"data_parallel.compressor": "top_k"}
 LOW_RANK = {"data_parallel.method": "compressed", "data_parallel.compressor": "power_sgd"}
 
@@ -55,6 +56,11 @@ def mistakes(changes: dict) -> list[str]:
         ({"optimizer.momentum": 0.9}, "legal: momentum = 0.0"),
         ({**SGD, "optimizer.nesterov": True}, "needs optimizer.momentum above 0"),
         ({**SGD, "parallel.offload": "disk"}, "keeps nothing of a parameter but its weight"),
+        ({**MUON, "parallel.zero": 1}, "whole matrices; legal: zero = 0"),
+        ({**MUON, "parallel.offload": "optimizer"}, 'whole matrices; legal: offload = "none"'),
+        ({**MUON, "adapt.method": "lora"}, 'legal: adapt.method = "none"'),
+        ({**MUON, **LOCAL, "data_parallel.average_moments": True}, "other moments of matrices"),
+        ({"optimizer.muon_scale": "original"}, 'legal: muon_scale = "match_rms_adamw"'),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(changes, said):

@@ -96,7 +96,12 @@ def main() -> None:
 
         torch.set_num_threads(1)
         cases = {case.name: case for case in (*ALL, *PLAIN)}
-        found = [train(data, cases[name], steps, world) for name in names]
+        found = []
+        for number, name in enumerate(names, 1):
+            found.append(train(data, cases[name], steps, world))
+            if world.rank == 0:
+                loss = found[-1]["validation_loss"]
+                print(f"{number}/{len(names)} {name}: {loss:.3f}", file=sys.stderr, flush=True)
         if world.rank == 0:
             print(json.dumps(found))
 

@@ -21,6 +21,7 @@ SHARED_KEYS = {"model.kind": "qwen3", "model.kv_heads": 1, "model.head_size": 6}
 DIVIDED = {"parallel.sequence_parallel": True}
 WHOLE = {"parallel.scatter_gather": False}
 LORA = {"adapt.method": "lora", "adapt.rank": 3}
+MUON = {"optimizer.kind": "muon"}
 IA3 = {"adapt.method": "ia3"}
 FEW = {"adapt.targets": ["attention.out", "mlp.up"]}
 CHOICE = {"task.kind": "choice", "task.choices": 2}
@@ -39,6 +40,9 @@ CASES = {
     "t2": layout(t=2),
     "t2 bf16": layout(t=2) | {"precision.compute": "bf16"},
     "t2 fp64": layout(t=2) | {"precision.compute": "fp64"},
+    "t2 muon": layout(t=2) | MUON | {"model.kind": "llama", "model.ffn_hidden": 42},
+    "t2 p2 muon fp64": layout(t=2, p=2) | MUON | {"precision.compute": "fp64"},
+    "t4 muon shared keys": layout(t=4) | MUON | {"model.kv_heads": 2},
     "t2 divided": layout(t=2) | DIVIDED,
     "t2 full": layout(t=2) | {"recompute.mode": "full"},
     "t2 divided full of some": layout(t=2)
@@ -103,7 +107,8 @@ CASES = {
 # Of each kind of message one, and what goes together.
 FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p2 zb-v", "d2 tree")
 FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
-FEW += ("d4 zero 2 of pairs", "t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
+FEW += ("t2 muon", "d4 zero 2 of pairs")
+FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
 

@@ -11,6 +11,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
 from ptdmpi.commands.doctor import report_text
+from ptdmpi.config import SharedInputError
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
 from tests.parallel import mpirun, parallel
@@ -46,6 +47,16 @@ def test_short_needs_parity():
     result = mpirun(1, [*CLI, "--short"], timeout_s=60, check=False)
     assert result.returncode == 2
     assert "--short belongs to --parity" in result.stderr
+
+
+@parallel(ranks=[2])
+def test_rows_by_name(comm):
+    """All that have the words, and a line where none has."""
+    with patch.object(suite, "STEPS", 1), patch.object(suite, "run", wraps=suite.run) as run:
+        assert doctor.check_parity(World(comm), short=False, as_json=True, only="2 0, ZB-H1")
+    assert {one.case.layout.schedule for one in run.call_args.args[1]} == {"zb-h1"}
+    with pytest.raises(SharedInputError, match=r"--rows nothing: no row of \d+ has it, such"):
+        doctor.check_parity(World(comm), short=False, as_json=True, only="nothing")
 
 
 @parallel(ranks=[1, 4])

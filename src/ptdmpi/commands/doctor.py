@@ -17,6 +17,7 @@ import click
 from ptdmpi.base.disk import write_whole
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
+from ptdmpi.config import InputError
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
@@ -71,12 +72,19 @@ class ReportLine:
 @click.option("--wire", default="auto", help="With --parity: what tensors travel by, as comm.wire.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
 @click.option(
+    "--rows",
+    metavar="TEXT",
+    help='With --parity: rows with TEXT in section, "t p v d b z", schedule, options or model.',
+)
+@click.option(
     "--report",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write what is found, and versions, into a file to attach to an issue.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
-def command(parity: bool, wire: str, short: bool, report: Path | None, as_json: bool) -> None:
+def command(
+    parity: bool, wire: str, short: bool, rows: str | None, report: Path | None, as_json: bool
+) -> None:
     """Check the machine on all ranks of the job; with --parity, that training is exact on it.
 
     mpirun -n 8 ptdmpi doctor --parity
@@ -85,6 +93,8 @@ def command(parity: bool, wire: str, short: bool, report: Path | None, as_json: 
     """
     if short and not parity:
         raise click.UsageError("--short belongs to --parity")
+    if rows is not None and not parity:
+        raise click.UsageError("--rows belongs to --parity")
     if wire != "auto" and not parity:
         raise click.UsageError("--wire belongs to --parity")
     if report is not None and parity:
@@ -96,20 +106,35 @@ def command(parity: bool, wire: str, short: bool, report: Path | None, as_json: 
     world = World()
     with fail_together(world):
         machine = partial(check_machine, report=report)
-        check = partial(check_parity, short=short, wire=wire) if parity else machine
+        check = (
+            partial(check_parity, short=short, wire=wire, only=rows or "") if parity else machine
+        )
         if not check(world, as_json=as_json):
             raise SystemExit(1)
 
 
-def check_parity(world: "World", *, short: bool, as_json: bool, wire: str = "auto") -> bool:
-    """Print the table of exactness; True on every rank if no row is red."""
+def check_parity(
+    world: "World", *, short: bool, as_json: bool, wire: str = "auto", only: str = ""
+) -> bool:
+    """Print the table of exactness; True on every rank if no row is red. `only`: of the rows whose
+    name has it. Raises SharedInputError where none has."""
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, suite, table
 
     ranks = min(world.size, layouts.MOST_RANKS)
     chosen = wire_named(wire)
     exact = chosen.kind.exact
-    wanted = world.on_root(lambda: suite.comparisons(ranks, short=short, exact=exact))
+
+    def chosen_rows() -> "list[suite.Comparison]":
+        every = suite.comparisons(ranks, short=short, exact=exact)
+        found = [one for one in every if only.lower() in table.named(one).lower()]
+        if not found:
+            raise InputError(
+                f'--rows {only}: no row of {len(every)} has it, such as "{table.named(every[0])}"'
+            )
+        return found
+
+    wanted = world.on_root(chosen_rows)
     steps = suite.SHORT_STEPS if short else suite.STEPS
     rows = suite.run(world, wanted, steps, partial(click.echo, err=True), chosen)
     if world.rank == 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.methods import DIFFERING
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
@@ -14,11 +15,12 @@ from ptdmpi.config.sections import (
 
 # A key of [optimizer] -> the kinds that use it.
 OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
-    "beta1": ("adamw", "lion"),
-    "beta2": ("adamw", "lion"),
-    "eps": ("adamw",),
-    "momentum": ("sgd",),
-    "nesterov": ("sgd",),
+    "beta1": ("adamw", "lion", "muon"),
+    "beta2": ("adamw", "lion", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "muon_scale": ("muon",),
 }
 
 
@@ -31,6 +33,8 @@ def optimizer_rules(sections: Mapping[str, Section]) -> Iterator[str]:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield "optimizer.min_learning_rate is above learning_rate"
     yield from _optimizer_keys(optimizer)
+    if optimizer.has_matrices:
+        yield from _matrix_rules(sections)
     narrow = isinstance(precision, PrecisionConfig) and precision.compute in ("bf16", "fp16")
     offloads = isinstance(parallel, ParallelConfig) and parallel.offload != "none"
     if offloads and not optimizer.moments and not narrow:
@@ -60,14 +64,41 @@ def optimizer_rules(sections: Mapping[str, Section]) -> Iterator[str]:
         )
 
 
+def _matrix_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    """What cuts, moves or replaces the matrices that Muon orthogonalizes as wholes."""
+    parallel, adapt = sections.get("parallel"), sections.get("adapt")
+    section, muon = sections.get("data_parallel"), 'optimizer.kind = "muon"'
+    if isinstance(parallel, ParallelConfig) and parallel.zero:
+        yield (
+            f"parallel.zero = {parallel.zero} leaves each data rank a slice of the optimizer's "
+            f"state, and {muon} orthogonalizes whole matrices; legal: zero = 0, or another kind"
+        )
+    if isinstance(parallel, ParallelConfig) and parallel.offload != "none":
+        yield (
+            f'parallel.offload = "{parallel.offload}" updates the state in chunks on the host, and '
+            f'{muon} orthogonalizes whole matrices; legal: offload = "none", or another kind'
+        )
+    if isinstance(adapt, AdaptConfig) and adapt.adapts:
+        yield (
+            f'adapt.method = "{adapt.method}" trains none of the matrices that {muon} '
+            'orthogonalizes; legal: adapt.method = "none", or optimizer.kind = "adamw"'
+        )
+    if isinstance(section, DataParallelConfig) and section.average_moments:
+        yield (
+            f"data_parallel.average_moments = true: {muon} keeps other moments of matrices than of "
+            "the rest; legal: average_moments = false, or another kind"
+        )
+
+
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
     """Keys that say something to another kind of optimizer, or of decay."""
     kind, fields = optimizer.kind, OptimizerConfig.model_fields
     for key, kinds in OPTIMIZED_BY.items():
         if getattr(optimizer, key) != fields[key].default and kind not in kinds:
+            default = fields[key].default
+            legal = f'"{default}"' if isinstance(default, str) else str(default).lower()
             yield (
-                f'optimizer.{key} is of no use to optimizer.kind = "{kind}"; legal: '
-                f"{key} = {str(fields[key].default).lower()}"
+                f'optimizer.{key} is of no use to optimizer.kind = "{kind}"; legal: {key} = {legal}'
             )
     if kind == "sgd" and optimizer.nesterov and not optimizer.momentum:
         yield "optimizer.nesterov = true needs optimizer.momentum above 0"

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout, default_schedule
-from ptdmpi.config.legality import CodesName, OffloadName, RecomputeMode, ScheduleName
+from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
 from ptdmpi.config.methods import CompressorName, FeedbackName, MethodName, kept_by
-from ptdmpi.config.model import MASK_FRACTION, ModelConfig
+from ptdmpi.config.model import MASK_FRACTION, ModelConfig, QuantizeConfig
 from ptdmpi.config.section import (
     MOST_BATCH,
     DirectoryName,
@@ -26,7 +26,10 @@ from ptdmpi.config.wires import AUTO
 # The kind of state of the master weights, and of the weights of a model that does not train.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that is the weights' moving average
+# Kinds of state that optimizers keep, by torch's names.
+MOMENTUM, ADAMW_KEEPS = "momentum_buffer", ("exp_avg", "exp_avg_sq")
 LION_BETA2 = 0.99
+MUON_MOMENTUM = 0.95
 
 
 class RunConfig(Section):
@@ -140,14 +143,6 @@ class PrecisionConfig(Section):
         return self.compute == "fp16"
 
 
-class QuantizeConfig(Section):
-    """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
-    a scale each: those that train are rounded on the way, those that do not are held so."""
-
-    weights: CodesName | Literal["none"] = "none"
-    block: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 64
-
-
 class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward, and
     whether those that full recomputation keeps are divided over the tensor axis."""
@@ -167,11 +162,13 @@ class RateGroup(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or SGD with momentum; warm-up,
-    decay and clipping. `decay_steps`: how many steps `decay = "wsd"` ends with, or which share of
-    all. `ema_decay` above 0: the state has the weights' moving average, too."""
+    """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD with momentum, or Muon on
+    the layers' matrices with AdamW on the rest (Jordan et al. 2024); warm-up, decay and clipping.
+    `decay_steps`: how many steps `decay = "wsd"` ends with, or which share of all. `muon_scale`:
+    how long an orthogonal update is, by torch.optim.Muon's names. `ema_decay` above 0: the state
+    has the weights' moving average, too."""
 
-    kind: Literal["adamw", "sgd", "lion"] = "adamw"
+    kind: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 3e-4
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 0
@@ -182,6 +179,7 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     momentum: Fraction = 0.0
     nesterov: bool = False
+    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     ema_decay: Fraction = 0.0
@@ -189,12 +187,26 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept of each parameter beside its weight, by torch's names; last the weights'
-        moving average, where there is one."""
-        kept: tuple[str, ...] = ("momentum_buffer",) if self.momentum else ()
-        if self.kind != "sgd":
-            kept = ("exp_avg", "exp_avg_sq") if self.kind == "adamw" else ("exp_avg",)
+        """What is kept of parameters beside their weights, by torch's names; last the weights'
+        moving average, where there is one. Muon keeps the first of the layers' matrices alone, and
+        of all others what AdamW does."""
+        kept: tuple[str, ...] = (MOMENTUM,) if self.momentum else ()
+        if self.kind == "muon":
+            kept = (MOMENTUM, *ADAMW_KEEPS)
+        elif self.kind != "sgd":
+            kept = ADAMW_KEEPS if self.kind == "adamw" else ("exp_avg",)
         return (*kept, AVERAGE) if self.ema_decay else kept
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the layers' matrices are updated each as a whole, which nothing may cut."""
+        return self.kind == "muon"
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are kept of a parameter beside its weight; of one of the layers'
+        matrices under Muon it is one less."""
+        return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
         """How many of `steps` steps `decay = "wsd"` decays in, at least one."""
@@ -203,10 +215,13 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_beta2(cls, values: Any) -> Any:
+    def _defaults_of_kind(cls, values: Any) -> Any:
         # Lion's own (Chen et al. 2023, arXiv 2302.06675, section 3.2); 0.95 is for AdamW
         if isinstance(values, Mapping) and values.get("kind") == "lion":
             return {"beta2": LION_BETA2, **values}
+        # torch.optim.Muon's, which are those of Jordan et al. 2024
+        if isinstance(values, Mapping) and values.get("kind") == "muon":
+            return {"momentum": MUON_MOMENTUM, "nesterov": True, **values}
         return values
 
 
@@ -351,8 +366,9 @@ class Config(Section):
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """With [adapt] known to the model, too."""
-        return self.model_copy(update={"model": self.model.adapted(self.adapt)})
+        """With [adapt] and [quantize] known to the model, too."""
+        model = self.model.adapted(self.adapt, self.quantize)
+        return self.model_copy(update={"model": model})
 
     @property
     def samples(self) -> int:

@@ -17,6 +17,7 @@ from ptdmpi.config.sections import AVERAGE
 from ptdmpi.engine.data_parallel import data_parallel
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.muon import names_of_kinds
 from ptdmpi.engine.noise import GradientNoise, OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
@@ -125,7 +126,7 @@ class Engine:
         overlaps = begun and (axes["data"].size > 1 or shrinks)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
-        self.buffer.initialise(config.run.seed)
+        self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         _compile(config, self.stages, axes.world, self.device)
@@ -149,7 +150,7 @@ class Engine:
         self.state.settle = policy.settle
         self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
         require_groups(config.optimizer, pipeline, self.buffer)
-        self.optimizer = Optimizer(config.optimizer, self.state)
+        self.optimizer = Optimizer(config.optimizer, self.state, axes["tensor"])
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
@@ -351,8 +352,9 @@ def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
     """The state behind the parameters of a rank. Raises OSError where a file has no room for it."""
+    names = names_of_kinds(config.optimizer, buffer)
     moments = {
-        name: Kept(policy.differs, needed=True)
+        name: Kept(policy.differs, needed=True, names=names.get(name))
         if name != AVERAGE
         else Kept(policy.differs, begins="weights")
         for name in config.optimizer.moments

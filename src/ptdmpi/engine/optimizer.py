@@ -5,17 +5,21 @@ import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.config import OptimizerConfig, PrecisionConfig, RateGroup, SharedInputError
+from ptdmpi.config.sections import AVERAGE, MOMENTUM
+from ptdmpi.engine.muon import Matrix, Muon, is_matrix
 from ptdmpi.engine.offload import Alike, HostUpdate
 from ptdmpi.engine.updates import update
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Unit
-from ptdmpi.model.state import Counters, State
+from ptdmpi.model.parameters import Entry
+from ptdmpi.model.state import Counters, Kind, State
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
@@ -80,7 +84,10 @@ class Optimizer:
     on the device the update is done on the host, and `writes_weights`.
     """
 
-    def __init__(self, config: OptimizerConfig, state: State) -> None:
+    def __init__(
+        self, config: OptimizerConfig, state: State, tensor: Communicator | None = None
+    ) -> None:
+        """`tensor`: the axis that divides matrices."""
         self.config, self.state = config, state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
@@ -89,6 +96,7 @@ class Optimizer:
         self._groups = _alike(config, state)
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
+        self._muon = Muon(config, _matrices(config, state), tensor or OneRank())
 
     @property
     def writes_weights(self) -> bool:
@@ -120,15 +128,18 @@ class Optimizer:
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts():
             update(self.config, group, rate, self._updates)
+        self._muon.step(rate)
         counters.updates += 1
 
 
 def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
-    """This rank's part of the state, in groups that are updated alike."""
-    buffer, found = state.buffer, dict[tuple[float, float], list[tuple[int, slice]]]()
+    """This rank's part of the state, in groups that are updated alike; without matrices that are
+    updated each as a whole."""
+    buffer, found = state.buffer, dict[tuple[float, float], list[_Range]]()
     for number, unit in enumerate(buffer.units):
-        for part, decays, share in _ranges(config, buffer, unit):
-            found.setdefault((decays, share), []).append((number, part))
+        for alike, some in _ranges(config, buffer, number, unit):
+            found.setdefault(alike, []).append(some)
+    kinds = [state.kinds[kind] for kind in config.moments]
     groups = []
     for (decay, share), ranges in found.items():
         cut = partial(_cut, ranges)
@@ -137,7 +148,11 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
                 cut(buffer.masters),
                 [] if buffer.one_type else cut(buffer.weight_parts),
                 cut(buffer.reduced),
-                tuple(cut(state.kinds[kind].parts) for kind in config.moments),
+                tuple(
+                    [some.of(kind) for some in ranges]
+                    for kind in kinds
+                    if kind.kept.names is None or ranges[0].name in kind.kept.names
+                ),
                 decay,
                 share,
             )
@@ -145,26 +160,60 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
     return groups
 
 
+class _Range(NamedTuple):
+    """Elements of this rank's part of unit number `unit`; `name`: of their first parameter."""
+
+    unit: int
+    some: slice
+    name: str
+
+    def of(self, kind: Kind) -> Tensor:
+        """Them in a kind of state, whichever parameters it has."""
+        begin = self.some.start
+        if kind.kept.names is not None:
+            begin = kind.held[self.name].offset
+        return kind.parts[self.unit][begin : begin + self.some.stop - self.some.start]
+
+
 def _ranges(
-    config: OptimizerConfig, buffer: ParameterBuffer, unit: Unit
-) -> Iterator[tuple[slice, float, float]]:
-    """This rank's part of a unit in ranges that are updated alike: where, by which weight decay,
-    and by what share of the learning rate. Each goes up to where the next one's first parameter
+    config: OptimizerConfig, buffer: ParameterBuffer, number: int, unit: Unit
+) -> Iterator[tuple[tuple[float, float], _Range]]:
+    """This rank's part of a unit in ranges that are updated alike: by which weight decay and what
+    share of the learning rate, and where. Each goes up to where the next one's first parameter
     begins, padding included."""
     first, last = buffer.place(unit)
-    begun: list[tuple[int, float, float]] = []
+    begun: list[tuple[int, str, tuple[float, float] | None]] = []
     for name, entry in buffer.entries.items():
         if unit.start <= entry.start < unit.stop:
-            group = group_of(config, name)
-            decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
-            alike = (decay, group.learning_rate_factor)
-            if not begun or begun[-1][1:] != alike:
-                begun.append((entry.start, *alike))
+            alike = None if is_matrix(config, entry) else _rates(config, entry)
+            if not begun or begun[-1][2] != alike:
+                begun.append((entry.start, name, alike))
     ends = [*(start for start, _, _ in begun[1:]), unit.stop]
-    for (start, decay, share), end in zip(begun, ends, strict=True):
+    for (start, name, alike), end in zip(begun, ends, strict=True):
         start, end = (min(max(at, first), last) - first for at in (start, end))
-        if start < end:
-            yield slice(start, end), decay, share
+        if start < end and alike is not None:
+            yield alike, _Range(number, slice(start, end), name)
+
+
+def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
+    """The weight decay of a parameter, and its share of the learning rate."""
+    group = group_of(config, entry.name)
+    decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
+    return decay, group.learning_rate_factor
+
+
+def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
+    """The parameters of this rank that are updated each as a whole, in their order."""
+    buffer, found = state.buffer, list[Matrix]()
+    for own in buffer.own_parts():
+        entry = own.entry
+        if is_matrix(config, entry):
+            flats = (buffer.masters, buffer.reduced)
+            master, gradient = (own.view(flat).view(entry.shape) for flat in flats)
+            kinds = (MOMENTUM, AVERAGE) if config.ema_decay else (MOMENTUM,)
+            moments = [state.view(kind, entry.name).view(entry.shape) for kind in kinds]
+            found.append(Matrix(entry, master, gradient, moments, *_rates(config, entry)))
+    return found
 
 
 def require_groups(
@@ -193,6 +242,6 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
     return RateGroup(names=("*",))
 
 
-def _cut(ranges: Sequence[tuple[int, slice]], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Ranges of the parts, by number."""
-    return [parts[number][some] for number, some in ranges]
+def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Ranges of the parts of units."""
+    return [parts[one.unit][one.some] for one in ranges]

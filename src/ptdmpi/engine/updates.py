@@ -1,5 +1,6 @@
 """The arithmetic of an update, element by element, on flat tensors that are updated alike: AdamW
-and SGD by PyTorch's own functions, Lion, and the weights' moving average behind each of them.
+and SGD by PyTorch's own functions, Lion, and the weights' moving average behind each of them. What
+is updated matrix by matrix is `muon`'s.
 
 The functions below torch.optim's classes: a class loads torch's compiler when it is made, 800
 modules, 70 MB and a second of every rank's start.
@@ -89,4 +90,5 @@ UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] =
     "adamw": adamw_update,
     "sgd": sgd_update,
     "lion": lion_update,
+    "muon": adamw_update,  # of what `engine/muon.py` does not take
 }

@@ -24,6 +24,7 @@ from ptdmpi.config.sections import WEIGHTS as WEIGHTS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.plan.layout.grid import CUTTING
+from ptdmpi.plan.shape.parameters import aligned
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
@@ -36,11 +37,13 @@ def key(kind: str, name: str, replica: int | None = None) -> str:
 class Kept:
     """How a kind besides the weights is held. `differs`: the axes along which replicas hold other
     values of it. `begins`: what it holds before the first step, and where a run goes on from a
-    checkpoint that has none of it; `needed`: it does not go on from such a one."""
+    checkpoint that has none of it; `needed`: it does not go on from such a one. `names`: of which
+    parameters it is, None: of all."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
     needed: bool = False
+    names: frozenset[str] | None = None
 
 
 @dataclass
@@ -122,8 +125,11 @@ class State:
         self.kinds = {WEIGHTS: Kind(buffer.masters, held, Kept(differs))}
         lengths = [len(part) for part in buffer.masters]
         for name, kept in (kinds or {}).items():
-            parts = buffer.storage.zeros(lengths, buffer.precision.master)
-            self.kinds[name] = Kind(parts, held, kept)
+            own, sizes = held, lengths
+            if kept.names is not None:
+                own, sizes = _gathered(held, kept.names, len(lengths))
+            parts = buffer.storage.zeros(sizes, buffer.precision.master)
+            self.kinds[name] = Kind(parts, own, kept)
         # what is zero already must not be touched: in a file it would come into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
@@ -198,10 +204,15 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """The weights that do not train, as pieces; no part of the state."""
+        """The weights that do not train, as pieces, and codes and scales of those that stand in few
+        bits; no part of the state."""
         for entry in self.buffer.frozen.values():
             held = OwnPart(entry, 0, entry.elements, 0, entry.start)
             yield from self._pieces(WEIGHTS, held, [self.buffer.idle_weights])
+        place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
+        for name, entry in self.buffer.packed.items():
+            for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):
+                yield Piece(kind, name, shape, box, values, CUTTING)
 
     def gradients(self) -> Iterator[Piece]:
         """The gradients as pieces of the same boxes; no part of the state."""
@@ -237,6 +248,19 @@ class State:
     def let_go(self) -> None:
         """To be called when pieces were looked at: what stands in a file need not be in memory."""
         self.buffer.storage.let_go()
+
+
+def _gathered(
+    held: Mapping[str, OwnPart], names: Collection[str], units: int
+) -> tuple[dict[str, OwnPart], list[int]]:
+    """Where some of the parameters stand in tensors that have no room for the others, in the same
+    order, and how long these tensors are, unit by unit."""
+    own, lengths = dict[str, OwnPart](), [0] * units
+    for name, one in held.items():
+        if name in names:
+            own[name] = replace(one, offset=lengths[one.unit])
+            lengths[one.unit] += aligned(one.length)
+    return own, lengths
 
 
 def pieces_of(

@@ -1,6 +1,7 @@
 """One training of a case, and what it leaves behind as whole logical tensors."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from tempfile import gettempdir
 
@@ -25,6 +26,7 @@ INIT_STD = 0.1
 # Adam's step of an element whose gradient is rounding is itself rounding over epsilon. With 1e-8
 # that is up to the whole learning rate, and a machine's luck decides about the parameters' bar.
 EPSILON = 1e-6
+SAID_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,13 @@ class Blocks:
         self._parts: dict[int, World | None] = {}
         self._axes: dict[Grid, Axes] = {}
 
-    def run(self, tasks: Sequence[TrainingTask]) -> dict[TrainingTask, Training]:
+    def run(
+        self, tasks: Sequence[TrainingTask], say: Callable[[str], None] = lambda line: None
+    ) -> dict[TrainingTask, Training]:
         """Train all tasks, which need the same number of ranks; every rank of the world calls it.
 
-        Rank 0 of the world gets the results, the others an empty mapping.
+        Rank 0 of the world gets the results, the others an empty mapping. `say` is told now and
+        then how many of the own block's are done.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
@@ -159,10 +164,14 @@ class Blocks:
         block = self.world.rank // ranks
         part = self._part(ranks, block if block < blocks else MPI.UNDEFINED)
         if part is not None:
-            for task in tasks[block::blocks]:
+            own, told_at = tasks[block::blocks], time.monotonic()
+            for done, task in enumerate(own, 1):
                 result = train(task, self._split(part, task.case.layout))
                 if result is not None:
                     mine[task] = result
+                if time.monotonic() - told_at >= SAID_EVERY_S and done < len(own):
+                    say(f"parity: {done} of {len(own)}")
+                    told_at = time.monotonic()
         gathered = self.world.control.gather(mine, root=0) or []
         return {task: result for part in gathered for task, result in part.items()}
 

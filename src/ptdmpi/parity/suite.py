@@ -132,7 +132,9 @@ def run(
                 f"parity: {counted(len(alike), 'training')} of {counted(steps, 'step')} on "
                 f"{counted(ranks, 'rank')} each"
             )
-        results |= blocks.run(alike)
+            results |= blocks.run(alike, say)
+        else:
+            blocks.run(alike)
     if world.rank:
         return []
     return [_row(one, steps, results, wire.kind.exact) for one in wanted]

@@ -17,7 +17,7 @@ from ptdmpi.parity.layouts import (
     Pair,
     missing_pairs,
 )
-from ptdmpi.parity.suite import COVERING, Verdict
+from ptdmpi.parity.suite import COVERING, Comparison, Verdict
 
 WIDTH = 120
 HEADINGS = (
@@ -47,6 +47,13 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
     count = sum(bool(row.red()) for row in rows)
     lines.append(f"{len(rows)} rows, {count} red" if count else f"{len(rows)} rows, all ok")
     return "\n".join(lines)
+
+
+def named(comparison: Comparison) -> str:
+    """What its row is called where rows are asked for: section, sizes, schedule, options, model."""
+    layout, model = comparison.case.layout, comparison.case.model
+    words = [comparison.section, _sizes(layout), layout.schedule, _options(layout), model.kind]
+    return ", ".join(words)
 
 
 def _describe(row: Verdict) -> str:

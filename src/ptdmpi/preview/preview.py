@@ -11,6 +11,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.base import base_told
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, DataParallelConfig, InputError
@@ -21,6 +22,7 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price
 from ptdmpi.plan.layout.topology import file_ranks
+from ptdmpi.plan.shape.matrices import matrix_elements
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
@@ -78,6 +80,7 @@ def preview(
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
         "told": list(source.told()),
+        "base": list(base_told(config)),
         "resume": resumed,
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),
@@ -216,9 +219,12 @@ def _status(path: Path) -> dict[str, Any]:
 def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     """Its size, and how often one is written."""
     element = 8 if config.precision.compute == "fp64" else 4
-    moments = len(config.optimizer.moments)
-    numbers = stored_numbers(config.data_parallel, moments, config.data_size)
-    size = numbers * element * parameter_count(config.model, vocab_size)
+    moments, model = config.optimizer.numbers, config.model
+    told = (config.data_parallel, moments, config.data_size)
+    size = stored_numbers(*told) * element * parameter_count(model, vocab_size)
+    if config.optimizer.has_matrices:  # of which one number less is kept
+        less = stored_numbers(*told) - stored_numbers(told[0], moments - 1, told[2])
+        size -= less * element * model.layers * matrix_elements(model, 1)
     there = os.statvfs(_existing(Path(config.run.dir)))
     free = there.f_bavail * there.f_frsize
     return {

@@ -24,6 +24,7 @@ from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.shape.matrices import room_bytes
 
 # Of state in a file: read ahead and written behind, two pieces of it at once.
 CHUNK_BYTES = 64 * 2**20
@@ -76,9 +77,10 @@ class MemoryModel(StageMemory):
     ) -> None:
         super().__init__(model, vocab_size, precision, software)
         self.method = method or RunMethod()
-        self.low_bit: LowBit | None = None  # in how few bits products take the layers' weights
+        self.low_bit = LowBit.of(model.quantize)  # in which products take the layers' weights
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes, self.tile = COMPUTE_BYTES[precision], largest_tile(model, vocab_size)
+        self.wide_bytes = max(WIDE_BYTES, self.compute_bytes)
         self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
         self.likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)
@@ -95,9 +97,7 @@ class MemoryModel(StageMemory):
         """That of a training; `wide_products` as of `Software`."""
         software = TRAINER.model_copy(update={"wide_products": wide_products})
         told = (config.model, vocab_size, config.precision.compute, software)
-        memory = cls(*told, on_host=on_host, method=RunMethod.of(config))
-        memory.low_bit = LowBit.of(config.quantize)
-        return memory
+        return cls(*told, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
@@ -197,7 +197,10 @@ class MemoryModel(StageMemory):
             -(-count // (shards if zero >= stage else 1)) * each
             for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
         )
-        weights += (every - train) * self.compute_bytes  # whole on every rank
+        # whole on every rank
+        weights += self.frozen_bytes(cut, tensor, rank, (every - train) * self.compute_bytes)
+        if self.method.matrices:  # which no shard has a part of
+            optimizer -= self.matrix_elements(cut, tensor, rank) * self.wide_bytes
         device, host = optimizer, 0
         if offload != "none" and not self.on_host:
             device, host = 0, optimizer
@@ -210,7 +213,7 @@ class MemoryModel(StageMemory):
     def _each_bytes(self) -> tuple[int, int, int, int]:
         """Bytes of one parameter: weight, gradient, its copy in float32 for the optimizer where it
         is summed in a half type, and the kinds of state with a master."""
-        summed, wide = self.software.gradient_bytes, max(WIDE_BYTES, self.compute_bytes)
+        summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = WIDE_BYTES if summed < WIDE_BYTES else 0
         state = self.method.kinds + (self.compute_bytes < WIDE_BYTES)
         return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
@@ -222,6 +225,7 @@ class MemoryModel(StageMemory):
             each / (shards if layout.zero >= stage else 1)
             for stage, each in zip(stages, self._each_bytes, strict=True)
         )
+        optimizer -= self.method.matrices * self.wide_bytes
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
@@ -268,14 +272,18 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 
 
 def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: int) -> int:
-    """`working` with what is beside it, or what data ranks tell each other when nothing is in
-    flight, where that is more; what arrives under forwards is there at the same time, and what is
-    known of neighbours all the time."""
-    method, wide = memory.method, max(WIDE_BYTES, memory.compute_bytes)
-    sizes = (layout.data, memory.trained(layout, rank), wide)
+    """`working` with what is beside it, or what data ranks tell each other, or an update of whole
+    matrices needs, when nothing is in flight, where that is more; what arrives under forwards is
+    there at the same time, and what is known of neighbours all the time."""
+    method = memory.method
+    sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
     told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
-    working += operand_bytes(memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
+    shape = (memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
+    working += operand_bytes(*shape, memory.on_host)
+    if method.matrices:
+        room = room_bytes(memory.model, layout.tensor, memory.compute_bytes)
+        working = max(working, room - kept)  # behind the backwards, as what is told
     return copies + (working + told if method.section.overlap else max(working, told - kept))
 
 

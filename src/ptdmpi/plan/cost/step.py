@@ -164,7 +164,17 @@ class StepTimes:
             # of what is sent in each microbatch's ops the last message has nothing to go behind
             sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1))
             data_s += sent.last_s
-        return data_s, self.update.optimizer_s(layout, elements)
+        most = max(
+            sum(len(layers[stage]) for stage in placement_of(layout).stages_of(r)) for r in ranks
+        )
+        return data_s, self.update.optimizer_s(layout, elements) + self.matrices_s(layout, most)
+
+    def matrices_s(self, layout: Layout, layers: float) -> float:
+        """What an update of whole matrices takes in so many layers."""
+        if not self.method.matrices:
+            return 0.0
+        group = self.kernels(layout)[0].group
+        return self.update.matrices_s(self.model.config, layout, layers, group)
 
 
 def splits(layout: Layout) -> bool:

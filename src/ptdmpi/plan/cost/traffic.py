@@ -23,6 +23,7 @@ from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
+from ptdmpi.plan.shape.matrices import gathered_bytes
 from ptdmpi.plan.shape.parameters import (
     ALIGNMENT,
     Linear,
@@ -104,6 +105,11 @@ class StepTraffic:
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
             tally.add("all_reduce", counted * element, norms)  # their squares
+        layers = sum(len(self.held.layers[stage]) for stage in self.placed.stages_of(rank))
+        if self.method.matrices:
+            sizes = gathered_bytes(self.model, layout.tensor, self.sizes.compute_bytes)
+            for size in sizes:
+                tally.add("all_gather", size, layers)
         return tally
 
     def _activations(self, tally: Tally, sums: int, gathers: int) -> None:

@@ -1,9 +1,10 @@
 """The optimizer's part of a step: on the device, on the host, or with its state in a file."""
 
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
-from ptdmpi.plan.machine.kernels import Machine
+from ptdmpi.plan.machine.kernels import Group, Machine
+from ptdmpi.plan.shape import matrices
 
 
 class UpdateTimes:
@@ -30,6 +31,14 @@ class UpdateTimes:
         divided = 0 if summed_only else 2 * self.gradient_bytes
         held = shard if layout.zero >= 2 else elements
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
+
+    def matrices_s(self, model: ModelConfig, layout: Layout, layers: float, group: Group) -> float:
+        """Muon's products for so many layers, which each tensor rank and each data rank does for
+        itself, and slices that are gathered from the tensor axis."""
+        weight = self.machine.element_bytes
+        products_s = sum(self.machine.gemm_s(*sizes) for sizes in matrices.products(model))
+        sizes = matrices.gathered_bytes(model, layout.tensor, weight)
+        return layers * (products_s + sum(self.machine.all_gather_s(one, group) for one in sizes))
 
     def _update_bytes(self) -> list[int]:
         """What each kernel of the update moves of a parameter: widen the gradient where it is

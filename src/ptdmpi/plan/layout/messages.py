@@ -30,18 +30,21 @@ def pieces(elements: int, most: int) -> Iterator[int]:
 @dataclass(frozen=True)
 class RunMethod:
     """The data-parallel method of a run. `moments`: how many numbers the optimizer keeps of a
-    parameter (AdamW 2); `steps`: how many the run has, of which the last one is measured."""
+    parameter (AdamW 2); `matrices`: of the layers' matrices one less, for it updates these as
+    wholes (Muon); `steps`: how many the run has, of which the last one is measured."""
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
     moments: int = 2
     seed: int = 0
     steps: int | None = None
+    matrices: bool = False
 
     @classmethod
     def of(cls, config: Config) -> "RunMethod":
         """That of a resolved configuration."""
-        moments, run = len(config.optimizer.moments), config.run
-        return cls(config.data_parallel, moments, run.seed, run.steps)
+        optimizer, run = config.optimizer, config.run
+        numbers, matrices = optimizer.numbers, optimizer.has_matrices
+        return cls(config.data_parallel, numbers, run.seed, run.steps, matrices)
 
     @property
     def kinds(self) -> int:

@@ -114,10 +114,11 @@ def choose(
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
     pricer = Pricer(cluster, model, batch, precision, RunMethod.of(config))
+    whole = config.optimizer.has_matrices
     space = Space(
         ranks,
-        zero=may_share(config.data_parallel, config.run.reproducible),
-        offload="none" if replicas_differ(config.data_parallel) else None,
+        zero=may_share(config.data_parallel, config.run.reproducible, whole),
+        offload="none" if replicas_differ(config.data_parallel) or whole else None,
         data=replicas(config, ranks),
         sequences=config.task.sequences,
     )

@@ -1,8 +1,11 @@
 """Run directories with a checkpoint of random weights, without any training."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from ptdmpi.base.box import Box
 from ptdmpi.checkpoint import directory as files
@@ -16,16 +19,21 @@ LLAMA = {"kind": "llama", "kv_heads": 2, "ffn_hidden": 48}
 
 
 def stored(
-    folder: Path, vocab_size: int, factor: float = 0.3, average: float = 0.0, **model
+    folder: Path,
+    vocab_size: int,
+    factor: float = 0.3,
+    average: float = 0.0,
+    changed: Callable[[str, Tensor], Tensor] = lambda name, values: values,
+    **model,
 ) -> Path:
     """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, `average`:
-    that of what stands as their average, 0: none."""
+    that of what stands as their average, 0: none; both are `changed` then."""
     keys = SHAPE | model
     kinds = {"weights": factor} | ({"ema": average} if average else {})
     parts = []
     for name, one in declarations(config_of(keys), vocab_size).items():
         for kind, size in kinds.items():
-            values = random_tensor(name, one.shape, "fp32") * size
+            values = changed(name, random_tensor(name, one.shape, "fp32") * size)
             whole, numbers = Box.whole(one.shape), partial(values.numpy)
             parts.append(Outgoing(f"{kind}/{name}", one.shape, whole, "float32", numbers))
     temporary = folder / "checkpoints" / (files.name_of(7) + ".tmp")

@@ -92,8 +92,14 @@ def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) ->
     for name, one in [*named, ("`peft`, one process", peft["losses"])]:
         told = f"{greatest(one, curves[0]):.1e}" if one is not curves[0] else ""
         lines.append(f"| {name} | {one[0]:.6f} | {one[-1]:.6f} | {told} |")
-    lines += ["", f"Logits of merged adapters differ by {peft['merged']:.1e} of the greatest one"]
-    lines[-1] += f" from those beside the base, `peft`'s after its steps by {peft['theirs']:.1e}."
+    merged, rounding = peft["merged"], peft["rounding"]
+    told = (
+        "How far logits are apart, of the greatest one: of merged adapters and of those beside the "
+        f"base {merged['fp32']:.1e} in float32 and {merged['fp64']:.1e} in float64; of float32 and "
+        f"float64 beside the base {rounding:.1e}; of ours and `peft`'s after their steps "
+        f"{peft['theirs']:.1e}."
+    )
+    lines += ["", told]
     return lines
 
 

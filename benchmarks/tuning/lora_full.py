@@ -119,9 +119,11 @@ def memory_lines(base: Path) -> Iterator[str]:
                 yield row([*first, "LoRA" if name == "lora" else name, *cells, share])
     most = {mode: greatest_length(base, mode) for mode in ("none", "full")}
     yield ""
-    yield f"LoRA needs at most {BAR} of what full tuning needs up to {most['none']:,} tokens of a"
-    yield f"microbatch, with full recomputation up to {most['full']:,}. Resident memory beyond"
-    yield "what a process had before its model was built, over two steps of one microbatch:"
+    yield (
+        f"LoRA needs at most {BAR} of what full tuning needs up to {most['none']:,} tokens of a "
+        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory beyond what "
+        "a process had before its model was built, over two steps of one microbatch:"
+    )
     yield ""
     yield row(["tokens", "recompute", "", "planned MiB", "resident MiB", "LoRA / full, resident"])
     yield "|---" * 6 + "|"
@@ -166,13 +168,14 @@ def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterat
             [told, *(f"{one:.3f}" for one in (first, *(loss for _, loss in validations(records))))]
         )
     yield ""
-    ratio = 1 / time["ratio"]
-    yield f"A step of LoRA takes {ratio:.2f} ({1 / time['greatest']:.2f} to"
-    yield f"{1 / time['least']:.2f}) of full tuning's time, one rank and thread, {ROUNDS} rounds in"
-    yield "turn, on a machine that was not quiet. The adapter as `peft` takes it has"
-    yield f"{size['lora'] / 1e6:.1f} MB, the whole model {size['full'] / 1e6:.0f} MB; checkpoints"
-    yield f"with the optimizer's state {size['lora, checkpoint'] / 1e6:.0f} and"
-    yield f"{size['full, checkpoint'] / 1e6:,.0f} MB."
+    ratio, least, most = (1 / time[key] for key in ("ratio", "greatest", "least"))
+    yield (
+        f"A step of LoRA takes {ratio:.2f} ({least:.2f} to {most:.2f}) of full tuning's time, one "
+        f"rank and thread, {ROUNDS} rounds in turn, on a machine that was not quiet. The adapter "
+        f"as `peft` takes it has {size['lora'] / 1e6:.1f} MB, the whole model "
+        f"{size['full'] / 1e6:.0f} MB; checkpoints with the optimizer's state "
+        f"{size['lora, checkpoint'] / 1e6:.0f} and {size['full, checkpoint'] / 1e6:,.0f} MB."
+    )
     yield ""
 
 
@@ -198,7 +201,7 @@ def picture(base: Path, curves: dict[str, list[Any]], first: float) -> None:
             (256, "none", ""),
             (2048, "none", ""),
             (8192, "none", ""),
-            (8192, "full", ", rec."),
+            (8192, "full", "\nrecomputed"),
         )
         for method in ("full", "lora")
     ]

@@ -8,6 +8,7 @@ folder, and is not made again.
 import json
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,9 +109,10 @@ def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) ->
 
 
 def put(name: str, lines: Sequence[str]) -> None:
-    """`lines` between the marks `name` of the page."""
+    """`lines`, each a row of a table or a paragraph, between the marks `name` of the page."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     head, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    text = "\n".join([*lines, ""])
+    wrapped = (one if one.startswith(("|", "!")) else textwrap.fill(one, 118) for one in lines)
+    text = "\n".join([*wrapped, ""])
     write_whole(PAGE, head + begin + text + end + rest.split(end)[1])
     print(text)

@@ -5,8 +5,8 @@
 
 `begin` writes fresh adapters beside all linears of the model directory HF into FOLDER. `train`
 trains them, from BEGIN, on the data and at the rates of RUN, a finished training on one rank, and
-prints as JSON: their losses, and how far logits are from each other: of RUN and MERGED, and of RUN
-and theirs.
+prints as JSON: their losses, and how far logits are from each other: of RUN and MERGED by type, of
+RUN in float32 and in float64, and of RUN and theirs.
 """
 
 import contextlib
@@ -117,22 +117,28 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [one["learning_rate"] for one in records if "loss" in one]
 
-    def logits(opened: Any) -> Tensor:
-        """Logits of the first row's tokens, [s, V]."""
+    def logits(precision: str, path: Path, adapter: Path | None) -> Tensor:
+        """Those of the first row's tokens, [s, V]."""
+        opened, _ = open_inference(path, world, None, precision, adapter=adapter)
         with torch.no_grad():
             (stage,) = opened.stages.values()
-            return stage.heads(opened.hidden(ids))[0][:, 0, : feed.vocab_size].float()
+            return stage.heads(opened.hidden(ids))[0][:, 0, : feed.vocab_size].double()
 
     ids = batches[0][0].inputs[:, :1]
     base = Path(config.adapt.base)
-    beside = logits(open_inference(base, world, None, "fp32", adapter=run)[0])
-    whole = logits(open_inference(merged, world, None, "fp32")[0])
+    beside = {kind: logits(kind, base, run) for kind in ("fp32", "fp64")}
+    whole = {kind: logits(kind, merged, None) for kind in beside}
     model = peft.PeftModel.from_pretrained(model_of(path), str(begun), is_trainable=True)
     model.eval()
     losses = stepped(model, config, batches, rates)
     with torch.no_grad():
         own = model(input_ids=ids.t()).logits[0]
-    return {"losses": losses, "merged": apart(whole, beside), "theirs": apart(beside, own)}
+    return {
+        "losses": losses,
+        "merged": {kind: apart(whole[kind], beside[kind]) for kind in beside},
+        "rounding": apart(beside["fp32"], beside["fp64"]),
+        "theirs": apart(beside["fp32"], own.double()),
+    }
 
 
 def main() -> None:

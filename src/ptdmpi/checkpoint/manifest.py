@@ -27,14 +27,14 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.config import InputError
 from ptdmpi.config.sections import WEIGHTS as KIND_OF_WEIGHTS
 from ptdmpi.plan.shape.low_bit import CODES as CODE_NAMES
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # The types that a checkpoint holds, and safetensors' names of them.
 TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
 # What a weight in few bits stands as, in the place of WEIGHTS.
-WEIGHTS, CODES, SCALES = "weights/", "codes/", "scales/"
+WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
 
 

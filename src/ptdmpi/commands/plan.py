@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ptdmpi.base.words import counted
-from ptdmpi.config import AdaptConfig, InputError, load
+from ptdmpi.config import AdaptConfig, InputError, QuantizeConfig, load
 from ptdmpi.config.layout import Layout, complete, parse
-from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
+from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, CodesName
 from ptdmpi.config.presets import recipe
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.cost.price import Price, Pricer
@@ -31,6 +31,7 @@ from ptdmpi.plan.search.advice import (
 )
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space, contradiction, of_a_node
+from ptdmpi.plan.shape.low_bit import CODES
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
@@ -153,6 +154,8 @@ def _check(options: dict[str, Any]) -> None:
     help="fp16, bf16, fp32 or fp64; default: the first that the cluster has of bf16, fp16.",
 )
 @click.option("--lora", type=Number(1, MOST_BATCH), help="Train adapters of this rank alone.")
+@click.option("--base-bits", type=click.Choice(CODES), help="Of --lora: its frozen matrices.")
+@click.option("--base-block", type=Number(2, 2**20), help="Elements with one scale; default 64.")
 @click.option("--tokens", type=Number(), help="Of the whole training: adds days and rank-hours.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
@@ -180,7 +183,8 @@ def command(
     for key in ("png", "memory_png"):
         if options[key] is not None:
             draw.check_picture(options[key])
-    machine, shape = load_cluster(cluster), _adapted(load_model(model), options.pop("lora"))
+    base = options.pop("lora"), options.pop("base_bits"), options.pop("base_block")
+    machine, shape = load_cluster(cluster), _adapted(load_model(model), *base)
     batch = batch or published_batch(model)
     pricer = Pricer(machine, shape, batch, options["precision"] or usual_precision(machine))
     chosen = options["layout"] or options["why"]
@@ -219,11 +223,18 @@ def command(
     click.echo(json.dumps(result) if as_json else table.report(result))
 
 
-def _adapted(shape: Model, rank: int | None) -> Model:
-    """The model, or itself frozen beneath LoRA of this rank."""
+def _adapted(shape: Model, rank: int | None, codes: CodesName | None, block: int | None) -> Model:
+    """The model, or itself frozen beneath LoRA of this rank, its matrices in such codes. Raises
+    InputError for options that do not go together."""
+    if codes is not None and rank is None:
+        raise InputError("--base-bits belongs to --lora")
+    if block is not None and (codes is None or block % 2):
+        raise InputError(f"--base-block {block} belongs to --base-bits, and is even")
     if rank is None:
         return shape
-    return replace(shape, config=shape.config.adapted(AdaptConfig(method="lora", rank=rank)))
+    quantize = None if codes is None else QuantizeConfig(weights=codes, block=block or 64)
+    adapt = AdaptConfig(method="lora", rank=rank)
+    return replace(shape, config=shape.config.adapted(adapt, quantize))
 
 
 def _preview(
@@ -321,6 +332,9 @@ def _train(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     adapt = pricer.model.config.adapt
     if adapt.adapts:
         sections["adapt"] = {"method": adapt.method, "rank": adapt.rank}
+    quantize = pricer.model.config.quantize
+    if quantize.weights != "none":
+        sections["quantize"] = quantize.model_dump()
     sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
     sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
     return sections

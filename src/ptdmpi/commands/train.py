@@ -78,8 +78,9 @@ def command(
 def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
     """The configuration with the layout that the run has, or the best one."""
     from ptdmpi.plan.search import choose
-    from ptdmpi.train.checks import checked_data
+    from ptdmpi.train.checks import checked_data, with_form
 
+    tree = world.on_root(lambda: dict(with_form(tree)))
     found = world.on_root(lambda: choose.settled(tree, world.size, checked_data))
     if found is None:
         cluster = _probed(world.on_root(lambda: choose.bare(tree)), world)

@@ -8,7 +8,7 @@ from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.errors import InputError, SharedInputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.model import ModelConfig, QuantizeConfig
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import (
     BatchConfig,
@@ -21,7 +21,6 @@ from ptdmpi.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    QuantizeConfig,
     RateGroup,
     RecomputeConfig,
     RunConfig,

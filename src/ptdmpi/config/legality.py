@@ -1,5 +1,6 @@
 """What makes a layout legal, each rule once, with the text for whoever broke it; `Layout.rules`."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -98,6 +99,8 @@ def _model_rules(layout: "Layout", model: "ModelConfig") -> Iterator[Rule]:
             f"{model.layers}; at most one stage per layer"
         ),
     )
+    if model.quantize.weights != "none":
+        yield _blocks(layout, model)
     first, most = layout.first_layers, model.layers - layout.stages + 1
     yield Rule(
         "first_layers",
@@ -122,6 +125,26 @@ def _key_heads(layout: "Layout", model: "ModelConfig") -> Rule:
 
     uneven = heads % tensor > 0 and tensor % heads > 0
     return Rule("kv_heads", uneven and not model.heads % tensor, text)
+
+
+def _blocks(layout: "Layout", model: "ModelConfig") -> Rule:
+    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one. Of what
+    is divided unevenly other rules speak."""
+    tensor, block = layout.tensor, model.quantize.block
+    divided = (model.attention_width, model.ffn_hidden)
+    widths = (model.hidden, *(width // tensor for width in divided))
+
+    def text() -> str:
+        legal = [size for size in divisors(math.gcd(*widths)) if size % 2 == 0]
+        found = f"legal nearby: {nearest(block, legal)}" if legal else "legal: none here"
+        held = ", of an adapt.base in such blocks" if model.adapt.adapts and legal else ""
+        return (
+            f"quantize.block = {block} does not divide the inputs of all linears on a tensor rank "
+            f"({', '.join(map(str, widths))}); {found}{held}"
+        )
+
+    even = not any(width % tensor for width in divided)
+    return Rule("block", even and any(width % block for width in widths), text)
 
 
 def _divides(layout: "Layout", key: str, size: int) -> Rule:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.legality import CodesName
 from ptdmpi.config.section import MOST, Fraction, NonNegative, Positive, Section
 
 # What each kind of model means; a key given explicitly wins over its kind.
@@ -85,6 +86,14 @@ Number = Annotated[float, Field(gt=0)]
 Cap = Annotated[float, Field(ge=0)]
 
 
+class QuantizeConfig(Section):
+    """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
+    a scale each: those that train are rounded on the way, those that do not are held so."""
+
+    weights: CodesName | Literal["none"] = "none"
+    block: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 64
+
+
 class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
@@ -131,6 +140,8 @@ class ModelConfig(Section):
     init_std: Number = 0.02
     # of [adapt]: whoever counts or builds the model asks it for its adapters, too
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
+    # of [quantize]: in how few bits products take its matrices, and hold those that do not train
+    _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -157,10 +168,15 @@ class ModelConfig(Section):
         """What trains beside it, if not the model itself."""
         return self._adapt
 
-    def adapted(self, adapt: AdaptConfig) -> Self:
-        """The same model with these adapters."""
+    @property
+    def quantize(self) -> QuantizeConfig:
+        """In how few bits the matrices of its layers are."""
+        return self._quantize
+
+    def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
+        """The same model with these adapters, and its matrices in so few bits; None: in full."""
         copy = self.model_copy()
-        copy._adapt = adapt
+        copy._adapt, copy._quantize = adapt, quantize or QuantizeConfig()
         return copy
 
     @property

@@ -1,6 +1,5 @@
 """Every rule that ties two keys together, such as sizes that must divide each other."""
 
-import math
 from collections.abc import Iterator, Mapping
 
 from ptdmpi.base.words import counted
@@ -8,7 +7,7 @@ from ptdmpi.config.adapt import AdaptConfig, adapt_rules
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import groups_need_zero, stages_of_zero
 from ptdmpi.config.methods import method_rules, replicas_differ
-from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.model import ModelConfig, QuantizeConfig
 from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.optimizing import optimizer_rules
 from ptdmpi.config.section import Section
@@ -22,7 +21,6 @@ from ptdmpi.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    QuantizeConfig,
     RecomputeConfig,
     RunConfig,
     TaskConfig,
@@ -166,30 +164,13 @@ def _task_rules(sections: Mapping[str, Section]) -> Iterator[str]:
 
 
 def _quantize_rules(sections: Mapping[str, Section]) -> Iterator[str]:
-    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one."""
-    quantize, model = sections.get("quantize"), sections.get("model")
-    parallel = sections.get("parallel")
-    if not isinstance(quantize, QuantizeConfig) or not isinstance(model, ModelConfig):
+    """What blocks are of no use to; of those that a layout cuts `_layout_mistakes` speaks."""
+    quantize, default = sections.get("quantize"), QuantizeConfig.model_fields["block"].default
+    if not isinstance(quantize, QuantizeConfig) or quantize.weights != "none":
         return
-    default = QuantizeConfig.model_fields["block"].default
-    if quantize.weights == "none":
-        if quantize.block != default:
-            yield (
-                'quantize.block is of no use to quantize.weights = "none"; legal: '
-                f"block = {default}"
-            )
-        return
-    tensor = parallel.tensor if isinstance(parallel, ParallelConfig) else 1
-    divided = (model.attention_width, model.ffn_hidden)
-    if any(width % tensor for width in divided):
-        return  # of what is divided unevenly other rules speak
-    widths = (model.hidden, *(width // tensor for width in divided))
-    if any(width % quantize.block for width in widths):
-        legal = [size for size in divisors(math.gcd(*widths)) if size % 2 == 0]
-        found = f"legal nearby: {nearest(quantize.block, legal)}" if legal else "legal: none here"
+    if quantize.block != default:
         yield (
-            f"quantize.block = {quantize.block} does not divide the inputs of all linears on a "
-            f"tensor rank ({', '.join(map(str, widths))}); {found}"
+            f'quantize.block is of no use to quantize.weights = "none"; legal: block = {default}'
         )
 
 
@@ -354,6 +335,14 @@ def _layout_mistakes(
     )
     if parallel.shard_group == "node" and parallel.zero == 0:  # of the layout it is not known yet
         yield groups_need_zero("node")
-    yield from layout.mistakes(
-        model if isinstance(model, ModelConfig) else None, known.global_size if known else None
+    whole = _whole(model, sections) if isinstance(model, ModelConfig) else None
+    yield from layout.mistakes(whole, known.global_size if known else None)
+
+
+def _whole(model: ModelConfig, sections: Mapping[str, Section]) -> ModelConfig:
+    """The model with what did parse of [adapt] and [quantize]."""
+    adapt, quantize = sections.get("adapt"), sections.get("quantize")
+    return model.adapted(
+        adapt if isinstance(adapt, AdaptConfig) else AdaptConfig(),
+        quantize if isinstance(quantize, QuantizeConfig) else None,
     )

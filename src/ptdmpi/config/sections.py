@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout, default_schedule
-from ptdmpi.config.legality import CodesName, OffloadName, RecomputeMode, ScheduleName
+from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
 from ptdmpi.config.methods import CompressorName, FeedbackName, MethodName, kept_by
-from ptdmpi.config.model import MASK_FRACTION, ModelConfig
+from ptdmpi.config.model import MASK_FRACTION, ModelConfig, QuantizeConfig
 from ptdmpi.config.section import (
     MOST_BATCH,
     DirectoryName,
@@ -141,14 +141,6 @@ class PrecisionConfig(Section):
     def scales_loss(self) -> bool:
         """Whether small gradients would vanish in the type, so that the loss is scaled."""
         return self.compute == "fp16"
-
-
-class QuantizeConfig(Section):
-    """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
-    a scale each: those that train are rounded on the way, those that do not are held so."""
-
-    weights: CodesName | Literal["none"] = "none"
-    block: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 64
 
 
 class RecomputeConfig(Section):
@@ -374,8 +366,9 @@ class Config(Section):
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """With [adapt] known to the model, too."""
-        return self.model_copy(update={"model": self.model.adapted(self.adapt)})
+        """With [adapt] and [quantize] known to the model, too."""
+        model = self.model.adapted(self.adapt, self.quantize)
+        return self.model_copy(update={"model": model})
 
     @property
     def samples(self) -> int:

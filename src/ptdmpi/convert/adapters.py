@@ -135,7 +135,7 @@ def _merged(reader: Reader, beside: LoadedAdapter) -> Iterator[Outgoing]:
         for kind in ("weight", "bias"):
             changes.setdefault(f"{place.linear}.{kind}", []).append(place)
     prefix = key(WEIGHTS, "")
-    for name in sorted({*reader.tensors, *reader.means}):
+    for name in sorted({*reader.manifest.names}):
         if not name.startswith(prefix):
             continue
         stored = reader.manifest[name]
@@ -223,7 +223,7 @@ def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _require_same_shapes(before: Reader, after: Reader) -> None:
-    for name in (*before.tensors, *before.means):
+    for name in before.manifest.names:
         if name.startswith(key(WEIGHTS, "")):
             after.require(name, before.manifest[name].shape)
 
@@ -231,7 +231,7 @@ def _require_same_shapes(before: Reader, after: Reader) -> None:
 def _others(before: Reader, after: Reader, linears: set[str]) -> list[str]:
     """Parameters besides `linears` that differ."""
     prefix, found = key(WEIGHTS, ""), []
-    for name in sorted({*before.tensors, *before.means}):
+    for name in sorted({*before.manifest.names}):
         short = name.removeprefix(prefix)
         if name.startswith(prefix) and short not in linears:
             rows = slice(0, before.manifest[name].shape[0])

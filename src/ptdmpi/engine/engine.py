@@ -126,7 +126,7 @@ class Engine:
         overlaps = begun and (axes["data"].size > 1 or shrinks)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
-        self.buffer.initialise(config.run.seed)
+        self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
         for stage in self.stages.values():
             stage.place_tables(model, self.device)
         _compile(config, self.stages, axes.world, self.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ptdmpi.base.box import Box
 from ptdmpi.model.flat import ALL, FlatOrder, OwnPart, Portion, Unit
+from ptdmpi.model.low_bit.held import InFewBits
 from ptdmpi.model.parameters import Entry, Parameter, Precision
 from ptdmpi.model.random import initial
 
@@ -66,6 +67,7 @@ class ParameterBuffer(FlatOrder):
         # to be called when the weights have changed
         self.followers: list[Callable[[], None]] = []
         self.idle_weights = torch.zeros(self.frozen_size, dtype=precision.compute, device=device)
+        self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()
         for name, parameter in (*self.first.items(), *self.again.items()):
             self._attach(name, parameter, parameter is self.again.get(name))
@@ -101,8 +103,10 @@ class ParameterBuffer(FlatOrder):
         """Let a parameter stand on its part of the buffers; `again`: it is a tied one's copy."""
         declaration = parameter.declaration
         trains = declaration.trains
-        entry = (self.entries if trains else self.frozen)[name]
-        if not trains:
+        entry = (self.entries if trains else self.packed | self.frozen)[name]
+        if declaration.packed:
+            weight = absent(entry, self.precision.compute, self.device)
+        elif not trains:
             weight = entry.view(self.idle_weights)
         elif self.portion.sharded == 3:
             weight = absent(entry, self.precision.compute, self.device)
@@ -112,6 +116,7 @@ class ParameterBuffer(FlatOrder):
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration, parameter.entry = declaration, entry
+        parameter.packed = self.few_bits.of.get(name)
         if not (trains and self.trains):
             parameter.requires_grad_(False)
             return
@@ -122,18 +127,25 @@ class ParameterBuffer(FlatOrder):
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
-    def initialise(self, seed: int) -> None:
+    def initialise(self, seed: int, trained_alone: bool = False) -> None:
         """Fill the master weights from (seed, name): the same logical tensors in every layout, of
-        which each rank has what it keeps, and never the whole."""
+        which each rank has what it keeps, and never the whole. `trained_alone`: the frozen ones are
+        loaded, and nothing is drawn for them."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
-        for entry in (*self.entries.values(), *self.frozen.values()):
+        frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
+        for entry in (*self.entries.values(), *frozen):
+            flats = self.masters
             if entry.declaration.trains:
-                held, flats = self.own_part(entry), self.masters
+                held = self.own_part(entry)
+            elif entry.declaration.packed:
+                held, flats = OwnPart(entry, 0, entry.elements, 0, 0), [torch.zeros(entry.elements)]
             else:
                 held, flats = OwnPart(entry, 0, entry.elements, 0, entry.start), [self.idle_weights]
             if held is not None:
                 _fill([one[:2] for one in held.logical(held.view(flats), *place)], entry, seed)
                 self.storage.let_go()
+            if entry.declaration.packed:
+                self.few_bits.put(entry, flats[0].to(self.device))
         self.refresh_weights()
 
     def refresh_weights(self, written: bool = False) -> None:

@@ -95,7 +95,7 @@ class FlatOrder:
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
     weight: both occurrences share their storage, and the `second` keeps its gradient apart, so that
     the two contributions can be reduced apart and then added. `unit_of` says which of the `units` a
-    name belongs to. Those that do not train are `frozen` and stand apart.
+    name belongs to. Those that do not train are `frozen`, or `packed` in few bits, and stand apart.
     """
 
     def __init__(
@@ -123,7 +123,13 @@ class FlatOrder:
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
-        self.frozen_size = _place(idle, self.frozen, 0)
+        whole = {name: p for name, p in idle.items() if not p.declaration.packed}
+        self.frozen_size = _place(whole, self.frozen, 0)
+        self.packed = {
+            name: Entry(name, p.declaration, 0, tuple(p.shape))
+            for name, p in idle.items()
+            if p.declaration.packed
+        }
 
     def _placed(
         self, parameters: Mapping[str, Parameter], unit_of: Callable[[str], str]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.box import Box
-from ptdmpi.model.low_bit.codes import rounded
+from ptdmpi.model.low_bit.codes import Packed, rounded
 from ptdmpi.plan.shape.low_bit import LowBit
 
 
@@ -66,7 +66,7 @@ class Declaration:
     gradient of this replicated parameter is a part to be summed over the tensor axis.
     `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
     without it the parameter has no gradient, no master weight and no moments. `low_bit`: in how few
-    bits products take it.
+    bits products take it; without training it stands in them.
     """
 
     shape: tuple[int, ...]
@@ -77,6 +77,11 @@ class Declaration:
     partial_gradient: bool = False
     trains: bool = True
     low_bit: LowBit | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether it stands in few bits: nothing but products ever takes it, as its values."""
+        return self.low_bit is not None and not self.trains
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -117,20 +122,24 @@ class Parameter(nn.Parameter):
 
     While `later` is a list, what would be added goes into the list: the backward is split, and its
     second part adds it. `entry`: where it stands in the flat order, and `second` where its gradient
-    stands, if that is kept apart from another use's of the same table.
+    stands, if that is kept apart from another use's of the same table. `packed`: what it is, where
+    that stands in few bits; then it has a shape and a type, and no values of its own.
     """
 
     declaration: Declaration
     entry: "Entry"
     second: "Entry | None" = None
+    packed: Packed | None = None
     main_grad: Tensor
     later: list[Callable[[], object]] | None = None
 
     @property
     def operand(self) -> Tensor:
-        """What products take of it: itself, or what its few bits say of it. Gradients are of that,
-        and go to the parameter as they are (the straight-through estimator: Bengio et al. 2013,
-        arXiv 1308.3432, section 4)."""
+        """What products take of it: itself, or what its few bits say of it, made for one product.
+        Gradients are of that, and go to a parameter that trains as they are (the straight-through
+        estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
+        if self.packed is not None:
+            return self.packed.values(self.dtype)
         form = self.declaration.low_bit
         return self if form is None else rounded(self.detach(), form)
 

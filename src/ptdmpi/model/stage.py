@@ -116,7 +116,7 @@ class Stage(nn.Module):
         self.rotary: tuple[Tensor, Tensor] | None = None
         self._make_head(model, vocab_size)
         self._freeze(model, vocab_size)
-        self._put_in_few_bits(config)
+        self._put_in_few_bits(model)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         # where weights or gradients are sharded: told which part of the stage is computed
@@ -158,14 +158,14 @@ class Stage(nn.Module):
                     assert isinstance(weight, Parameter), f"{name} is not declared"
                     weight.declaration = replace(weight.declaration, trains=False)
 
-    def _put_in_few_bits(self, config: Config) -> None:
+    def _put_in_few_bits(self, model: ModelConfig) -> None:
         """Declare what products take in few bits: the weights of the layers' linears."""
-        parts = parameters.layer(config.model).items()
+        parts = parameters.layer(model).items()
         linears = [name for name, part in parts if isinstance(part, parameters.Linear)]
         for i, name in itertools.product(self.layers, linears):
             weight = self.get_parameter(f"layers.{i}.{name}.weight")
             assert isinstance(weight, Parameter), f"{name} is not declared"
-            form = LowBit.of(config.quantize)
+            form = LowBit.of(model.quantize)
             weight.declaration = replace(weight.declaration, low_bit=form)
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:

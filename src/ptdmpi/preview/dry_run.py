@@ -10,7 +10,7 @@ from ptdmpi.plan.search.choose import settled
 from ptdmpi.preview.preview import RankCount, needed_ranks, preview
 from ptdmpi.preview.words import words
 from ptdmpi.terminal.launched import launched_rank, launched_size
-from ptdmpi.train.checks import checked_data
+from ptdmpi.train.checks import checked_data, with_form
 
 LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")
 
@@ -57,7 +57,7 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
     """The tree with the layout that --layout auto gives it, and the words about that."""
-    found = settled(tree, ranks, checked_data)
+    found = settled(with_form(tree), ranks, checked_data)
     if found is None:
         raise InputError(
             "--layout auto --dry-run needs run.cluster: what a dry run measures would be measured "

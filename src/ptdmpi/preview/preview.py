@@ -11,6 +11,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.base import base_told
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, DataParallelConfig, InputError
@@ -79,6 +80,7 @@ def preview(
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
         "told": list(source.told()),
+        "base": list(base_told(config)),
         "resume": resumed,
         "memory": _memory(config, vocab_size, ranks, price),
         "time": _time(config, price, config.run.steps - first),

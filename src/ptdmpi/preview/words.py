@@ -24,6 +24,7 @@ def words(found: dict[str, Any]) -> str:
             f"{found['tokens']:,} in all",
         ),
     ]
+    rows += [("", line) for line in found["base"]]
     rows += [
         (
             "data",

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ptdmpi.base.words import counted, short
-from ptdmpi.checkpoint.base import take_base
+from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
@@ -172,6 +172,7 @@ class Attempt:
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"
         )
+        yield from base_told(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).told}"
         if world.tensor_axis_crosses_nodes(grid_of(config)):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.checkpoint.base import base_at
+from ptdmpi.checkpoint.base import base_at, form_at
 from ptdmpi.config import (
     AdaptConfig,
     Config,
@@ -15,6 +15,7 @@ from ptdmpi.config import (
     InputError,
     LogConfig,
     ModelConfig,
+    QuantizeConfig,
     RunConfig,
     TaskConfig,
     resolve,
@@ -29,6 +30,7 @@ from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
+from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.feed import source_of
 from ptdmpi.train.task_files import task_files
@@ -38,6 +40,7 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     """The configuration of a run on `ranks` ranks, `node_ranks` on a node, with data, cluster,
     tasks and run directory that can be used; nothing is written. Raises InputError with all
     mistakes, a line each."""
+    tree = with_form(tree)
     try:
         config = resolve(tree, ranks, node_ranks)
     except InputError as error:
@@ -45,6 +48,23 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
         raise InputError("\n".join([str(error), *_told(_apart(sections))])) from None
     checked_data(config)
     return config
+
+
+def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with [quantize] as its frozen base says of itself, where neither it says that
+    nor is wrong: of a base that cannot be read others speak."""
+    adapt, quantize = (tree.get(name, {}) for name in ("adapt", "quantize"))
+    known = isinstance(adapt, Mapping) and isinstance(quantize, Mapping)
+    if not known or "weights" in quantize or adapt.get("method", "none") == "none":
+        return tree
+    base = adapt.get("base")
+    try:
+        form = form_at(Path(base)) if base and isinstance(base, str) else None
+    except InputError:
+        return tree
+    if form is None:
+        return tree
+    return {**tree, "quantize": {"block": form.block, **quantize, "weights": form.codes}}
 
 
 def checked_data(config: Config) -> int:
@@ -91,7 +111,9 @@ def _apart(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
             else:
                 yield partial(_dataset, path, model if isinstance(model, ModelConfig) else None)
     if isinstance(adapt := sections.get("adapt"), AdaptConfig) and adapt.adapts:
-        yield partial(_base, adapt)
+        quantize = sections.get("quantize")
+        known = quantize if isinstance(quantize, QuantizeConfig) else QuantizeConfig()
+        yield partial(_base, adapt, LowBit.of(known))
     if isinstance(log, LogConfig):
         yield partial(require, log)
         for path in log.tasks:
@@ -107,14 +129,14 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
         )
 
 
-def _base(adapt: AdaptConfig) -> None:
+def _base(adapt: AdaptConfig, form: LowBit | None) -> None:
     if not adapt.base:
         raise InputError(
             f'adapt.method = "{adapt.method}" trains beside a frozen model: adapt.base is missing; '
             "legal: a run directory, a checkpoint, or what `ptdmpi convert from-hf` made"
         )
     try:
-        base_at(Path(adapt.base))
+        base_at(Path(adapt.base), form)
     except InputError as error:
         raise InputError(f"adapt.base: {error}") from None
 

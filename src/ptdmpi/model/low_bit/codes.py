@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.model.low_bit.packing import pack
-from ptdmpi.plan.shape.low_bit import CHUNK_ELEMENTS, LowBit
+from ptdmpi.plan.shape.low_bit import LowBit, chunk_elements
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Packed:
     def values(self, dtype: torch.dtype) -> Tensor:
         """The matrix [o, i], its float32 numbers rounded to `dtype`."""
         found = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
-        step = _rows_at_once(self._shape[1])
+        step = _rows_at_once(self.codes, self._shape[1])
         for first in range(0, len(found), step):
             rows = slice(first, first + step)
             found[rows] = decoded(self.codes[rows], self.scales[rows], self.form)
@@ -41,8 +41,8 @@ class Packed:
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.form.bits
 
 
-def _rows_at_once(columns: int) -> int:
-    return max(1, CHUNK_ELEMENTS // columns)
+def _rows_at_once(x: Tensor, columns: int) -> int:
+    return max(1, chunk_elements(x.device.type == "cpu") // columns)
 
 
 @cache
@@ -95,7 +95,7 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
     scales = scales_of(x, form) if scales is None else scales
     rows, columns = x.shape
     code = torch.empty(form.code_shape(rows, columns), dtype=torch.uint8, device=x.device)
-    step = _rows_at_once(columns)
+    step = _rows_at_once(x, columns)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         found = codes_of(x[part], scales[part], form)
@@ -106,7 +106,7 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
 def rounded(x: Tensor, form: LowBit) -> Tensor:
     """[o, i] -> the values that `packed` keeps of it, in the type of x (fake quantization)."""
     found = torch.empty_like(x)
-    step = _rows_at_once(x.shape[1])
+    step = _rows_at_once(x, x.shape[1])
     for first in range(0, len(x), step):
         rows = x[first : first + step]
         scales = scales_of(rows, form)

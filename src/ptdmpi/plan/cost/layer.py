@@ -15,6 +15,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import unpacking
 
 MASK_BYTES = 1  # an element of a dropout mask
 # Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
@@ -85,6 +86,19 @@ class TensorRank:
 
     def _stream(self, *moved_bytes: float) -> float:
         return sum(self.machine.stream_s(amount) for amount in moved_bytes)
+
+    @cached_property
+    def _unpacked(self) -> tuple[float, int]:
+        """Bytes and kernels of the values of a layer's frozen matrices in few bits, which each pass
+        makes anew for its products."""
+        cluster, tensor = self.machine.cluster, self.layout.tensor
+        return unpacking(self.model, tensor, self.e, cluster.on_host)
+
+    @cached_property
+    def unpacking_s(self) -> float:
+        """Seconds of that, in each pass."""
+        moved, _ = self._unpacked
+        return self._stream(moved) if moved else 0.0
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -227,9 +241,9 @@ class LayerTimes(TensorRank):
     @cached_property
     def forward(self) -> Seconds:
         """Forward pass of one layer."""
-        e, t = self.e, self.tokens
+        e, t, gemm_s = self.e, self.tokens, self.machine.gemm_s
         local = self.local_tokens * self.model.hidden
-        products = sum(self.machine.gemm_s(t, w.outputs, w.inputs) for w in self.linears)
+        products = self.unpacking_s + sum(gemm_s(t, w.outputs, w.inputs) for w in self.linears)
         if self.qkv.bias and self.software.attention == "unfused":  # of query, key, value
             products += self._stream(t * self.qkv.outputs * 2 * e)
         # of each kernel what it reads and writes per element: a norm its input and its output
@@ -253,7 +267,7 @@ class LayerTimes(TensorRank):
         activation = self._activation((2 * self.model.gates + 1) * e, backward=True)
         # without dropout the gradient of a sum is the sum's own: nothing is moved
         residuals = 2 * self._stream(local * (2 * e + self.mask)) if self.mask else 0.0
-        linears = sum(self._linear_backward(w, t) for w in self.linears)
+        linears = self.unpacking_s + sum(self._linear_backward(w, t) for w in self.linears)
         compute = norms + merged + activation + residuals + linears
         compute += self._attention_core(backward=True)
         host_s = self.machine.host_s(self._backward_launches)
@@ -327,13 +341,13 @@ class LayerTimes(TensorRank):
     def _forward_launches(self) -> int:
         """As kernels stand in `forward`; heads side by side, activation, residuals: 1 + 1 + 2."""
         bias = int(self.qkv.bias and self.software.attention == "unfused")
-        kernels = len(self.linears) + bias + self._norm_count + 1 + 1 + 2
+        kernels = self._unpacked[1] + len(self.linears) + bias + self._norm_count + 1 + 1 + 2
         return kernels + self._core_launches(False) + self._message_launches
 
     @property
     def _backward_launches(self) -> int:
         inputs = sum(1 + weight.bias * weight.trains for weight in self.linears)
-        kernels = inputs + self._weight_launches + 3 * self._norm_count + 2 + 1
+        kernels = self._unpacked[1] + inputs + self._weight_launches + 3 * self._norm_count + 2 + 1
         kernels += 2 * (self.mask > 0) + self._core_launches(True)
         gathers = 2 * (self.layout.tensor > 1) * self.layout.sequence_parallel
         return kernels + self._message_launches + gathers

@@ -77,7 +77,7 @@ class MemoryModel(StageMemory):
     ) -> None:
         super().__init__(model, vocab_size, precision, software)
         self.method = method or RunMethod()
-        self.low_bit: LowBit | None = None  # in how few bits products take the layers' weights
+        self.low_bit = LowBit.of(model.quantize)  # in which products take the layers' weights
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes, self.tile = COMPUTE_BYTES[precision], largest_tile(model, vocab_size)
         self.wide_bytes = max(WIDE_BYTES, self.compute_bytes)
@@ -97,9 +97,7 @@ class MemoryModel(StageMemory):
         """That of a training; `wide_products` as of `Software`."""
         software = TRAINER.model_copy(update={"wide_products": wide_products})
         told = (config.model, vocab_size, config.precision.compute, software)
-        memory = cls(*told, on_host=on_host, method=RunMethod.of(config))
-        memory.low_bit = LowBit.of(config.quantize)
-        return memory
+        return cls(*told, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
@@ -199,7 +197,8 @@ class MemoryModel(StageMemory):
             -(-count // (shards if zero >= stage else 1)) * each
             for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
         )
-        weights += (every - train) * self.compute_bytes  # whole on every rank
+        # whole on every rank
+        weights += self.frozen_bytes(cut, tensor, rank, (every - train) * self.compute_bytes)
         if self.method.matrices:  # which no shard has a part of
             optimizer -= self.matrix_elements(cut, tensor, rank) * self.wide_bytes
         device, host = optimizer, 0
@@ -280,7 +279,8 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
     told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
-    working += operand_bytes(memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
+    shape = (memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
+    working += operand_bytes(*shape, memory.on_host)
     if method.matrices:
         room = room_bytes(memory.model, layout.tensor, memory.compute_bytes)
         working = max(working, room - kept)  # behind the backwards, as what is told

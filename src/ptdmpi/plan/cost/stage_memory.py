@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.cost.kept import activations, heads, operands, working
-from ptdmpi.plan.cost.kept.activations import Sizes, total_bytes
+from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, Sizes, total_bytes
 from ptdmpi.plan.cost.kept.working import LayerBytes
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import matrices, parameters
+from ptdmpi.plan.shape.low_bit import frozen_layer
 from ptdmpi.plan.shape.parameters import Linear
 
 
@@ -111,11 +112,20 @@ class StageMemory:
         ends = (0 in stages, placed.stages - 1 in stages)
         return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
 
+    def layer_count(self, cut: Cut, rank: int) -> int:
+        """Layers of a pipeline rank."""
+        return sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
+
+    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, in_full: int) -> int:
+        """Bytes of a pipeline rank's frozen weights, which were `in_full` in the compute type: of
+        those that stand in few bits their codes and scales."""
+        elements, packed = frozen_layer(self.model, tensor)
+        less = elements * COMPUTE_BYTES[self.precision] - packed
+        return in_full - self.layer_count(cut, rank) * less
+
     def matrix_elements(self, cut: Cut, tensor: int, rank: int) -> int:
         """Elements of the matrices in a pipeline rank's layers."""
-        layers = self._splits(cut)
-        own = sum(len(layers[stage]) for stage in cut.placed.stages_of(rank))
-        return own * matrices.matrix_elements(self.model, tensor)
+        return self.layer_count(cut, rank) * matrices.matrix_elements(self.model, tensor)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a

@@ -2,16 +2,24 @@
 element. What codes stand for, and how many bytes they take; without torch."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import get_args
 
 from ptdmpi.config.legality import CodesName
-from ptdmpi.config.sections import QuantizeConfig
+from ptdmpi.config.model import ModelConfig, QuantizeConfig
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import Linear
 
 CODES = get_args(CodesName)
-# Who works on a matrix does so on so many elements at once, with so many bytes of each beside.
-CHUNK_ELEMENTS, CHUNK_BYTES = 1 << 18, 24
+# Who works on a matrix does so on so many elements at once, with so many bytes of each beside; a
+# device that is not the host, whose launches cost more than its cache saves, on more.
+CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
+# Kernels that make the values of such a chunk: integers of bytes, levels, products, their type.
+UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # float32, whatever the compute type is
+# What the two parts of a matrix are called in files, in the place of its weights.
+KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # Quantiles of a normal distribution, half of them for each sign, so that each of the 16 is met
 # equally often, zero among them (Dettmers et al. 2023, arXiv 2305.14314, section 3, appendix E).
@@ -92,3 +100,40 @@ class LowBit:
     def bits_per_element(self) -> float:
         """How many an element of a large matrix takes, scales included."""
         return self.bits + 8 * SCALE_BYTES / self.block
+
+
+def chunk_elements(on_host: bool) -> int:
+    """On how many elements of a matrix a device works at once."""
+    return CHUNK_ELEMENTS * (1 if on_host else DEVICE_CHUNKS)
+
+
+def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a layer's frozen matrices on one of `tensor` ranks."""
+    parts = parameters.layer(model).values()
+    return [p.local(tensor) for p in parts if isinstance(p, Linear) and not p.trains]
+
+
+def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
+    """(elements, bytes) of those frozen weights of a layer that stand in few bits on one of
+    `tensor` ranks; (0, 0) where none do."""
+    form = LowBit.of(model.quantize)
+    if form is None:
+        return 0, 0
+    shapes = _frozen(model, tensor)
+    sizes = [form.bytes_of(outputs, inputs) for inputs, outputs in shapes]
+    return sum(map(math.prod, shapes)), sum(sizes)
+
+
+def unpacking(
+    model: ModelConfig, tensor: int, compute_bytes: int, on_host: bool
+) -> tuple[float, int]:
+    """(bytes that are moved, kernels) when the values of a layer's frozen matrices are made once,
+    as `ptdmpi.model.low_bit` does: codes are read and written as four bytes, these read and levels
+    written, read and products written, read and written in the compute type."""
+    form = LowBit.of(model.quantize)
+    elements, _ = frozen_layer(model, tensor)
+    if form is None or not elements:
+        return 0.0, 0
+    rows = ((o, max(1, chunk_elements(on_host) // i)) for i, o in _frozen(model, tensor))
+    each = form.bits / 8 * (1 + 4 + 4) + 4 * 4 + compute_bytes
+    return elements * each, UNPACKING_KERNELS * sum(-(-o // at_once) for o, at_once in rows)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.cost.kept.activations import Item, Sizes, total_bytes
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.low_bit import CHUNK_BYTES, CHUNK_ELEMENTS, LowBit
+from ptdmpi.plan.shape.low_bit import CHUNK_BYTES, LowBit, chunk_elements
 from ptdmpi.plan.shape.parameters import Linear, LowRankPair, Norm, Part, Scale
 
 
@@ -122,7 +122,9 @@ def _operands(sizes: Sizes, name: str, part: Part, given: int = 0, made: int = 0
             yield Item(f"{name}.bias", outputs, sizes.wide_bytes)
 
 
-def operand_bytes(model: ModelConfig, form: LowBit | None, tensor: int, compute_bytes: int) -> int:
+def operand_bytes(
+    model: ModelConfig, form: LowBit | None, tensor: int, compute_bytes: int, on_host: bool = True
+) -> int:
     """What a product of a weight in few bits makes of it on one of `tensor` ranks: the values of
     the largest one, and what stands beside while they are made. `form` None: nothing."""
     if form is None:
@@ -130,4 +132,4 @@ def operand_bytes(model: ModelConfig, form: LowBit | None, tensor: int, compute_
     parts = parameters.layer(model).values()
     sizes = (math.prod(part.local(tensor)) for part in parts if isinstance(part, Linear))
     largest = max(sizes)
-    return largest * compute_bytes + min(largest, CHUNK_ELEMENTS) * CHUNK_BYTES
+    return largest * compute_bytes + min(largest, chunk_elements(on_host)) * CHUNK_BYTES

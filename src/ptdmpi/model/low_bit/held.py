@@ -1,0 +1,72 @@
+"""Frozen weights that stand in few bits in the memory of a rank (Dettmers et al. 2023, arXiv
+2305.14314, section 3: what QLoRA's base is held in): what of them a rank has, and where."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ptdmpi.base.box import Box
+from ptdmpi.model.low_bit.codes import Packed, packed
+from ptdmpi.model.parameters import Entry
+from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES
+
+Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> that of its codes
+
+
+class InFewBits:
+    """The codes of a rank's frozen matrices, uint8, one behind the other, and their scales,
+    float32; zero at first.
+
+    `of`: each by its logical name. A tensor rank has its rows, or its columns in whole blocks.
+    """
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
+        forms = [entry.declaration.low_bit for entry in entries]
+        known = [(one, form) for one, form in zip(entries, forms, strict=True) if form is not None]
+        codes = [one.elements * form.bits // 8 for one, form in known]
+        scales = [one.elements // form.block for one, form in known]
+        self.codes = torch.zeros(sum(codes), dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(sum(scales), device=device)
+        self.of: dict[str, Packed] = {}
+        parts = zip(known, self.codes.split(codes), self.scales.split(scales), strict=True)
+        for (one, form), code, scale in parts:
+            rows, columns = one.shape
+            self.of[one.name] = Packed(
+                code.view(form.code_shape(rows, columns)),
+                scale.view(form.scale_shape(rows, columns)),
+                form,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def put(self, entry: Entry, values: Tensor) -> None:
+        """Round the `values` of a whole local matrix, flat, to the nearest levels."""
+        held = self.of[entry.name]
+        made = packed(values.view(entry.shape), held.form)
+        held.codes.copy_(made.codes)
+        held.scales.copy_(made.scales)
+
+    def boxes(
+        self, entry: Entry, tensor_rank: int, tensor_size: int
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+        """(kind, shape, box, values) of what this tensor rank has of the codes and of the scales of
+        a matrix: `shape` is that of the logical tensor, of which `values` are the box."""
+        held = self.of[entry.name]
+        rows, columns = entry.declaration.shape
+        for share in entry.declaration.held(tensor_rank, tensor_size):
+            for kind, values, narrow in (
+                (KIND_OF_CODES, held.codes, held.form.code_shape),
+                (KIND_OF_SCALES, held.scales, held.form.scale_shape),
+            ):
+                here, there = _narrowed(share.local, narrow), _narrowed(share.logical, narrow)
+                yield kind, narrow(rows, columns), there, values[here.index]
+
+
+def _narrowed(box: Box, narrow: Narrow) -> Box:
+    """Where the codes, or the scales, of a box of whole blocks stand."""
+    (top, left), (bottom, right) = box.start, box.stop
+    return Box(narrow(top, left), narrow(bottom, right))

@@ -93,7 +93,7 @@ def test_one_wait_a_step(comm, kind):
     """Before the update, where loss and norm decide; and nothing is copied out of memory that the
     system may page out. On a device that has shapes and no values."""
     with pretended("meta") as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ParameterBuffer, "initialise", lambda self, seed: None)
+        patch.setattr(ParameterBuffer, "initialise", lambda self, *which, **frozen: None)
         _, results, waits = trained(comm, KINDS[kind], device, 1, True)
     assert waits == [["event at engine/engine.py:step"]] and not results[0].skipped
 

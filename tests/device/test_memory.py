@@ -45,7 +45,7 @@ def peak_bytes(comm, model: dict, vocab_size: int, micro_size: int, mode: str) -
     config = resolve(tree, 1)
     with pretended("meta") as device, pytest.MonkeyPatch.context() as patch:
         # of 6.7e9 weights that are nowhere
-        patch.setattr(ParameterBuffer, "initialise", lambda self, seed: None)
+        patch.setattr(ParameterBuffer, "initialise", lambda self, *which, **frozen: None)
         axes = World(comm).split(grid_of(config), wire_named())
         engine = Engine(config, axes, vocab_size, device)
         ids = torch.zeros(model["seq_length"], micro_size, dtype=torch.long)

@@ -7,6 +7,7 @@ more ranks than cores.
 """
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -199,11 +200,19 @@ def _picture_theory(curves, errors) -> None:
 def picture_trained(rows: Rows) -> None:
     """Validation loss over what was sent; losses over steps, of AdamW and of SGD."""
     plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for row in rows[: len(ALL)]:
-        left.plot(row["sent_bytes"], row["validation_loss"], "o", ms=4)
-        left.annotate(row["name"], (row["sent_bytes"], row["validation_loss"]), fontsize=5)
-    left.set(xscale="log", xlabel="bytes a rank sends in a step", ylabel="validation loss")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
+    together: dict[tuple[float, float], list[str]] = {}
+    for number, row in enumerate(rows[: len(ALL)], 1):
+        at = row["sent_bytes"], row["validation_loss"]
+        left.plot(*at, ".", color="tab:blue")
+        left.plot([], [], " ", label=f"{number}  {row['name']}")
+        near = round(math.log10(at[0]), 1), round(at[1], 2)  # their numbers would be one blot
+        together.setdefault(near, [f"{at[0]}", f"{at[1]}"]).append(str(number))
+    for x, y, *numbers in together.values():
+        where = float(x), float(y)
+        left.annotate(", ".join(numbers), where, (4, 2), textcoords="offset points", fontsize=7)
+    left.set(xscale="log", xlabel="bytes a rank sends in a step", ylabel="validation loss, AdamW")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=7, handlelength=0, frameon=False)
     for row in rows[len(ALL) :]:
         if "5%" not in row["name"]:
             right.plot(row["losses"], label=row["name"], lw=0.9)

@@ -145,7 +145,7 @@ def test_layouts(comm, changes):
 def test_every_kind_in_a_layout(comm, number, kind):
     """All four layouts, and all four stages of ZeRO, each with another kind of model."""
     t, p, d = [(2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)][number % 4]
-    zero = (number + number // 4) % 4
+    zero = 1 if kind == "reproducible" else (number + number // 4) % 4  # at most 1 goes with it
     changes = KINDS[kind] | layout(t, p, 1, d) | {"model.layers": 4, "parallel.zero": zero}
     if t > 1:
         changes["parallel.sequence_parallel"] = True

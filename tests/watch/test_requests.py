@@ -63,7 +63,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_step(comm, tmp_path):
 
 
 @pytest.mark.long
-@parallel(ranks=[4])
+@parallel(ranks=[4], limit_s=120)
 def test_a_sharded_run_goes_on_with_the_same_losses(comm, tmp_path):
     """Two groups of two ranks, and state in files, which are gone with the processes."""
     sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "parallel.offload": "disk"}

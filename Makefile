@@ -52,7 +52,7 @@ setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarr
 	    --no-compile --no-deps --requirement requirements-extras.lock
 	@touch $@
 
-test: setup ## lint, import rules, types, all tests
+test: setup ## lint, import rules, types, all tests but the long ones
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy

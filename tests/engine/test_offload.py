@@ -115,8 +115,7 @@ def test_an_overflow_changes_nothing(comm, tmp_path):
 
 @pytest.mark.long
 @parallel(ranks=[4], limit_s=120)
-@pytest.mark.parametrize("asynchronous", [True])
-def test_through_a_checkpoint_into_another_layout_and_back(comm, tmp_path, asynchronous):
+def test_through_a_checkpoint_into_another_layout_and_back(comm, tmp_path):
     """none -> disk -> optimizer, each in another layout: what is saved again is the same."""
     world, bf16 = World(comm), {"precision.compute": "bf16"}
     ways = [
@@ -127,7 +126,7 @@ def test_through_a_checkpoint_into_another_layout_and_back(comm, tmp_path, async
     ]
     for number, (place, where) in enumerate(ways):
         engine = made(comm, tmp_path / "run", place, {**bf16, **where})
-        settings = engine.config.replace("checkpoint", asynchronous=asynchronous)
+        settings = engine.config.replace("checkpoint", asynchronous=True)
         path = tmp_path / str(number)
         checkpoints = Checkpoints(path, engine.state, engine.axes, course(settings))
         if number == 0:

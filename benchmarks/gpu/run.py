@@ -14,13 +14,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.page import page
 from benchmarks.gpu.table import filled
 from benchmarks.launch import mpirun, start
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -62,17 +65,23 @@ def _installed(name: str) -> bool:
     return True
 
 
-def one_part(name: str, folder: Path) -> dict[str, Any]:
-    """A part on this process's GPU: its numbers, or why there are none."""
-    launch.begin()
+def gpu() -> "torch.device | None":
+    """The GPU that is measured; None: there is none."""
     import torch
 
+    return torch.device("cuda", 0) if torch.cuda.is_available() else None
+
+
+def one_part(name: str, folder: Path) -> dict[str, Any]:
+    """A part on this process's GPU: its numbers, or why there are none."""
+    launch.prepare()
+    device = gpu()
+    if device is None:
+        return {"skipped": "there is no GPU here"}
     from benchmarks.gpu.parts import Skipped, parts
 
-    if not torch.cuda.is_available():
-        return {"skipped": "there is no GPU here"}
     try:
-        return dict(parts(torch.device("cuda", 0), folder))[name]()
+        return dict(parts(device, folder))[name]()
     except Skipped as reason:
         return {"skipped": str(reason)}
     except (RuntimeError, ValueError) as error:

@@ -59,6 +59,18 @@ def test_wires_carry_tensors_of_the_device(comm):
             assert [one.split()[0] for one in wrong] == ["broadcast"] * 3
 
 
+@parallel(ranks=[1])
+def test_a_part_by_its_name(comm, tmp_path):
+    """As the process does that is started for it."""
+    assert run.one_part("machine", tmp_path) == {"skipped": "there is no GPU here"}
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "gpu", lambda: device)
+        assert run.one_part("trace", tmp_path)["file"] == "trace.json"
+        patch.setattr(parts, "MODELS", {"small": (parts.SMALL, 97)})
+        patch.setattr(parts, "rank_memory_bytes", lambda device, ranks: 1000)
+        assert "does not fit" in run.one_part("small", tmp_path)["skipped"]
+
+
 def test_without_a_gpu_nothing_is_invented(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = run.run(tmp_path, tmp_path / "gpu.md", 5.0, anew=False)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ptdmpi.comm import queues
 from ptdmpi.model import buffer, kernels
 from ptdmpi.model.kernels import attention
+from ptdmpi.model.low_bit import codes
 from ptdmpi.model.parameters import Parameter
 from tests.device._fused import OWN, fused
 from tests.device._seen import SEEN, where_now
@@ -311,7 +312,8 @@ def pretended(inner: str = "cpu") -> Iterator[torch.device]:
         mock.patch.object(buffer, "Parameter", parameter),
         mock.patch.object(kernels, "adds_wide", lambda device_type: device_type == NAME),
     ):
-        attention._band.cache_clear()  # of what was on another inside
+        for kept in (attention._band, codes._level, codes._levels, codes._middles):
+            kept.cache_clear()  # of what was on another inside
         SEEN.begin()
         yield device
         # autograd's thread of the device lets go of the last graph after the host has gone on

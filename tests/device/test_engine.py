@@ -41,13 +41,18 @@ KINDS = {
     "reproducible": {"run.reproducible": True},
 }
 # beside the host, whose products of half types and order of sums are others
-CLOSE = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 2e-2}
+CLOSE = {"fp64": 1e-12, "fp32": 1e-5, "fp16": 2e-2, "bf16": 2e-2}
 
 
 def engine_on(comm, changes: dict, device: torch.device) -> Engine:
     config = small(changes, comm.size)
     wire = wire_named("auto", device)
     return Engine(config, World(comm).split(grid_of(config), wire), VOCAB_SIZE, device)
+
+
+def through_the_host(where: str) -> bool:
+    """Whether a copy is of what stages messages on the host, or updates there."""
+    return "comm/" in where or "engine/offload.py" in where
 
 
 def trained(comm, changes: dict, device: torch.device, steps: int, masked: bool) -> tuple:
@@ -59,7 +64,7 @@ def trained(comm, changes: dict, device: torch.device, steps: int, masked: bool)
         SEEN.begin()
         results.append(engine.step(step, placing.place(found)))
         waits.append(list(SEEN.waits))
-        assert not [where for where in SEEN.pageable if "comm/" not in where]
+        assert not [where for where in SEEN.pageable if not through_the_host(where)]
     engine.axes.clock.settle()  # the last update is still under way
     return engine, results, waits
 
@@ -78,7 +83,8 @@ def check_like_the_host(comm, changes: dict, *, steps: int = 2, masked: bool = T
                 [span.op for span in one.spans if span.computes] for one in (found, known)
             )
             assert found.compute_s > 0 and ops == known_ops
-        if close == CLOSE["fp32"]:
+        # of replicas that differ there is no whole
+        if close <= CLOSE["fp32"] and not engine.policy.differs:
             weights, known_weights = whole_weights(engine), whole_weights(on_host)
             for name, values in weights.items():
                 if not name.endswith("qkv.bias"):  # its gradient is rounding, which Adam blows up

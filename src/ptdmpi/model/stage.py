@@ -19,6 +19,7 @@ from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.low_bit import codes
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import Walk
@@ -189,7 +190,10 @@ class Stage(nn.Module):
         return found
 
     def place_tables(self, model: ModelConfig, device: torch.device) -> None:
-        """Make what is computed once for all layers: the rotary angles."""
+        """Make what is computed once for all layers: the rotary angles, and what few bits mean."""
+        form = LowBit.of(model.quantize)
+        if form is not None:
+            codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
             # in the compute type: a conversion in each layer would be a copy to keep
             compute = next(self.parameters()).dtype

@@ -28,5 +28,5 @@ def units_of(engine) -> list:
         places = batch.read(torch.arange(engine.buffer.size))
         for columns, length, numbers in batch.units:
             cut = places[:, columns].reshape(-1, length).numpy()
-            found += zip(map(Unit, numbers.tolist()), cut, strict=True)
+            found += zip(map(Unit, numbers.host.tolist()), cut, strict=True)
     return found

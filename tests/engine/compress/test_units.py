@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ptdmpi.engine.compress.line import Coder
 from ptdmpi.engine.compress.quantise import Qsgd
 from ptdmpi.engine.compress.sparse import TopK
-from ptdmpi.engine.compress.units import TileBatch, batches, slabs
+from ptdmpi.engine.compress.units import Numbers, TileBatch, batches, slabs
 from ptdmpi.model.flat import FlatOrder, Portion
 from ptdmpi.model.parameters import Split, declare
 
@@ -60,7 +60,7 @@ def compressed(flat_order: FlatOrder, flat: torch.Tensor, compressor, most: int 
         assert len(code) == coder.code_bytes(flat.dtype)
         assert torch.equal(coder.decode(code, 1, flat.dtype), arrives)
         batch.write(flat, arrives)
-        names += [(n, length) for _, length, numbers in batch.units for n in numbers.tolist()]
+        names += [(n, length) for _, length, numbers in batch.units for n in numbers.host.tolist()]
     return names
 
 
@@ -117,10 +117,11 @@ def test_some_tiles_of_a_batch_have_a_code_of_their_own():
     batch = TileBatch([slab], 10, flat.device)
     x = batch.read(flat)
     some = torch.tensor([3, 8, 36])
+    numbers = Numbers(some, some)
     for one in (TopK(0.3), Qsgd(2, unbiased=True)):
         for rounds in (1, 2):
             whole = Coder(one, batch, 5, rounds)
-            part = whole.of(some)
+            part = whole.of(numbers)
             every = whole.encode(x, 0)[1]
             code, arrives = part.encode(x[some], 0)
             assert len(code) == part.code_bytes(x.dtype)

@@ -26,12 +26,19 @@ class Draws:
     unit and element, so that no layout, no resumed run and no receiver draws others.
 
     `units` [n] int64 are their numbers, `key` that of seed, step and round, `source` the data rank
-    whose values are compressed.
+    whose values are compressed. `host`: the numbers once more, in the memory of the host, where
+    `units` stand on a device: what follows from them alone is known without waiting for it.
     """
 
     units: Tensor
     key: int
     source: int = 0
+    host: Tensor | None = None
+
+    @property
+    def on_host(self) -> "Draws":
+        """The same on the host."""
+        return self if self.host is None else replace(self, units=self.host, host=None)
 
     def of(self, source: int) -> "Draws":
         """Those of another data rank."""
@@ -39,7 +46,8 @@ class Draws:
 
     def rows(self, some: Tensor | slice) -> "Draws":
         """Those of some of the units."""
-        return replace(self, units=self.units[some])
+        host = None if self.host is None else self.host[some]
+        return replace(self, units=self.units[some], host=host)
 
     def shared(self) -> Tensor:
         """[n] float64 in [0, 1), of 32 bits: one number for each unit, on all data ranks alike."""

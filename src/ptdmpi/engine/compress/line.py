@@ -8,7 +8,7 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.pairs import pair_order
 from ptdmpi.engine.compress.compressor import Compressor, Draws
-from ptdmpi.engine.compress.units import TileBatch
+from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
 # Whose draws those of a server are: no data rank's, so that it does not matter who serves.
@@ -29,20 +29,30 @@ class Coder:
     batch: TileBatch
     key: int
     rounds: int = 1
-    tiles: Tensor | None = None
+    tiles: Numbers | None = None
 
-    def of(self, tiles: Tensor) -> "Coder":
+    def of(self, tiles: Numbers) -> "Coder":
         """That of some tiles, by their numbers in the batch."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
         """That of the tiles whose server is data rank `rank` of `size`, in every layout."""
-        return self.of((self.batch.numbers % size == rank).nonzero()[:, 0])
+        here, host = (numbers % size == rank for numbers in self.batch.numbers)
+        served = host.nonzero()[:, 0]
+        # their number is known to the host, which need not wait for the device's
+        mine = torch.nonzero_static(here, size=len(served))[:, 0]
+        return self.of(Numbers(mine, served))
+
+    @property
+    def at(self) -> Tensor:
+        """The numbers in the batch of the tiles of a share."""
+        assert self.tiles is not None
+        return self.tiles.here
 
     @property
     def count(self) -> int:
         """How many tiles."""
-        return self.batch.tiles if self.tiles is None else len(self.tiles)
+        return self.batch.tiles if self.tiles is None else len(self.tiles.host)
 
     def code_bytes(self, dtype: torch.dtype) -> int:
         """The length of a code, the same for all data ranks."""
@@ -87,8 +97,9 @@ class Coder:
         found = []
         for columns, length, numbers in self.batch.units:
             if self.tiles is not None:
-                numbers = numbers.view(self.batch.tiles, -1)[self.tiles].view(-1)
-            found.append((columns, length, Draws(numbers, fold(self.key, number), source)))
+                numbers = numbers.of_tiles(self.tiles, self.batch.tiles)
+            draws = Draws(numbers.here, fold(self.key, number), source, numbers.host)
+            found.append((columns, length, draws))
         return found
 
 
@@ -122,14 +133,14 @@ def squeezed_mean(
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own, codes = torch.empty_like(x), []
     for share in shares:
-        code, value = share.encode(x[share.tiles], data.rank)
-        own[share.tiles] = value
+        code, value = share.encode(x[share.at], data.rank)
+        own[share.at] = value
         codes.append(code)
     mine = shares[data.rank]
     mean = _mean_at_server(mine, codes, own, data)
-    aimed = mean + error[mine.tiles]
+    aimed = mean + error[mine.at]
     code, value = mine.encode(aimed, SERVER)
-    error[mine.tiles] = aimed - value
+    error[mine.at] = aimed - value
     # shares are of unequal length, and parts of a gather are not
     sizes = [share.code_bytes(x.dtype) for share in shares]
     padded = code.new_zeros(max(sizes))
@@ -137,7 +148,7 @@ def squeezed_mean(
     every = data.all_gather(padded).view(data.size, -1)
     total = torch.empty_like(x)
     for rank, share in enumerate(shares):
-        total[share.tiles] = share.decode(every[rank, : sizes[rank]], SERVER, x.dtype)
+        total[share.at] = share.decode(every[rank, : sizes[rank]], SERVER, x.dtype)
     return own, total
 
 
@@ -154,7 +165,7 @@ def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communi
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)
     for source, code in enumerate(arriving):
         if source == data.rank:
-            total += own[mine.tiles]
+            total += own[mine.at]
         else:
             total += mine.decode(code, source, own.dtype)
     return total / data.size

@@ -5,6 +5,7 @@ kept, u uniform in [0, 1) and the same on all data ranks. So ratio d are kept on
 the length of units, and short ones are not all sent.
 """
 
+import math
 from abc import abstractmethod
 
 import torch
@@ -32,11 +33,21 @@ class Sparse(Compressor):
         kept = torch.floor(self.ratio * length + draws.shared())
         return kept.to(torch.int64).clamp_(max=length)
 
+    def count(self, draws: Draws, length: int) -> int:
+        """How many elements of all units are kept: known to the host, whatever the device does."""
+        return int(self.counts(draws.on_host, length).sum())
+
+    def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Rows and columns of what is kept of [n, length], in their order."""
+        length = x.shape[1]
+        kept = self.kept(self.scores(x, draws), self.counts(draws, length))
+        rows, columns = torch.nonzero_static(kept, size=self.count(draws, length)).unbind(1)
+        return rows, columns
+
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
         """[n, length] bool: True at the `counts` greatest scores of each row."""
-        most = int(counts.max()) if len(counts) else 0
-        if not most:
-            return torch.zeros_like(scores, dtype=torch.bool)
+        length = scores.shape[1]
+        most = min(length, math.floor(self.ratio * length) + 1)  # that `counts` can say
         # topk says nothing of which of equal elements it takes: only the values are used
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
@@ -61,24 +72,22 @@ class TopK(Sparse):
         return 0 if self.ratio == 1.0 else (length - 1).bit_length()
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        count = int(self.counts(draws, length).sum())
+        count = self.count(draws, length)
         indices = packed_bytes(count, self.index_bits(length))
         return joined_bytes(count * dtype.itemsize, indices)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        length = x.shape[1]
-        kept = self.kept(self.scores(x, draws), self.counts(draws, length))
-        columns = kept.nonzero()[:, 1]
-        return join(x[kept], pack(columns, self.index_bits(length)))
+        rows, columns = self.places(x, draws)
+        return join(x[rows, columns], pack(columns, self.index_bits(x.shape[1])))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         counts = self.counts(draws, length)
-        count, bits = int(counts.sum()), self.index_bits(length)
+        count, bits = self.count(draws, length), self.index_bits(length)
         values, rest = part(code, count, dtype)
         if self.ratio == 1.0:
             return values.view(-1, length)
         columns = unpack(rest[: packed_bytes(count, bits)], count, bits)
-        rows = torch.repeat_interleave(counts)
+        rows = torch.repeat_interleave(counts, output_size=count)
         found = values.new_zeros((len(counts), length))
         found[rows, columns] = values
         return found
@@ -99,18 +108,15 @@ class RandomK(Sparse):
         return draws.hashes(x.shape[1])
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        return joined_bytes(int(self.counts(draws, length).sum()) * dtype.itemsize, 0)
+        return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        kept = self.kept(self.scores(x, draws), self.counts(draws, x.shape[1]))
-        return join(x[kept], x.new_zeros(0, dtype=torch.uint8))
+        return join(x[self.places(x, draws)], x.new_zeros(0, dtype=torch.uint8))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        counts = self.counts(draws, length)
-        values, _ = part(code, int(counts.sum()), dtype)
-        found = values.new_zeros((len(counts), length))
-        kept = self.kept(self.scores(found, draws), counts)
-        found[kept] = values / self.ratio if self.unbiased else values
+        values, _ = part(code, self.count(draws, length), dtype)
+        found = values.new_zeros((len(draws.units), length))
+        found[self.places(found, draws)] = values / self.ratio if self.unbiased else values
         return found
 
     def omega(self, length: int) -> float:

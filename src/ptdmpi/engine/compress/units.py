@@ -9,6 +9,7 @@ the tensor axis does not divide is one tile.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,10 +105,29 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
             yield Slab(entry, held.local, dim, first, lines, length)
 
 
+class Numbers(NamedTuple):
+    """[n] int64 on a device, and the same on the host."""
+
+    here: Tensor
+    host: Tensor
+
+    @classmethod
+    def of(cls, found: Sequence[int], device: torch.device) -> "Numbers":
+        host = torch.tensor(found, dtype=torch.int64)
+        return cls(host.to(device), host)
+
+    def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
+        """Those of some of `every` tiles, each of which has as many."""
+        return Numbers(
+            self.here.view(every, -1)[tiles.here].view(-1),
+            self.host.view(every, -1)[tiles.host].view(-1),
+        )
+
+
 class TileBatch:
     """Tiles of one size, handled as one: [tiles, width]. `units`: of each run of a length the
     columns that it has of a tile, and the numbers of its units, tile by tile; `numbers` [tiles] are
-    those of the tiles."""
+    those of the tiles. Both stand on the device and on the host."""
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
         self.slabs = some
@@ -115,17 +135,16 @@ class TileBatch:
         self.width = self.lines * self.length
         self.tiles = sum(slab.tiles for slab in some)
         dealt = [number for slab in some for number in slab.numbers()]
-        self.numbers = torch.tensor(dealt, dtype=torch.int64, device=device)
+        self.numbers = Numbers.of(dealt, device)
         whole = self.width // longest
-        self.units: list[tuple[slice, int, Tensor]] = []
+        self.units: list[tuple[slice, int, Numbers]] = []
         for runs, columns, length in (
             (range(whole), slice(0, whole * longest), longest),
             (range(whole, whole + 1), slice(whole * longest, None), self.width % longest),
         ):
             if len(runs) and length:
                 names = [name for slab in some for name in slab.names(runs)]
-                numbers = torch.tensor(names, dtype=torch.int64, device=device)
-                self.units.append((columns, length, numbers))
+                self.units.append((columns, length, Numbers.of(names, device)))
 
     def read(self, flat: Tensor) -> Tensor:
         """[tiles, width], a copy, of a tensor of the flat order."""

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.queues import on_its_way
 from ptdmpi.engine.data_parallel.feedback import Compression, kinds_of
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
@@ -60,5 +61,9 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        least, greatest = map(float, torch.aminmax(gradients))  # of NaN it is NaN; takes no memory
+        # of NaN it is NaN; takes no memory
+        found = on_its_way(torch.stack(torch.aminmax(gradients)))
+        # nothing may be told of a gradient that overflows: a wait of the host besides the step's
+        self.replica.axes.clock.settle()
+        least, greatest = found.tolist()
         return not (greatest < most and least > -most)

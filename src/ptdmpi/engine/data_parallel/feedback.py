@@ -69,7 +69,7 @@ class CompressedTiles:
         """The factor that the next step starts with stands in the first lines of its tile."""
         lines, length, rank = self.batch.lines, self.batch.length, compressor.rank
         kept = self.read("low_rank").view(-1, lines, length)
-        draws = Draws(self.batch.numbers, self.key)
+        draws = Draws(self.batch.numbers.here, self.key)
         second = compressor.start(kept[:, :rank], draws)
         own, total, second = compressor.summed(x.view(-1, lines, length), second, self.data)
         kept[:, :rank] = second.mT

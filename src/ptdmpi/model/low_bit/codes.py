@@ -48,7 +48,7 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
     """[256, elements of a byte]: what each byte stands for, its low bits first."""
-    one = torch.tensor(form.levels)
+    one = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(one, one, indexing="ij")
         return torch.stack((low.flatten(), high.flatten()), dim=1).to(device)
@@ -56,8 +56,21 @@ def _levels(form: LowBit, device: torch.device) -> Tensor:
 
 
 @cache
+def _level(form: LowBit, device: torch.device) -> Tensor:
+    return torch.tensor(form.levels, device=device)
+
+
+@cache
 def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(form.middles, dtype=dtype, device=device)
+
+
+def place_tables(form: LowBit, device: torch.device) -> None:
+    """Bring to a device what is looked up there: once, for a step would wait for it."""
+    for table in (_levels, _level):
+        table(form, device)
+    for wide in (torch.float32, torch.float64):
+        _middles(form, device, wide)
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
@@ -80,7 +93,7 @@ def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 def levels_of(codes: Tensor, form: LowBit) -> Tensor:
     """What codes stand for, before their scale, float32."""
-    return torch.tensor(form.levels, device=codes.device)[codes]
+    return _level(form, codes.device)[codes]
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:

@@ -42,6 +42,7 @@ class RunConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     reproducible: bool = False
     compile: bool = False
+    kernels: Literal["kept", "anew"] = "kept"
     max_minutes: Annotated[float, Field(ge=0)] = 0.0
     stall_s: Annotated[float, Field(ge=0)] = 600.0
     max_skips: NonNegative = 3

@@ -1,6 +1,6 @@
 """How a run is counted: what its next steps are trained on, and what is written of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ class Course:
         self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
         self.answer = Answer(now)
         self.base: Base | None = None  # beneath adapters
+        self.kernels: Sequence[str] = ()  # by which attention is computed, once that is settled
         self._order: SampleOrder | None = None
 
     def judge(
@@ -29,6 +30,8 @@ class Course:
         not go on from it; the same on every rank."""
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
+        if kind == "resume":
+            self.kernels = manifest.get("kernels", ())
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
@@ -97,5 +100,6 @@ class Course:
             **adapted,
             "trained_on": self.trained_on.as_json(),
             "settings": self.settings,
+            "kernels": list(self.kernels),
             "data_parallel": {"method": method, "replicas": self.config.data_size},
         }

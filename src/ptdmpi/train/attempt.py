@@ -20,6 +20,7 @@ from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import choice
+from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
@@ -31,8 +32,8 @@ class Attempt:
     """Made by all ranks together; rank 0 keeps the history.
 
     `first`: steps that were done before. `over`: why the run has ended before its last step, once
-    it has. `idle`: nothing is left to train, so nothing is written. `ways`: how a device computes
-    attention (`choice`).
+    it has. `idle`: nothing is left to train, so nothing is written. `ways`: how attention is
+    computed (`choice`).
     """
 
     def __init__(
@@ -63,9 +64,12 @@ class Attempt:
         self.ways: list[str] = []
 
     def choose(self, device: torch.device, say: Callable[[str], None]) -> None:
-        """Settle on all ranks how attention is computed on the device, if anything is trained."""
+        """Settle on all ranks how attention is computed, if anything is trained."""
         if not self.idle:
-            self.ways = choice.agreed(self.world, self.path, device, say)
+            computing = (device, PRECISIONS[self.config.precision.compute].compute)
+            before = None if self.config.run.kernels == "anew" else self.course.kernels
+            self.ways = choice.agreed(self.world, self.path, computing, before, say)
+            self.course.kernels = self.ways
 
     @property
     def idle(self) -> bool:

@@ -9,8 +9,9 @@ Where PyTorch composes an operation of several on a CPU, each of them keeps what
 wants; such an operation is one Function here that keeps its input alone.
 """
 
+import contextlib
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from importlib.resources import files
 from typing import Any
@@ -64,6 +65,24 @@ def attention_by_products(device_type: str, dtype: torch.dtype) -> bool:
         if known and dtype == getattr(torch, entry["type"]):
             return bool(entry["way"] == "products")
     return False
+
+
+_taken: list[bool] = []  # by the run that is going on, whatever this machine would take
+
+
+def by_products(device_type: str, dtype: torch.dtype) -> bool:
+    """`attention_by_products`, unless a run has settled on its way (`taken`)."""
+    return _taken[-1] if _taken else attention_by_products(device_type, dtype)
+
+
+@contextlib.contextmanager
+def taken(products: bool) -> Iterator[None]:
+    """Causal attention on the host by products, or not, for as long as it lasts, process-wide."""
+    _taken.append(products)
+    try:
+        yield
+    finally:
+        _taken.pop()
 
 
 @_asked_once

@@ -71,8 +71,8 @@ def attention(
 
 
 def _by_products(q: Tensor, scores: Scores) -> bool:
-    known = kernels.attention_by_products(q.device.type, q.dtype)
-    return known and scores.causal and _long_on_cpu(q)
+    # a graph has no blocks, and is not asked
+    return scores.causal and _long_on_cpu(q) and kernels.by_products(q.device.type, q.dtype)
 
 
 def _in_blocks(q: Tensor) -> bool:

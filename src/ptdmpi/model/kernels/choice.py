@@ -1,5 +1,6 @@
-"""Which kernel a device computes attention with: by a table of measurements, the same on all ranks,
-and kept with the run, so that a run that goes on repeats its bits."""
+"""Which kernel attention is computed with, on a device or on the host: by a table of measurements,
+the same on all ranks, and kept with the run and its checkpoints, so that a run that goes on repeats
+its bits, on another processor as well."""
 
 import contextlib
 import importlib
@@ -13,11 +14,13 @@ import torch
 
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import World
+from ptdmpi.model import kernels
 from ptdmpi.model.kernels import table
 
 FILE = "kernels.json"  # in the run directory
 # as the table has them -> as torch.nn.attention.SDPBackend does; FlashAttention 3 takes 2's place
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+HOST = ("products", "library")  # every processor can do both
 # what no other takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 
@@ -30,6 +33,13 @@ def offered(device: torch.device) -> list[str]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
             return [way for way in entry["ways"] if way != "fa3" or _has_fa3()]
     return []
+
+
+def _quickest(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The ways that this rank has, quickest first by the table."""
+    if device.type != "cpu":
+        return offered(device)
+    return list(HOST if kernels.attention_by_products("cpu", dtype) else reversed(HOST))
 
 
 def _capability(device: torch.device) -> str:
@@ -48,23 +58,37 @@ def _has_fa3() -> bool:
 
 
 def agreed(
-    world: World, folder: Path, device: torch.device, say: Callable[[str], None]
+    world: World,
+    folder: Path,
+    computing: tuple[torch.device, torch.dtype],
+    before: Sequence[str] | None,
+    say: Callable[[str], None],
 ) -> list[str]:
-    """The ways of this run on all its ranks: those that the run directory `folder` has kept, as far
-    as every rank has them, else those of the table, which it keeps from now on. What is to be known
-    of that goes to `say`."""
-    here = world.control.allgather(offered(device))
+    """The ways of this run on all its ranks: those that the run directory `folder` has kept, else
+    those of the checkpoint `before` it, as far as every rank has them; else, and where `before` is
+    None, those of the table, which it keeps from now on. What is to be known of that goes to
+    `say`. `computing`: where, and in which type."""
+    device, dtype = computing
+    here = world.control.allgather(_quickest(device, dtype))
     shared = [way for way in here[0] if all(way in ways for ways in here)]
-    kept = world.on_root(lambda: _kept(folder))
-    if kept is None or kept == shared:
-        if shared:
-            world.on_root(lambda: write_whole(folder / FILE, json.dumps({"attention": shared})))
+    found = world.on_root(lambda: _kept(folder))
+    kept = [] if before is None else found or list(before)
+    stays = kept or shared
+    if stays:
+        world.on_root(lambda: write_whole(folder / FILE, json.dumps({"attention": stays})))
+    if stays == shared:
+        if shared and device.type != "cpu":  # of the host only what it would not do by itself
             say(f"attention by {', '.join(shared)}")
         return shared
     ways = [way for way in kept if way in shared]
     gone = [way for way in kept if way not in ways]
     lost = f"; before also by {', '.join(gone)}, which is not here: other bits" if gone else ""
-    say(f"attention by {', '.join(ways) or 'what torch chooses'}, as before{lost}")
+    told = ways[:1] if device.type == "cpu" else ways
+    own = ", ".join(shared[: len(told) or None]) or "what torch chooses"
+    say(
+        f"attention by {', '.join(told) or 'what torch chooses'}, as before{lost}; "
+        f'run.kernels = "anew" takes what is quickest here: {own}'
+    )
     return ways
 
 
@@ -77,10 +101,14 @@ def _kept(folder: Path) -> list[str] | None:
 
 @contextlib.contextmanager
 def attention_by(ways: Sequence[str]) -> Iterator[None]:
-    """Attention of the device by the first of `ways` that can do it; without any, as torch chooses.
+    """Attention by the first of `ways` that can do it; without any, as torch chooses.
     Process-wide for as long as it lasts, in whatever thread."""
     if not ways:
         yield
+        return
+    if ways[0] in HOST:
+        with kernels.taken(ways[0] == "products"):
+            yield
         return
     attention: Any = importlib.import_module("torch.nn.attention")
     names = dict.fromkeys([*(BACKENDS[way] for way in ways), *REST])

@@ -65,6 +65,18 @@ def test_a_graph_takes_attention_whole(comm):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(bool(compiler.missing("cpu")), reason="no C++ compiler")
+@parallel(ranks=[1], limit_s=180)
+def test_the_backend_of_a_run(comm):
+    """Inductor itself, which fuses and rounds less often: five steps of a GPT and a LLaMA."""
+    for changes in ({}, LLAMA):
+        asked = changes | {"model.hidden": 64}
+        known = [one.loss for one in steps_of(build(World(comm), asked), 5)]
+        engine = build(World(comm), asked | {"run.compile": True})
+        assert [one.loss for one in steps_of(engine, 5)] == pytest.approx(known, rel=1e-5)
+
+
+@pytest.mark.long
 @parallel(ranks=[2])
 def test_two_replicas(comm):
     for changes in (LLAMA, LLAMA | {"parallel.zero": 1}, {"parallel.pipeline": 2}):

@@ -49,10 +49,28 @@ def model(family: str, dtype: str = "float32", masked_only: bool = False, **chan
         kind = f"{name}For{'MaskedLM' if masked_only else 'PreTraining'}"
         config = getattr(transformers, f"{name}Config")(**BERT | changes)
         made = getattr(transformers, kind)(config)
+    return with_large_weights(made).to(getattr(torch, dtype)).eval()
+
+
+def with_large_weights(made):
+    import torch
+
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return made.to(getattr(torch, dtype)).eval()
+    return made
+
+
+def task_model(name: str, **changes):
+    """A random model with a head for a task, by its name in `transformers`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    family = name.partition("For")[0]
+    sizes = BERT if "Bert" in family else COMMON | (GPT2 if family == "GPT2" else LLAMA)
+    config = getattr(transformers, f"{family}Config")(**sizes | {"pad_token_id": 0} | changes)
+    return with_large_weights(getattr(transformers, name)(config)).eval()
 
 
 def saved(path: Path, family: str, shard: str = "1GB", **changes) -> Path:

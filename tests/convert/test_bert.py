@@ -150,7 +150,7 @@ def test_a_base_model_is_refused(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(InputError, match=r"cls.predictions.*is missing: a base model, without a"):
         from_hf(tmp_path / "hf", tmp_path / "ours")
-    more = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
+    more = transformers.BertForTokenClassification(transformers.BertConfig(**SMALL))
     more.save_pretrained(tmp_path / "hf2")
     with pytest.raises(InputError, match=r"tensor cls.predictions.*is missing"):
         from_hf(tmp_path / "hf2", tmp_path / "ours")

@@ -65,7 +65,7 @@ def compare(
         return files.read(names[name]).double()
 
     with torch.no_grad():
-        asked = Question(ids, types, model.sentence_order)
+        asked = Question(ids, types, model.sentence_order, model.classifies)
         theirs = FORWARD[family.model_type](config.values, get, asked)
         dtypes = [(found, files.tensors[name].dtype) for name, found in plan.by_name.items()]
         ours = _logits(stored, asked, dtypes)
@@ -99,13 +99,18 @@ def _logits(
         by_parameter.setdefault(counterpart.ours, []).append((counterpart, dtype))
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if asked.types is None else asked.types.t()
-    batch = Batch(ids.t(), ids.t(), None, nothing, types=types)
+    # where a head for a task looks: at the first token, or at the last
+    at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
+    labels = ids.t()[:1] if asked.classifies else ids.t()
+    batch = Batch(ids.t(), labels, None, nothing, None, at, types=types)
     x: Tensor | None = None
     found: tuple[Tensor, ...] = ()
     with stored.reader() as reader:
         for layer in range(config.model.layers):
             stage = _stage(config, stored.vocab_size, layer, reader, by_parameter)
             x = stage.hidden(batch, x, None)
+            if stage.last and asked.classifies:
+                return (stage.scores(batch, x, None),)
             if stage.last:
                 found = stage.heads(x)
     tokens, *orders = found

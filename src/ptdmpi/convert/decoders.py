@@ -60,6 +60,7 @@ class Decoder:
             buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
             keys=partial(_keys, self),
             config=partial(_config, self),
+            tasks={"classification": (f"{self.name}ForSequenceClassification", "score")},
         )
 
 

@@ -130,6 +130,13 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
     }
 
 
+def _bert_tasks(name: str) -> dict[str, tuple[str, str]]:
+    return {
+        "classification": (f"{name}ForSequenceClassification", "classifier"),
+        "choice": (f"{name}ForMultipleChoice", "classifier"),
+    }
+
+
 # The first BERT files have the names of TensorFlow's.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
@@ -153,6 +160,7 @@ FAMILIES = {
         buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
         keys=_gpt2_keys,
         config=_gpt2_config,
+        tasks={"classification": ("GPT2ForSequenceClassification", "score")},
     ),
     **DECODERS,
     "bert": Family(
@@ -185,6 +193,7 @@ FAMILIES = {
         again={"cls.predictions.decoder.bias": "cls.predictions.bias"},
         told_by={"sentence_order": "cls.seq_relationship.weight"},
         renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
+        tasks=_bert_tasks("Bert"),
     ),
 }
 # Its names but for the norms.
@@ -199,6 +208,7 @@ FAMILIES["megatron-bert"] = replace(
     },
     keys=partial(_bert_keys, block_norm="pre"),
     config=partial(_bert_config, block_norm="pre"),
+    tasks=_bert_tasks("MegatronBert"),
 )
 
 

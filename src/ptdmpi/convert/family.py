@@ -40,7 +40,8 @@ class Family:
     config.json, `config` the reverse. `again`: tensors that repeat another one in every model whose
     head is tied; where it is not, and they differ, these count and the other one is not used.
     `told_by`: keys of [model] that stand in no config.json, and the tensor which is there where
-    they are true. `renamed`: how names end in old files, and in newer ones."""
+    they are true. `renamed`: how names end in old files, and in newer ones. `tasks`: what they call
+    a model with a head for a kind of task, and the linear of that head."""
 
     model_type: str
     prefix: str
@@ -52,11 +53,17 @@ class Family:
     again: Mapping[str, str] = field(default_factory=dict)
     told_by: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    tasks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def output(self) -> str:
+        """Their linear that makes logits, or the scores of a task."""
+        (head,) = self.modules.get("sentence.classes") or self.modules["head"]
+        return head
 
     def of_head(self, base: str) -> bool:
         """Whether a name, without prefix, is that of a head, not of the base model."""
-        (head,) = self.modules["head"]
-        return base.partition(".")[0] == head.partition(".")[0]
+        return base.partition(".")[0] == self.output.partition(".")[0]
 
     def full(self, base: str) -> str:
         """The name with its prefix, as whole models are saved."""

@@ -17,12 +17,13 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.manifest import Progress, write_manifest
-from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config import InputError, ModelConfig, TaskConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_of
 from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.heads import task_in, with_task
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
@@ -30,6 +31,9 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, Counters, key
 from ptdmpi.terminal.progress import progress
 
+NO_CHOICES = (
+    "config.json does not say how many candidates a question has: add task.choices to train further"
+)
 # These hold weights, in whatever form; everything else of a model directory is kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
@@ -38,7 +42,8 @@ def from_hf(source: Path, target: Path) -> Converted:
     """Convert the model directory `source`. Raises InputError, and CheckFailed; then there is no
     `target`."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
-    family = family_of(config)
+    task = task_in(config)
+    family = with_task(family_of(config), task)
     vocab_size = config.need("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
@@ -50,11 +55,12 @@ def from_hf(source: Path, target: Path) -> Converted:
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
-        _write_config(folder / CONFIG, model.model_dump(), target, source)
+        _write_config(folder / CONFIG, model.model_dump(), task, target, source)
         _keep(folder / KEPT, theirs, plan)
         difference = compare(open_model(folder), family, config, theirs, plan)
     count = sum(math.prod(one.shape) for one in needed.values())
-    return Converted(target, family.model_type, count, vocab_size, 1, size, difference)
+    note = NO_CHOICES if task.kind == "choice" else ""
+    return Converted(target, family.model_type, count, vocab_size, 1, size, difference, note)
 
 
 def _model(
@@ -140,7 +146,9 @@ def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
     return part.values()
 
 
-def _write_config(path: Path, model: Mapping[str, Any], target: Path, source: Path) -> None:
+def _write_config(
+    path: Path, model: Mapping[str, Any], task: TaskConfig, target: Path, source: Path
+) -> None:
     import tomlkit
 
     document = tomlkit.document()
@@ -148,6 +156,9 @@ def _write_config(path: Path, model: Mapping[str, Any], target: Path, source: Pa
     document.add(tomlkit.comment("To train it further, copy this file and add [run], [batch] and"))
     document.add(tomlkit.comment("[[data.train]]: the run begins from these weights."))
     document.add("model", {key: value for key, value in model.items() if value is not None})
+    if task.kind != "none":
+        said = {"kind": task.kind, "labels": list(task.labels)}
+        document.add("task", {key: value for key, value in said.items() if value})
     document.add("checkpoint", {"initial": str(target)})
     write_whole(path, tomlkit.dumps(document))
 

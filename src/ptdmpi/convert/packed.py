@@ -94,7 +94,7 @@ class PackedModel:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": list(family.modules["head"]),
+            "ignore": [family.output],
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:

@@ -21,11 +21,13 @@ Json = Mapping[str, Any]
 @dataclass(frozen=True)
 class Question:
     """Token ids [b, s]; their types [b, s], where the model has any; whether it has a head for the
-    order of two segments."""
+    order of two segments, or, in place of all others, one that `classifies`: then there are scores
+    [b, n] of whole sequences."""
 
     ids: Tensor
     types: Tensor | None = None
     order: bool = False
+    classifies: bool = False
 
 
 def gpt2(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
@@ -46,8 +48,10 @@ def gpt2(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
         y = conv(f"h.{i}.mlp.c_fc", norm(f"h.{i}.ln_2", x))
         y = _gelu(y, config.get("activation_function", "gelu_new"))
         x = x + conv(f"h.{i}.mlp.c_proj", y)
-    tied = config.get("tie_word_embeddings", True)
-    return (norm("ln_f", x) @ get("wte.weight" if tied else "lm_head.weight").t(),)
+    x, tied = norm("ln_f", x), config.get("tie_word_embeddings", True)
+    if asked.classifies:
+        return (x[:, -1] @ get("score.weight").t(),)
+    return (x @ get("wte.weight" if tied else "lm_head.weight").t(),)
 
 
 def decoder(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
@@ -69,8 +73,10 @@ def decoder(config: Json, get: Get, asked: Question) -> tuple[Tensor]:
         before = "pre_feedforward" if gemma else "post_attention"
         y = _gated_mlp(config, get, f"{layer}.mlp", norm(f"{layer}.{before}_layernorm", x))
         x = x + (norm(f"{layer}.post_feedforward_layernorm", y) if gemma else y)
-    tied = config.get("tie_word_embeddings", gemma)
-    logits = norm("norm", x) @ (table if tied else get("lm_head.weight")).t()
+    x, tied = norm("norm", x), config.get("tie_word_embeddings", gemma)
+    if asked.classifies:
+        return (x[:, -1] @ get("score.weight").t(),)
+    logits = x @ (table if tied else get("lm_head.weight")).t()
     cap = config.get("final_logit_softcapping", 30.0) if gemma else None
     return (logits if cap is None else cap * torch.tanh(logits / cap),)
 
@@ -162,6 +168,8 @@ def bert(config: Json, get: Get, asked: Question) -> tuple[Tensor, ...]:
         x = x + linear(f"{name}.output.dense", y)
         x = x if front else norm(f"{name}.output.LayerNorm", x)
     x = norm("encoder.ln", x) if front else x
+    if asked.classifies:
+        return (linear("classifier", torch.tanh(linear("pooler.dense", x[:, 0]))),)
     head = "cls.predictions"
     y = _gelu(linear(f"{head}.transform.dense", x), activation)
     y = norm(f"{head}.transform.LayerNorm", y)

@@ -24,6 +24,7 @@ from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_for, family_of
 from ptdmpi.convert.family import ConfigJson, Family, counterparts
 from ptdmpi.convert.folder import BUFFERS, HEADERS, Converted, new_directory
+from ptdmpi.convert.heads import lost, padding, task_in, with_task
 from ptdmpi.convert.packed import PackedModel, UnpackedFiles
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
@@ -75,18 +76,15 @@ def to_hf(
     CheckFailed; then there is no `target`.
     """
     stored = open_model(source)
-    if stored.config().model.classifies:
-        raise InputError(
-            f"{source} has a head for a task, which is not converted; legal: a model that predicts "
-            "tokens"
-        )
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
     contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)
     where = str(kept or stored.checkpoint)
     plan = make_plan(contents.family, stored.config().model, needed, contents.tensors, where)
+    repeated = set(contents.family.again.values())
     for name in _buffers(kept) & plan.by_name.keys():
-        plan = plan.unused(name)
+        if contents.family.base(name) in repeated:
+            plan = plan.unused(name)
     contents = contents if dtype is None else _in_type(contents, plan, dtype)
     damaged = examine.problems(stored.checkpoint)
     if damaged:
@@ -107,9 +105,8 @@ def to_hf(
             difference = compare(stored, contents.family, config, read, plan)
     count = sum(math.prod(one.shape) for one in needed.values())
     name, vocab_size = contents.family.model_type, stored.vocab_size
-    return Converted(
-        target, name, count, vocab_size, len(contents.headers), size, difference, contents.note
-    )
+    note = "; ".join(filter(None, (contents.note, lost(stored.task))))
+    return Converted(target, name, count, vocab_size, len(contents.headers), size, difference, note)
 
 
 def _kept(stored: StoredModel, like: Path | None) -> Path | None:
@@ -127,7 +124,8 @@ def _kept(stored: StoredModel, like: Path | None) -> Path | None:
 
 def _contents_of(kept: Path) -> Contents:
     config = tensors.read_json(kept / "config.json")
-    family = family_of(ConfigJson(config, str(kept / "config.json")))
+    said = ConfigJson(config, str(kept / "config.json"))
+    family = with_task(family_of(said), task_in(said))
     headers = tensors.read_json(kept / HEADERS)
     contents = Contents(family, config, headers, kept)
     try:
@@ -140,19 +138,24 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    return _with_keys(_without_heads(_contents_of(kept), stored, needed), kept, stored)
+    contents = _contents_of(kept)
+    head = _with_task_head if stored.config().model.classifies else _without_heads
+    return _with_keys(head(contents, stored, needed), contents.family, kept, stored)
 
 
-def _with_keys(contents: Contents, kept: Path, stored: StoredModel) -> Contents:
-    """With what was changed in [model] for the training, such as `rope_theta`, in config.json."""
-    family, now = contents.family, stored.config().model
+def _with_keys(contents: Contents, before_it: Family, kept: Path, stored: StoredModel) -> Contents:
+    """With what was changed in [model] for the training, such as `rope_theta`, and what a head for
+    a task is told of, in config.json, which was of the family `before_it`."""
+    family, now = before_it, stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
-    # shorter samples leave the model as long as it was
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
-    same["seq_length"] = max(before.seq_length, now.seq_length)
-    old, new = (family.config(m, 0) for m in (before, now.model_copy(update=same)))
-    changed = {key: value for key, value in new.items() if old[key] != value}
+    if now.positions == "rope":  # shorter samples leave the model as long as it was
+        same["seq_length"] = max(before.seq_length, now.seq_length)
+    old, new = family.config(before, 0), contents.family.config(now.model_copy(update=same), 0)
+    if now.classifies and not before.classifies:
+        new |= padding(contents.config, now)
+    changed = {key: value for key, value in new.items() if old.get(key) != value}
     if not changed:
         return contents
     told = f"config.json has another {', '.join(changed)}, as it was trained"
@@ -184,6 +187,38 @@ def _without_heads(
     return replace(contents, config=changed, headers=headers, note=note)
 
 
+def _with_task_head(
+    contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
+) -> Contents:
+    """With the head for a task that the model was trained with, in place of any that predicts
+    tokens; and with as many learned positions as it has now."""
+    text, task = contents.family, stored.task
+    family = with_task(family_of(ConfigJson(contents.config, "config.json")), task)
+    there = {text.base(name): one for name, one in contents.tensors.items()}
+    prefixed = any(name.startswith(family.prefix) for name in contents.tensors)
+    wanted = {one.theirs: one.shape for one in counterparts(family, needed)}
+    dtype = next((one.dtype for base, one in there.items() if base in wanted), "F32")
+    new = {
+        family.full(base) if prefixed else base: Stored(
+            dtype, shape, math.prod(shape) * TYPES[dtype].itemsize
+        )
+        for base, shape in wanted.items()
+    }
+    gone, files = [], {}
+    for file, header in contents.headers.items():
+        files[file] = dict[str, Stored]()
+        for name, one in tensors.entries(header):
+            now, base = new.pop(name, one), text.base(name)
+            if base not in wanted and text.of_head(base):
+                gone.append(name)
+            else:
+                files[file][name] = one if now.shape == one.shape else now
+    files[file] |= new
+    headers = {file: tensors.make_header(one.items()) for file, one in files.items() if one}
+    note = f"without {', '.join(sorted(gone))}: it has a head for a task" if gone else ""
+    return replace(contents, family=family, headers=headers, note=note)
+
+
 def _buffers(kept: Path | None) -> set[str]:
     """The tensors that are no parameters, of those that `from_hf` has kept."""
     if kept is None or not (kept / BUFFERS).is_file():
@@ -196,15 +231,16 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     # reads a shard by h5py, which a conversion of others' models does without
     from ptdmpi.convert.tokenizer import tokenizer_of
 
-    model = stored.config().model
-    family, tokenizer = family_for(model), tokenizer_of(stored)
-    config = {
+    model, task = stored.config().model, stored.task
+    family, tokenizer = with_task(family_for(model), task), tokenizer_of(stored)
+    config: dict[str, Any] = {
         "model_type": family.model_type,
         **family.config(model, stored.vocab_size),
         "bos_token_id": tokenizer.eod_id,
         "eos_token_id": tokenizer.eod_id,
         "dtype": "float32",
     }
+    config |= padding(config, model) if model.classifies else {}
     found = {}
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)

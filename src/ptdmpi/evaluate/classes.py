@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ptdmpi.config import InputError, TaskConfig
 from ptdmpi.data.labelled import LabelledFile, LabelledForm, in_order
 from ptdmpi.evaluate.choice import standard_error
 from ptdmpi.evaluate.labelled import framing, read
@@ -19,19 +18,11 @@ from ptdmpi.inference.tensors import as_batch
 from ptdmpi.terminal.progress import progress
 
 
-def task_of(stored: StoredModel) -> TaskConfig:
-    """The task that a model was trained on. Raises InputError where it does not say."""
-    try:
-        return TaskConfig.model_validate(stored.tree.get("task", {}))
-    except ValueError as error:
-        raise InputError(f"{stored.path}: [task]: {error}") from None
-
-
 def files_of(
     stored: StoredModel, tokenizer: str | None, paths: Sequence[Path]
 ) -> tuple[LabelledForm, list[LabelledFile]]:
     """The task files as sequences, and what a model takes them as. Raises InputError."""
-    task, model = task_of(stored), stored.config().model
+    task, model = stored.task, stored.config().model
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), model)
     return frame.form, [read(path, task, frame) for path in paths]

@@ -87,20 +87,23 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
 
 
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
-    """The samples of a file as text. Raises InputError with the line."""
-    found = []
+    """The samples of a file as text; where the task does not say how many candidates a question
+    has, the first has as many as all. Raises InputError with the line."""
+    found: list[LabelledItem] = []
     for place, line in numbered_lines(path, "sample"):
         if task.kind == "choice":
-            found.append(_question(item_of(line, place), line, task, place))
+            choices = task.choices or (len(found[0].seconds) if found else 0)
+            found.append(_question(item_of(line, place), line, choices, place))
         else:
             found.append(_labelled(values_of(line, place, "text"), task, place))
     return found
 
 
-def _question(item: TaskItem, line: str, task: TaskConfig, place: str) -> LabelledItem:
-    if len(item.choices) != task.choices:
+def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
+    legal = choices or max(2, len(item.choices))
+    if len(item.choices) != legal:
         raise InputError(
-            f"{place}: {len(item.choices)} choices; legal: task.choices = {task.choices} of them"
+            f"{place}: {len(item.choices)} choices; legal: task.choices = {legal} of them"
         )
     question = _text(json.loads(line), "question", place)
     seconds = (f"{question}{BETWEEN if question else ''}{choice}" for choice in item.choices)
@@ -141,5 +144,5 @@ def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
     labels = np.array([item.label for item in every], dtype=np.int64)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     known = frame.text.tokenizer
-    counts = (task.sequences, labels, cut, lost)
+    counts = (len(every[0].seconds), labels, cut, lost)
     return LabelledFile(path, known.name, known.sha256, digest, rows, *counts)

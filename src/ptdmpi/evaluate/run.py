@@ -11,7 +11,7 @@ from ptdmpi.config.sections import AVERAGE
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import code, tasks
 from ptdmpi.evaluate.answers import compiled
-from ptdmpi.evaluate.classes import accuracy, files_of, predictions, task_of
+from ptdmpi.evaluate.classes import accuracy, files_of, predictions
 from ptdmpi.evaluate.harness import Harness, simple_evaluate
 from ptdmpi.evaluate.perplexity import perplexity
 from ptdmpi.evaluate.questions import Asking, Limits, questions
@@ -92,10 +92,10 @@ def _accuracies(
     """What a model with a head for a task reaches on each file."""
     given, paths = options["tokenizer"], options["tasks"]
     form, files = world.on_root(lambda: files_of(stored, given, paths))
-    task = task_of(stored)
-    names = task.labels or [str(number) for number in range(task.choices)]
+    task = stored.task
     found = []
     for file in files:
+        names = task.labels or [str(number) for number in range(file.sequences)]
         values = accuracy(file, predictions(model, file, form), names)
         found.append({"file": str(file.path), "kind": task.kind, **values})
     return found

@@ -13,7 +13,7 @@ from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tok
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
-from ptdmpi.inference.stored import StoredModel, open_model
+from ptdmpi.inference.stored import KEPT, StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
     TOKENIZER,
     find_tokenizer,
@@ -123,7 +123,9 @@ def name_of(stored: StoredModel) -> str:
     if task.get("tokenizer"):
         return str(task["tokenizer"])
     began = stored.tree.get("checkpoint", {}).get("initial")
-    if task.get("kind", "none") != "none" and began:
+    # a converted model, which has its own beside it, says that a training is to begin from it
+    converted = (stored.path / KEPT).is_dir()
+    if task.get("kind", "none") != "none" and began and not converted:
         return name_of(open_model(Path(began)))
     header = shard_header(stored)
     if header is not None and tokenizer_file(header.tokenizer) is None:

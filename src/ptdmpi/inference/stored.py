@@ -15,7 +15,7 @@ from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import OneRank
-from ptdmpi.config import Config, InputError, Layout, synthetic_config
+from ptdmpi.config import Config, InputError, Layout, TaskConfig, synthetic_config
 from ptdmpi.lineage.adapted import Adapted, Base, adapted_of, require_kind
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
@@ -60,6 +60,20 @@ class StoredModel:
         if self.trained_on is not None:
             return [one.path for one in self.trained_on.last.sources]
         return [one["path"] for one in self.tree.get("data", {}).get("train", [])]
+
+    @property
+    def task(self) -> TaskConfig:
+        """The task that it has a head for. Raises InputError where it does not say."""
+        try:
+            found = TaskConfig.model_validate(self.tree.get("task", {}))
+        except ValueError as error:
+            raise InputError(f"{self.path}: [task]: {error}") from None
+        if (found.kind != "none") != (self.tree["model"].get("output_head") == "classes"):
+            told = f'task.kind = "{found.kind}" and its head do not go together'
+            raise InputError(
+                f"{self.path / CONFIG}: {told}; legal: the [task] that it has a head for"
+            )
+        return found
 
     @property
     def step(self) -> int:

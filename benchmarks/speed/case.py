@@ -15,6 +15,8 @@ CASTS = {
     "torch": ("microbatch", "step", "masters"),
     "deepspeed": ("masters", "microbatch"),
     "torchtitan": ("policy",),
+    "transformers": ("microbatch", "masters"),
+    "megatron": ("masters",),
 }
 
 LAYOUTS = {
@@ -30,11 +32,18 @@ LAYOUTS = {
 # Who does the same, and what its way is called there. Where that is this project, the way is
 # another row's layout.
 PEERS = {
-    "single": {"torch": "torch"},
-    "d=2": {"torch": "torch DistributedDataParallel"},
-    "t=2": {"torch": "torch DTensor"},
-    "p=2": {"torch": "torch pipelining Schedule1F1B"},
-    "p=2,v=2": {"torch": "torch pipelining ScheduleInterleaved1F1B"},
+    "single": {
+        "torch": "torch",
+        "transformers": "transformers GPT2LMHeadModel",
+        "megatron": "Megatron-Core",
+    },
+    "d=2": {"torch": "torch DistributedDataParallel", "megatron": "Megatron-Core"},
+    "t=2": {"torch": "torch DTensor", "megatron": "Megatron-Core"},
+    "p=2": {"torch": "torch pipelining Schedule1F1B", "megatron": "Megatron-Core 1F1B"},
+    "p=2,v=2": {
+        "torch": "torch pipelining ScheduleInterleaved1F1B",
+        "megatron": "Megatron-Core interleaved",
+    },
     "p=2,v=2,zb-v": {"torch": "torch pipelining ScheduleZBVZeroBubble", "ptdmpi": "p=2,v=2"},
     "d=2,zero=1": {
         "torch": "torch ZeroRedundancyOptimizer",
@@ -48,7 +57,7 @@ PEERS = {
         "ptdmpi": "d=2",
     },
 }
-TOOLS = ("torch", "deepspeed", "torchtitan", "ptdmpi")
+TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi")
 
 
 @dataclass(frozen=True)
@@ -197,7 +206,8 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
     if row.precision == "bf16":
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])
-    if row.sizes.tensor > 1:
+    # Megatron-Core never gathers logits, and divides the sequence with its CUDA norms alone
+    if row.sizes.tensor > 1 and tool == "torch":
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
         decisions.append([{"sequence_parallel": False}, {"sequence_parallel": True}])
     if fsdp:

@@ -21,6 +21,7 @@ PINS: dict[str, tuple[str, ...]] = {
         "msgpack==1.2.4",
         "py-cpuinfo==9.0.0",
     ),
+    "megatron": ("megatron-core==0.16.1",),
     "torchtitan": (
         "torchtitan==0.3.0",
         "docstring_parser==0.18.0",

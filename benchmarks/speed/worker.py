@@ -1,6 +1,6 @@
 """One rank of one side: sets its model up, then trains steps on command.
 
-    python -m benchmarks.speed.worker ptdmpi|torch|deepspeed|torchtitan SOCKET
+    python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 
 Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read
 of it; a barrier of MPI or gloo would keep a core busy that the other side is measured on.
@@ -96,6 +96,14 @@ def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
         from benchmarks.speed import titan
 
         return titan.TitanTrainer
+    if tool == "transformers":
+        from benchmarks.speed import hugging_face
+
+        return hugging_face.TransformersTrainer
+    if tool == "megatron":
+        from benchmarks.speed import megatron_core
+
+        return megatron_core.MegatronTrainer
     from benchmarks.speed import plain_torch
 
     return plain_torch.trainer

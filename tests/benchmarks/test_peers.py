@@ -109,6 +109,9 @@ def test_a_round_of_all_sides_gives_each_peer_its_result(monkeypatch):
         (Row("d=2,zero=3", "fp32", TINY), Variant(reduce_each=True)),
         (Row("d=2,zero=3", "fp32", TINY), Variant("deepspeed")),
         (Row("d=2,zero=3", "fp32", TINY), Variant("torchtitan")),
+        (Row("single", "fp32", TINY), Variant("transformers")),
+        (Row("t=2", "fp32", TINY), Variant("megatron")),
+        (Row("p=2,v=2", "bf16", TINY), Variant("megatron", cast="masters")),
     ],
     ids=lambda value: getattr(value, "id", None) or value.tool,
 )

@@ -1,0 +1,260 @@
+"""Megatron-Core on CPU over gloo: its own layers, schedules, gradient buffers and reductions, with
+plain torch's GPT for initial weights, and torch's fused AdamW.
+
+It asks for a CUDA device in many places and says so in few. What it calls of one is stood in for
+here, which is all that it takes: what its ranks then do is what they do elsewhere, without its CUDA
+kernels (Apex, Transformer Engine), for which it has ways in plain torch.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.speed.case import Row, Variant
+from benchmarks.speed.gpt_torch import Gpt
+from benchmarks.speed.plain_torch import adam_settings, groups, microbatches
+from ptdmpi.plan.layout.stages import head_in_layers, split_layers
+from ptdmpi.plan.schedule.orders import placement
+
+# This project's names of a layer's parts, beside Megatron-Core's.
+PARTS = {
+    "input_layernorm": "attention_norm",
+    "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.linear_proj": "attention.out",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1": "mlp.up",
+    "mlp.linear_fc2": "mlp.down",
+}
+ENDS = {
+    "embedding.word_embeddings": "embedding.word",
+    "embedding.position_embeddings": "embedding.position",
+    "decoder.final_layernorm": "final_norm",
+    "output_layer": "head",
+}
+
+
+class _Nothing:
+    """A stream, an event or a guard of a device that is not there."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _ignored
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def _ignored(*arguments: Any, **settings: Any) -> None:
+    return None
+
+
+def stand_in() -> None:
+    """Have the CPU answer where a CUDA device is asked for, in this process from now on."""
+    # its small fused functions are compiled otherwise, and no compiler is asked for here
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    cuda: Any = torch.cuda
+    for name in ("Stream", "Event", "stream"):
+        setattr(cuda, name, _Nothing)
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *device: _Nothing())
+    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache"):
+        setattr(cuda, name, _ignored)
+    cuda.current_device = lambda: "cpu"
+    cuda.device_count = lambda: 1
+    # nothing is drawn at random in a step, so that no state need be kept
+    cuda.get_rng_state = lambda *device: torch.empty(0, dtype=torch.uint8)
+    for name in ("zeros", "empty", "ones", "tensor", "full"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **settings: Any) -> Tensor:
+        if "cuda" in str(settings.get("device", "")):
+            settings["device"] = "cpu"
+        return make(*arguments, **settings)
+
+    return made
+
+
+class MegatronTrainer:
+    """One rank of Megatron-Core: bf16 weights (or fp32) whose gradients add up in float32 buffers,
+    reduced there, behind the last microbatch."""
+
+    def __init__(self, row: Row, variant: Variant, rank: int) -> None:
+        stand_in()
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import random
+
+        self.row, self.rank = row, rank
+        sizes = row.sizes
+        if not dist.is_initialized():  # one process has groups too
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        random._set_cuda_rng_state = random._get_cuda_rng_state = _ignored
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        )
+        random.model_parallel_cuda_manual_seed(row.config.run.seed)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.config = _transformer_config(row, variant)
+        self.chunks = _chunks(row, self.config)
+        self.forward_backward = get_forward_backward_func()
+        parameters = [each for chunk in self.chunks for each in chunk.parameters()]
+        self.weights = parameters
+        self.masters = [nn.Parameter(each.detach().float()) for each in parameters]
+        settings = {**adam_settings(row.config), "fused": True}
+        self.adam = torch.optim.AdamW(groups(row.config, self.masters), **settings)
+
+    def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        return microbatches(self.row, self.data_rank, step)
+
+    def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        case, one = self.row.case, len(self.chunks) == 1
+        data: list[Iterator[Any]] = [iter(batch) for _ in self.chunks]
+        losses = self.forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=data[0] if one else data,
+            model=self.chunks[0] if one else self.chunks,
+            num_microbatches=len(batch),
+            seq_length=case.seq_length,
+            micro_batch_size=case.micro_size,
+            forward_only=False,
+        )
+        self._update()
+        if not self.last:
+            return None
+        return float(torch.stack([each["loss"] for each in losses]).double().mean())
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = weight.main_grad
+        self.adam.step()
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            weight.copy_(master)
+
+
+def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    """What its schedules call for each microbatch."""
+    inputs, labels = next(data)
+    length = inputs.shape[1]
+    positions = torch.arange(length)[None].expand(len(inputs), -1)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu_(1)
+
+    def loss(of_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = of_tokens.float().mean()
+        # a copy, for the schedule divides the first in place
+        return mean, {"loss": mean.detach().clone()}
+
+    return model(inputs, positions, hidden, labels=labels), loss
+
+
+def _cut(row: Row) -> list[list[str]]:
+    """Its pipeline layout: what each stage has, cut at the same layers as this project's."""
+    sizes, model = row.sizes, row.config.model
+    placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
+    layers = split_layers(model.layers, placed, head_in_layers(model, row.case.vocab_size))
+    stages = [["decoder"] * len(each) for each in layers]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+
+
+def _transformer_config(row: Row, variant: Variant) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    model, sizes = row.config.model, row.sizes
+    dtype = torch.bfloat16 if variant.cast == "masters" else torch.float32
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        ffn_hidden_size=model.ffn_hidden,
+        layernorm_epsilon=model.norm_eps,
+        activation_func=functools.partial(F.gelu, approximate="tanh"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        pipeline_model_parallel_layout=_cut(row) if sizes.pipeline > 1 else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=True,
+        # what is fused is fused by its CUDA kernels, or by a compiler
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        # with two ranks its batches of messages cannot tell next from previous
+        batch_p2p_comm=sizes.virtual == 1,
+        overlap_p2p_comm=sizes.virtual > 1,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def _chunks(row: Row, config: Any) -> list[Any]:
+    """This rank's parts of the model, each within its buffers for gradients."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    whole = Gpt(row.config, range(config.num_layers), row.case.vocab_size, autocast=False)
+    weights = dict(whole.named_parameters())
+    chunks = []
+    for number in range(row.sizes.virtual):
+        place = {"ignore_virtual": False, "vp_stage": number if row.sizes.virtual > 1 else None}
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="LayerNorm"),
+            row.case.vocab_size,
+            row.case.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="learned_absolute",
+            vp_stage=place["vp_stage"],
+        )
+        _load(chunk, weights, parallel_state.get_tensor_model_parallel_rank(), row.sizes.tensor)
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        chunks.append(DistributedDataParallel(config, buffers, chunk.to(config.params_dtype)))
+    return chunks
+
+
+@torch.no_grad()
+def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
+    """This rank's part of plain torch's weights: both lay out qkv by heads."""
+    # names are numbered anew in each chunk
+    first = chunk.decoder.layers[0].layer_number - 1
+    for name, parameter in chunk.named_parameters():
+        module, kind = name.rsplit(".", 1)
+        if module in ENDS:
+            whole = weights[f"{ENDS[module]}.{kind}"]
+        else:
+            number, part = module.removeprefix("decoder.layers.").split(".", 1)
+            whole = weights[f"layers.{first + int(number)}.{PARTS[part]}.{kind}"]
+        if getattr(parameter, "tensor_model_parallel", False):
+            whole = whole.chunk(ranks, parameter.partition_dim)[rank]
+        parameter.copy_(whole)

@@ -178,7 +178,7 @@ def draw(by_ranks: dict[int, dict[TimedCase, Found]]) -> None:
         axes.set_xticks(range(len(places)), places)
         axes.set_xlabel(curve.axis)
         axes.set_ylabel("sequences/s")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         axes.set_title(
             f"as Figure {curve.figure}: {curve.title}, {curve.ranks} ranks",
             loc="left",

@@ -89,19 +89,19 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
 def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
     """What sets one rank of `tool` up. Only that tool is imported: the others may not be there."""
     if tool == "deepspeed":
-        from benchmarks.speed import deep_speed
+        from benchmarks.speed.others import deep_speed
 
         return deep_speed.DeepSpeedTrainer
     if tool == "torchtitan":
-        from benchmarks.speed import titan
+        from benchmarks.speed.others import titan
 
         return titan.TitanTrainer
     if tool == "transformers":
-        from benchmarks.speed import hugging_face
+        from benchmarks.speed.others import hugging_face
 
         return hugging_face.TransformersTrainer
     if tool == "megatron":
-        from benchmarks.speed import megatron_core
+        from benchmarks.speed.others import megatron_core
 
         return megatron_core.MegatronTrainer
     from benchmarks.speed import plain_torch

@@ -33,6 +33,14 @@ CASES = {
     "t2 lora of few full": layout(t=2) | LORA | FEW | {"recompute.mode": "full"},
     "t2 ia3 divided full": layout(t=2) | IA3 | DIVIDED | {"recompute.mode": "full"},
     "d2 lora zero 3": layout(d=2) | LORA | {"parallel.zero": 3, "precision.compute": "bf16"},
+    "d2 lora zero 3 untied full": layout(d=2)
+    | LORA
+    | {"parallel.zero": 3, "model.tie_embeddings": False, "recompute.mode": "full"},
+    "d2 p2 v2 lora zero 3": layout(d=2, p=2, v=2) | LORA | {"parallel.zero": 3, "model.layers": 4},
+    "d4 lora zero 3 of pairs": layout(d=4) | LORA | {"parallel.zero": 3, "parallel.shard_group": 2},
+    "d2 lora zero 3 in few bits": layout(d=2)
+    | LORA
+    | {"parallel.zero": 3, "quantize.weights": "nf4", "quantize.block": 8},
     "d2 lora overlapped": layout(d=2) | LORA,
     "t2 p2 lora zb-h1 divided": layout(t=2, p=2) | LORA | DIVIDED | {"parallel.schedule": "zb-h1"},
     "t4 lora shared keys": layout(t=4) | LORA | {"model.kv_heads": 2},
@@ -107,7 +115,7 @@ CASES = {
 # Of each kind of message one, and what goes together.
 FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p2 zb-v", "d2 tree")
 FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
-FEW += ("t2 muon", "d4 zero 2 of pairs")
+FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits", "d2 p2 v2 lora zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -92,8 +92,13 @@ def check(comm, changes) -> None:
     elements = sum(entry.elements for entry in (*buffer.entries.values(), *buffer.second.values()))
     padded = buffer.gradient_size / elements
     assert padded < 1.25
+    # frozen weights, of which a small model's adapters are no small part
+    frozen = sum(unit.stop - unit.start for unit in buffer.frozen_units)
+    elements += sum(entry.elements for entry in buffer.frozen.values())
+    of_weights = (buffer.gradient_size + frozen) / elements if frozen else padded
     for kind, count in held_by_kind(engine).items():
-        assert count == pytest.approx(padded * foreseen.parts[kind], rel=KEPT), kind
+        places = of_weights if kind == "weights" else padded
+        assert count == pytest.approx(places * foreseen.parts[kind], rel=KEPT), kind
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -105,7 +110,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 def held_by_kind(engine: Engine) -> dict[str, int]:
     """The bytes that stand all the time, by the inventory's names."""
     buffer = engine.buffer
-    weights = [buffer.weights, *buffer.weight_parts]
+    weights = [buffer.weights, *buffer.weight_parts, buffer.idle_weights]
     # masters are the weights where the compute type is as wide
     optimizer = [] if buffer.one_type else list(buffer.masters)
     kinds = engine.state.kinds
@@ -122,12 +127,12 @@ def let_go_of_units(engine: Engine) -> None:
     before it."""
     for stage in engine.stages.values():
         walk = stage.walk
-        for side in (walk.weights, walk.gradients) if walk is not None else ():
-            if side is not None:
-                side.pool._spare = []
         if walk is not None and walk.weights is not None:
             walk.weights.drop()
-            walk.weights.pool._spare = []
+            for pool in walk.weights.pools:
+                pool._spare = []
+        if walk is not None and walk.gradients is not None:
+            walk.gradients.pool._spare = []
 
 
 @parallel(ranks=[1])
@@ -279,6 +284,15 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
 )
 def test_shards(comm, zero, compute):
     check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize(
+    ("compute", "mode"), [("bf16", "full"), pytest.param("fp32", "none", marks=LONG)]
+)
+def test_shards_of_a_frozen_base(comm, compute, mode):
+    lora = {"adapt.method": "lora", "adapt.rank": 8, "parallel.zero": 3}
+    check(comm, lora | {"precision.compute": compute} | MODES[mode] | SHARDED)
 
 
 @parallel(ranks=[4])

@@ -2,7 +2,7 @@
 
 Weights in the compute type, master weights, gradients and moments in float32 (float64 under fp64).
 All parameters that train stand in one flat order; `zero` shards, of its tensors, 1 masters and
-moments, 2 gradients too, 3 weights too.
+moments, 2 gradients too, 3 weights too, and with them those that do not train.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,8 @@ class ParameterBuffer(FlatOrder):
 
     `masters` and `reduced` have a tensor for each of the units: of what this rank updates the
     weights and the gradients. Of one type, masters are weights. `gradients` is all that gradients
-    are accumulated in, and `weights` those of all units, which `zero` = 3 does not have.
+    are accumulated in, and `weights` those of all units, which `zero` = 3 does not have. Of frozen
+    weights there are `idle_parts`, one for each of their units, all of them `idle_weights`.
     """
 
     def __init__(
@@ -66,7 +67,6 @@ class ParameterBuffer(FlatOrder):
         self.one_type = precision.compute == precision.master
         # to be called when the weights have changed
         self.followers: list[Callable[[], None]] = []
-        self.idle_weights = torch.zeros(self.frozen_size, dtype=precision.compute, device=device)
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()
         for name, parameter in (*self.first.items(), *self.again.items()):
@@ -76,6 +76,9 @@ class ParameterBuffer(FlatOrder):
         level, shards = self.portion.sharded, self.portion.shards
         compute, master = self.precision.compute, self.precision.master
         zeros = partial(torch.zeros, device=self.device)
+        frozen = [(u.stop - u.start) // self.portion.frozen_shards for u in self.frozen_units]
+        self.idle_weights = zeros(sum(frozen), dtype=compute)
+        self.idle_parts = list(self.idle_weights.split(frozen))
         lengths = [(unit.stop - unit.start) // shards for unit in self.units]
         self.weights = zeros(self.size if level < 3 else 0, dtype=compute)
         if level == 3:
@@ -104,14 +107,10 @@ class ParameterBuffer(FlatOrder):
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
-        if declaration.packed:
-            weight = absent(entry, self.precision.compute, self.device)
-        elif not trains:
-            weight = entry.view(self.idle_weights)
-        elif self.portion.sharded == 3:
+        if declaration.packed or self.portion.sharded == 3:
             weight = absent(entry, self.precision.compute, self.device)
         else:
-            weight = entry.view(self.weights)
+            weight = entry.view(self.weights if trains else self.idle_weights)
         # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
@@ -134,13 +133,12 @@ class ParameterBuffer(FlatOrder):
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
-            flats = self.masters
-            if entry.declaration.trains:
-                held = self.own_part(entry)
-            elif entry.declaration.packed:
+            flats = self.masters if entry.declaration.trains else self.idle_parts
+            held: OwnPart | None
+            if entry.declaration.packed:
                 held, flats = OwnPart(entry, 0, entry.elements, 0, 0), [torch.zeros(entry.elements)]
             else:
-                held, flats = OwnPart(entry, 0, entry.elements, 0, entry.start), [self.idle_weights]
+                held = self.own_part(entry)
             if held is not None:
                 _fill([one[:2] for one in held.logical(held.view(flats), *place)], entry, seed)
                 self.storage.let_go()

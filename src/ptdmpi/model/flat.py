@@ -37,6 +37,11 @@ class Portion:
         """Into how many parts units are cut."""
         return self.group.size if self.sharded else 1
 
+    @property
+    def frozen_shards(self) -> int:
+        """Into how many parts those of weights that do not train are cut."""
+        return self.group.size if self.sharded == 3 else 1
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -51,7 +56,7 @@ class Unit:
 @dataclass(frozen=True)
 class OwnPart:
     """The elements [begin, end) of an entry's local tensor, row by row, and where they stand: at
-    `offset` of this rank's part of unit number `unit`."""
+    `offset` of this rank's part of unit number `unit`, of a frozen entry among frozen units."""
 
     entry: Entry
     begin: int
@@ -95,7 +100,8 @@ class FlatOrder:
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
     weight: both occurrences share their storage, and the `second` keeps its gradient apart, so that
     the two contributions can be reduced apart and then added. `unit_of` says which of the `units` a
-    name belongs to. Those that do not train are `frozen`, or `packed` in few bits, and stand apart.
+    name belongs to. Those that do not train are `frozen`, in units of an order of their own, or
+    `packed` in few bits.
     """
 
     def __init__(
@@ -113,18 +119,25 @@ class FlatOrder:
         self.second: dict[str, Entry] = {}
         self.frozen: dict[str, Entry] = {}
         trained = {n: p for n, p in self.first.items() if p.declaration.trains}
-        self.units = self._placed(trained, unit_of)
+        self.units = self._placed(trained, self.entries, unit_of, portion.shards)
         self.size = self.units[-1].stop if self.units else 0
         twice = {name: p for name, p in self.again.items() if p.declaration.trains}
         self.gradient_size = self.size + self._end(
-            _place(twice, self.second, self.size) - self.size
+            _place(twice, self.second, self.size) - self.size, portion.shards
         )
         # reduced as a unit is, though it has no weights of its own
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         whole = {name: p for name, p in idle.items() if not p.declaration.packed}
-        self.frozen_size = _place(whole, self.frozen, 0)
+        # in the same units, where they are gathered
+        apart = portion.frozen_shards > 1
+        self.frozen_units = self._placed(
+            whole,
+            self.frozen,
+            unit_of if apart else lambda name: ALL,
+            portion.frozen_shards,
+        )
         self.packed = {
             name: Entry(name, p.declaration, 0, tuple(p.shape))
             for name, p in idle.items()
@@ -132,7 +145,11 @@ class FlatOrder:
         }
 
     def _placed(
-        self, parameters: Mapping[str, Parameter], unit_of: Callable[[str], str]
+        self,
+        parameters: Mapping[str, Parameter],
+        entries: dict[str, Entry],
+        unit_of: Callable[[str], str],
+        shards: int,
     ) -> list[Unit]:
         """Give each parameter its entry, unit by unit, in the order in which units occur."""
         groups: dict[str, dict[str, Parameter]] = {}
@@ -144,28 +161,36 @@ class FlatOrder:
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
-                end = _place(some, self.entries, end)
-            units.append(Unit(unit, start, start + self._end(end - start)))
+                end = _place(some, entries, end)
+            units.append(Unit(unit, start, start + self._end(end - start, shards)))
             start = units[-1].stop
         return units
 
-    def _end(self, length: int) -> int:
+    @staticmethod
+    def _end(length: int, shards: int) -> int:
         """`length`, rounded up so that it can be cut into equal shards."""
-        grain = ALIGNMENT * self.portion.shards
+        grain = ALIGNMENT * shards
         return -(-length // grain) * grain
 
     def place(self, unit: Unit) -> tuple[int, int]:
         """Where this rank's part of a unit begins and ends in the flat order."""
-        share = (unit.stop - unit.start) // self.portion.shards
-        first = unit.start + share * (self.portion.group.rank if self.portion.sharded else 0)
+        return self._share(unit, self.portion.shards)
+
+    def _share(self, unit: Unit, shards: int) -> tuple[int, int]:
+        share = (unit.stop - unit.start) // shards
+        first = unit.start + share * (self.portion.group.rank if shards > 1 else 0)
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
         """What of an entry this rank updates, and whose gradient it has once all are reduced; of
-        the second use of a tied table the gradient alone. None: nothing."""
-        number = next(n for n, u in enumerate(self.gradient_units) if entry.start < u.stop)
-        unit = self.gradient_units[number]
-        first, last = self.place(unit)
+        the second use of a tied table the gradient alone, of a frozen one what this rank keeps.
+        None: nothing."""
+        units, shards = self.gradient_units, self.portion.shards
+        if not entry.declaration.trains:
+            units, shards = self.frozen_units, self.portion.frozen_shards
+        number = unit_number(units, entry)
+        unit = units[number]
+        first, last = self._share(unit, shards)
         stop = entry.start + entry.elements
         begin, end = (min(max(at, entry.start), stop) for at in (first, last))
         if begin >= end:
@@ -173,11 +198,21 @@ class FlatOrder:
         return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
-        """`own_part` of all entries, or of some names."""
+        """`own_part` of all entries that train, or of some names of them."""
         for name in self.entries if names is None else names:
             held = self.own_part(self.entries[name])
             if held is not None:
                 yield held
+
+    def own_frozen(self) -> Iterator[OwnPart]:
+        """`own_part` of all frozen entries."""
+        found = map(self.own_part, self.frozen.values())
+        return (held for held in found if held is not None)
+
+
+def unit_number(units: Sequence[Unit], entry: Entry) -> int:
+    """The number of the unit that an entry stands in."""
+    return next(n for n, unit in enumerate(units) if entry.start < unit.stop)
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:

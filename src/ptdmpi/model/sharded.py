@@ -2,13 +2,14 @@
 where sums of gradients are begun while it computes.
 
 A stage tells its `Walk` which place it is at: in forward, in backward, and in what is recomputed
-there. Weights are gathered one place ahead and dropped behind (3); the gradient of a place is whole
+there. Weights, trained and frozen, are gathered one place ahead and dropped behind (3), those of
+frozen matrices in few bits excepted, which are whole; the gradient of a place is whole
 only while it is computed, and then reduced to each rank's part (2 and 3; Rajbhandari et al. 2020,
 arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import Function
 
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.model.buffer import ParameterBuffer, absent
+from ptdmpi.model.flat import unit_number
 from ptdmpi.model.parameters import Entry, Parameter
 from ptdmpi.plan.schedule.places import EMBEDDING, at_hand
 
@@ -43,16 +45,36 @@ class Pool:
 
 
 class GatheredWeights:
-    """The whole weights of units that are at hand, of all stages of a rank."""
+    """The whole weights of units that are at hand, of all stages of a rank. Units are numbered:
+    those that train, then the frozen ones."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        self.pool = Pool(buffer.precision.compute, buffer.device)
-        self.units: list[list[Parameter]] = [[] for _ in buffer.units]
+        # a pool keeps one tensor, and a layer's adapters and what is frozen of it come in turn
+        self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
+        self._parts = [
+            *zip(buffer.units, buffer.weight_parts, strict=True),
+            *zip(buffer.frozen_units, buffer.idle_parts, strict=True),
+        ]
+        self.units: list[list[Parameter]] = [[] for _ in self._parts]
         for parameter in parameters:
-            if parameter.declaration.trains:
-                self.units[_unit(buffer, parameter.entry)].append(parameter)
+            for number in self.numbers([parameter]):
+                self.units[number].append(parameter)
         self._there: dict[int, tuple[Tensor, Handle]] = {}
+
+    def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
+        """The units that these stand in, ascending."""
+        buffer, found = self.buffer, set[int]()
+        for entry in (one.entry for one in parameters if not one.declaration.packed):
+            if entry.declaration.trains:
+                found.add(unit_number(buffer.units, entry))
+            else:
+                found.add(len(buffer.units) + unit_number(buffer.frozen_units, entry))
+        return sorted(found)
+
+    def hold_all(self) -> None:
+        """Have all units there."""
+        self.hold(range(len(self.units)), ())
 
     def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
         """Have units `now` there, units `ahead` under way, and no others."""
@@ -70,10 +92,9 @@ class GatheredWeights:
             self._drop(unit)
 
     def _gather(self, number: int) -> None:
-        buffer = self.buffer
-        unit, part = buffer.units[number], buffer.weight_parts[number]
-        flat = self.pool.take(unit.stop - unit.start)
-        group = buffer.portion.group
+        unit, part = self._parts[number]
+        flat = self._pool(number).take(unit.stop - unit.start)
+        group = self.buffer.portion.group
         flat.view(group.size, -1)[group.rank].copy_(part)
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
@@ -86,7 +107,10 @@ class GatheredWeights:
         handle.wait()
         for parameter in self.units[number]:
             parameter.data = absent(parameter.entry, flat.dtype, flat.device)
-        self.pool.give(flat)
+        self._pool(number).give(flat)
+
+    def _pool(self, number: int) -> Pool:
+        return self.pools[number >= len(self.buffer.units)]
 
 
 class PlacedGradients(Protocol):
@@ -121,7 +145,8 @@ class ReducedGradients:
         for parameter in parameters:
             if parameter.declaration.trains:
                 entry = parameter.second or parameter.entry
-                self.units[_unit(buffer, entry)].append((parameter, entry))
+                number = unit_number(buffer.gradient_units, entry)
+                self.units[number].append((parameter, entry))
         self._open: dict[int, Tensor] = {}
         self._leaving: list[tuple[int, Tensor, Handle]] = []
         self._look: Callable[[Parameter], None] | None = None
@@ -195,21 +220,21 @@ class Walk:
     ) -> None:
         self.places = tuple(parameters)
         self.weights, self.gradients = weights, gradients
-        # of tables that are looked up no backward needs the values
-        looked_up = all(len(one.shape) > 1 for one in parameters.get(EMBEDDING, ()))
-        self._backwards = (
-            self.places[1:] if self.places[0] == EMBEDDING and looked_up else self.places
-        )
         trained = {
             place: [one for one in some if one.declaration.trains]
             for place, some in parameters.items()
         }
+        # of tables that are looked up no backward needs the values, and a frozen one has none
+        first = parameters.get(EMBEDDING, ())
+        idle = all(len(one.shape) > 1 for one in first) or not trained[EMBEDDING]
+        self._backwards = self.places[1:] if self.places[0] == EMBEDDING and idle else self.places
         self._uses = {
-            place: sorted({_unit(buffer, one.entry) for one in some})
-            for place, some in trained.items()
+            place: [] if weights is None else weights.numbers(some)
+            for place, some in parameters.items()
         }
+        units = buffer.gradient_units
         self._adds_to = {
-            place: sorted({_unit(buffer, one.second or one.entry) for one in some})
+            place: sorted({unit_number(units, one.second or one.entry) for one in some})
             for place, some in trained.items()
         }
 
@@ -274,11 +299,6 @@ class _Enter(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         ctx.walk.backward(ctx.walk.before(ctx.place))
         return dy, None, None
-
-
-def _unit(buffer: ParameterBuffer, entry: Entry) -> int:
-    """The number of the unit that an entry stands in."""
-    return next(n for n, unit in enumerate(buffer.gradient_units) if entry.start < unit.stop)
 
 
 def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:

@@ -204,11 +204,10 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """The weights that do not train, as pieces, and codes and scales of those that stand in few
-        bits; no part of the state."""
-        for entry in self.buffer.frozen.values():
-            held = OwnPart(entry, 0, entry.elements, 0, entry.start)
-            yield from self._pieces(WEIGHTS, held, [self.buffer.idle_weights])
+        """The weights that do not train, as far as this rank keeps them, as pieces, and codes and
+        scales of those that stand in few bits; no part of the state."""
+        for held in self.buffer.own_frozen():
+            yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
         for name, entry in self.buffer.packed.items():
             for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):

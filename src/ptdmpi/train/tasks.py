@@ -39,7 +39,7 @@ def live_model(engine: Engine) -> InferenceModel:
         every = [one for stage in stages.values() for _, one in stage.named_logical_parameters()]
         # all at once, and whole until they have been asked: data ranks are asked different things,
         # and would gather unequally often
-        GatheredWeights(engine.buffer, every).hold(range(len(engine.buffer.units)), ())
+        GatheredWeights(engine.buffer, every).hold_all()
     return InferenceModel(config, axes, engine.vocab_size, stages, placed)
 
 

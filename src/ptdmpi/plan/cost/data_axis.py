@@ -7,14 +7,14 @@ With S ranks in a shard group and d / S such groups a step of m microbatches has
              the weights behind the update
     ZeRO 2   m reduce-scatters of each unit, each behind its backward; the rest as under 1, but unit
              by unit
-    ZeRO 3   also a gather of each unit in front of its forward and of its backward, none behind the
-             update
+    ZeRO 3   also a gather of each unit in front of its forward and of its backward, frozen ones
+             included, none behind the update
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
 section 3.2.2). A unit is the embedding, a layer, or the head, or for DeepSpeed of 2021 a tensor.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from ptdmpi.config.layout import Layout
@@ -22,6 +22,7 @@ from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import frozen_places
 from ptdmpi.plan.shape.parameters import ALIGNMENT
 
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
@@ -54,6 +55,7 @@ class DataAxis:
         self.model, self.vocab_size = model.config, model.vocab_size
         self.gradient_bytes = self.cluster.software.gradient_bytes
         self.layer_elements = cache(lambda tensor: parameters.trained_elements(self.model, tensor))
+        self._frozen = cache(partial(frozen_places, self.model, self.vocab_size))
         self._tensor_pair_s = cache(self._one_tensor_s)
         self._unit_pair_s = cache(self._one_unit_s)
         self._in_ops, self._behind = cache(self._counted_in_ops), cache(self._counted_behind)
@@ -161,7 +163,10 @@ class DataAxis:
         summed_s = sum(pair[1] for pair in pairs)
         if zero == 2:
             return InOps(0.0, summed_s, pairs[0][1])
-        gathered = [pair[0] for pair in pairs]
+        gathered = [
+            pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
+            for pair, units in zip(pairs, self._frozen(layers, ends, tensor), strict=True)
+        ]
         forward_s, backward_s = sum(gathered[stays:]), sum(gathered[: len(gathered) - stays])
         # the first forward finds none of the weights, for they were updated
         first_s = gathered[0]
@@ -181,8 +186,11 @@ class DataAxis:
             return layers * (gathers * gathered_s + summed_s)
         unit = self.layer_elements(layout.tensor)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
-        again = 2 * max(0.0, layers - 1) if layout.zero == 3 else 0.0
-        return layers * summed_s + again * gathered_s
+        if layout.zero == 2:
+            return layers * summed_s
+        (frozen,) = self._frozen(1, (False, False), layout.tensor)
+        gathered_s += sum(self._unit_pair_s(one, group)[0] for one in frozen)
+        return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
         """(its gathering, the sum of its gradient): a buffer of the whole unit is cleared, filled,
@@ -210,6 +218,8 @@ class DataAxis:
         sizes = self.layer_tensors(tensor)
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
         gathered_s, summed_s = (layers * sum(part) for part in zip(*pairs, strict=True))
+        for units in self._frozen(layers, (False, False), tensor):  # of a layer, as if one
+            gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)
         if has_table:
             table_s = self._tensor_pair_s(self._table_elements(tensor), group)
             gathered_s, summed_s = gathered_s + table_s[0], summed_s + table_s[1]

@@ -1,4 +1,4 @@
-"""What each rank of a layout holds of a model that trains, and in which units that travels."""
+"""What each rank of a layout holds of a model, and in which units that travels."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,14 +8,15 @@ from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import ALIGNMENT, Part, Table, aligned
+from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.shape.parameters import ALIGNMENT, Linear, Part, Table, aligned
 
 TIED, SECOND = "tied", "second"
 
 
 class HeldParts:
-    """What each rank of a layout holds of a model: stages and their trained parts, by the names of
-    the table."""
+    """What each rank of a layout holds of a model: stages and their parts, by the names of the
+    table."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor = model.config, layout.tensor
@@ -29,12 +30,14 @@ class HeldParts:
             "head": parameters.head(self.model, model.vocab_size),
         }
 
-    def _of_places(self, stage: int) -> Iterator[tuple[str, str, Part]]:
-        """The trained parts of a stage, each with its place and its name in the table."""
+    def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
+        """The parts of a stage that train, or do not, each with its place and its name in the
+        table."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             table = self.table[place if place in (EMBEDDING, HEAD) else "layer"]
-            yield from ((place, name, part) for name, part in table.items() if part.trains)
+            some = (one for one in table.items() if one[1].trains == trains)
+            yield from ((place, name, part) for name, part in some)
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
         """The trained parts of a stage, with the names of the table."""
@@ -84,15 +87,37 @@ class HeldParts:
         grain = ALIGNMENT * shards
         return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
 
+    def frozen_units(self, rank: int, shards: int) -> tuple[dict[str, int], dict[str, list[str]]]:
+        """As `units`, of what does not train and ZeRO 3 gathers: the frozen weights of each place,
+        in full, and a tied table of them."""
+        packed = LowBit.of(self.model.quantize) is not None
+        units: dict[str, int] = {}
+        uses: dict[str, list[str]] = {}
+        for stage in self.placed.stages_of(rank):
+            for place, name, part in self._of_places(stage, trains=False):
+                in_few_bits = packed and place not in (EMBEDDING, HEAD) and isinstance(part, Linear)
+                sizes = list(enumerate(part.weights(self.tensor)))
+                for number, size in sizes[in_few_bits:]:
+                    table = number == 0 and self._is_tied(place, name)
+                    tied = self.model.tie_embeddings and table
+                    unit = f"frozen {TIED if tied else place}"
+                    uses.setdefault(place, []).append(unit)
+                    if not (tied and unit in units):  # by both uses
+                        units[unit] = units.get(unit, 0) + aligned(size)
+        grain = ALIGNMENT * shards
+        return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
+
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
         """The places of a rank's ops, as `places.gathers` reads them."""
-        looked_up = all(isinstance(part, Table) for part in self.table["embedding"].values())
+        first = self.table["embedding"].values()
+        # a backward does not come to a table that is looked up, or a frozen embedding
+        idle = all(isinstance(part, Table) for part in first) or not parameters.trained(first)
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:
                 yield places, 1
             else:
-                yield places[looked_up and places[0] == EMBEDDING :], -1
+                yield places[idle and places[0] == EMBEDDING :], -1
 
     def crossings(self, rank: int) -> int:
         """Neighbours of a rank's stages that stand on other ranks: to each of them one activation,

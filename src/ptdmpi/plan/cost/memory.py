@@ -23,7 +23,7 @@ from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.shape.low_bit import LowBit, frozen_layer
 from ptdmpi.plan.shape.matrices import room_bytes
 
 # Of state in a file: read ahead and written behind, two pieces of it at once.
@@ -197,8 +197,8 @@ class MemoryModel(StageMemory):
             -(-count // (shards if zero >= stage else 1)) * each
             for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
         )
-        # whole on every rank
-        weights += self.frozen_bytes(cut, tensor, rank, (every - train) * self.compute_bytes)
+        cuts = shards if zero == 3 else 1
+        weights += self.frozen_bytes(cut, tensor, rank, every - train, cuts)
         if self.method.matrices:  # which no shard has a part of
             optimizer -= self.matrix_elements(cut, tensor, rank) * self.wide_bytes
         device, host = optimizer, 0
@@ -228,6 +228,15 @@ class MemoryModel(StageMemory):
         optimizer -= self.method.matrices * self.wide_bytes
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
+    def least_frozen_bytes(
+        self, layout: Layout, elements: float, layers: float, tensor: int
+    ) -> float:
+        """What stands of the frozen weights of so many layers on one of `tensor` ranks, and of the
+        rest of so many `elements`, at least."""
+        packed, packed_bytes = frozen_layer(self.model, tensor)
+        in_full = (elements - layers * packed) * self.compute_bytes
+        return in_full / (layout.shards if layout.zero == 3 else 1) + layers * packed_bytes
+
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """What any backward of a rank needs beside its own: an activation and a gradient under way
         on each side that has a stage, and what is gathered of sharded state."""
@@ -242,13 +251,13 @@ class MemoryModel(StageMemory):
         3 share it out, and the weights that ZeRO 3 gathers, each unit one ahead of its use."""
         if layout.shards == 1 or layout.zero < 2:
             return 0
-        place, pair = self.largest_places(Cut.of(layout), layout.tensor, rank)
+        place, pair, whole = self.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         # a sum that proceeds while the next place is computed has a gradient of its own
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
             gradients += place  # torch's list collectives work on a copy of the whole
-        return gradients * gradient + pair * self.compute_bytes * (layout.zero == 3)
+        return gradients * gradient + whole * self.compute_bytes * (layout.zero == 3)
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:

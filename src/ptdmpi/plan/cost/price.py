@@ -16,7 +16,6 @@ from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.shape import flops
-from ptdmpi.plan.shape.low_bit import frozen_layer
 from ptdmpi.plan.shape.parameters import layer_elements
 
 
@@ -148,9 +147,8 @@ class Pricer(StepTimes):
         layers, t = config.layers / layout.pipeline, layout.tensor
         train = layers * self.data.layer_elements(t)
         frozen = layers * layer_elements(config, t) - train if config.adapt.adapts else 0
-        elements, packed = frozen_layer(config, t)  # of these those that stand in few bits
-        standing = train * self.memory.parameter_bytes(layout) + layers * packed
-        standing += (frozen - layers * elements) * self.memory.compute_bytes
+        standing = train * self.memory.parameter_bytes(layout)
+        standing += self.memory.least_frozen_bytes(layout, frozen, layers, t)
         return standing <= self.capacity_bytes - self.memory.runtime_bytes
 
     def fits(self, layout: Layout) -> bool:

@@ -10,7 +10,6 @@ from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
-from ptdmpi.plan.shape.low_bit import frozen_layer
 from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
 
 MOST_CHANGES = 3  # that are made at once
@@ -109,11 +108,11 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 def _least_state_bytes(step: Step) -> float:
     """Mean bytes of a rank's state over those that divide the model: no split has less on each."""
     memory, model = step.memory, step.memory.model
-    count, frozen = parameter_count(model, memory.vocab_size), 0
+    count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
         train = model.layers * trained_elements(model)
-        elements, packed = (model.layers * one for one in frozen_layer(model, 1))
-        count, frozen = train, (count - train - elements) * memory.compute_bytes + packed
+        rest = count - train
+        count, frozen = train, memory.least_frozen_bytes(step.layout, rest, model.layers, 1)
     return (count * memory.parameter_bytes(step.layout) + frozen) / step.model_ranks
 
 

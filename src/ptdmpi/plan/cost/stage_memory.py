@@ -15,7 +15,7 @@ from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import matrices, parameters
-from ptdmpi.plan.shape.low_bit import frozen_layer
+from ptdmpi.plan.shape.low_bit import frozen_layer, frozen_places
 from ptdmpi.plan.shape.parameters import Linear
 
 
@@ -116,12 +116,13 @@ class StageMemory:
         """Layers of a pipeline rank."""
         return sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
 
-    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, in_full: int) -> int:
-        """Bytes of a pipeline rank's frozen weights, which were `in_full` in the compute type: of
-        those that stand in few bits their codes and scales."""
+    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, frozen: int, shards: int) -> int:
+        """Bytes of a pipeline rank's `frozen` weights, in so many shards; of those that stand in
+        few bits codes and scales, which are whole."""
         elements, packed = frozen_layer(self.model, tensor)
-        less = elements * COMPUTE_BYTES[self.precision] - packed
-        return in_full - self.layer_count(cut, rank) * less
+        layers = self.layer_count(cut, rank)
+        in_full = -(-(frozen - layers * elements) // shards)
+        return in_full * COMPUTE_BYTES[self.precision] + layers * packed
 
     def matrix_elements(self, cut: Cut, tensor: int, rank: int) -> int:
         """Elements of the matrices in a pipeline rank's layers."""
@@ -181,20 +182,22 @@ class StageMemory:
             freed += count * parts.layers[mode].kept
         return most
 
-    def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int]:
-        """The most elements of one place of sharding on a pipeline rank, and of that at hand with
-        the one ahead (`plan.schedule.places`)."""
+    def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
+        """The most elements that train of one place of sharding on a pipeline rank, and of that at
+        hand with the one ahead (`plan.schedule.places`); and the most of both, frozen ones too."""
         if self.software.zero_unit == "tensor":
             up = parameters.layer(self.model)["mlp.up"]
             assert isinstance(up, Linear)
-            return (up.inputs * sum(up.outputs) // tensor,) * 2
-        layers, last, most = self._splits(cut), cut.placed.stages - 1, (0, 0)
+            return (up.inputs * sum(up.outputs) // tensor,) * 3
+        layers, last, most = self._splits(cut), cut.placed.stages - 1, (0, 0, 0)
         for stage in cut.placed.stages_of(rank):
             held = (len(layers[stage]), (stage == 0, stage == last))
-            places = parameters.places(self.model, self.vocab_size, *held, tensor)
-            sizes = [*map(sum, places), 0]
-            pair = max(map(sum, itertools.pairwise(sizes)))
-            most = (max(most[0], *sizes), max(most[1], pair))
+            shape = (self.model, self.vocab_size, *held, tensor)
+            sizes = [*map(sum, parameters.places(*shape)), 0]
+            frozen = [*map(sum, frozen_places(*shape)), 0]
+            every = [sum(both) for both in zip(sizes, frozen, strict=True)]
+            pair, whole = (max(map(sum, itertools.pairwise(some))) for some in (sizes, every))
+            most = (max(most[0], *sizes), max(most[1], pair), max(most[2], whole))
         return most
 
     def parts(self, layout: Layout) -> PartBytes:

@@ -181,7 +181,7 @@ class StepTraffic:
             ZeRO 2   so, and the gradients of each microbatch on their own           2 psi
             ZeRO 3   weights are gathered for each forward and each backward of a
                      microbatch, which recomputes with the weights that it has       3 psi
-                     (less what is still there from the op before)
+                     (less what is still there from the op before); frozen ones, too
 
         Where shards have copies, each part of the gradients is summed over these at last. The norms
         of rows of gradients are gathered.
@@ -200,13 +200,17 @@ class StepTraffic:
             if copies > 1:
                 copying.add("all_reduce", size // shards * element)
         units.pop(SECOND, None)
-        gathered: Iterable[str] = units
+        gathered: Iterable[str] = list(units)
+        rows = sum(units.values()) // ALIGNMENT
         if layout.zero == 3:
+            frozen, more = self.held.frozen_units(rank, shards)
+            units |= frozen
+            uses = {place: [*some, *more.get(place, ())] for place, some in uses.items()}
             order = build(layout.schedule, layout.pipeline, layout.virtual, m).orders[rank]
             gathered = gathers(self.held.passes(rank, order), uses)
         for unit in gathered:
             sharing.add("all_gather", units[unit] * self.sizes.compute_bytes)
-        sharing.add("all_gather", sum(units.values()) // ALIGNMENT * element)
+        sharing.add("all_gather", rows * element)
         return {DATA: sharing} if copies == 1 else {"shard": sharing, "replicate": copying}
 
     def _tree(self, rank: int) -> Tally:

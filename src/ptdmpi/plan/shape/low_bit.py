@@ -124,6 +124,17 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
     return sum(map(math.prod, shapes)), sum(sizes)
 
 
+def frozen_places(
+    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+) -> list[list[int]]:
+    """`parameters.places` of the frozen weights that stand in full, which ZeRO 3 gathers."""
+    found = parameters.places(model, vocab_size, layers, ends, tensor, trains=False)
+    packed, _ = frozen_layer(model, tensor)
+    for place in found[int(ends[0]) :][:layers]:
+        place[:] = [unit - packed for unit in place]
+    return found
+
+
 def unpacking(
     model: ModelConfig, tensor: int, compute_bytes: int, on_host: bool
 ) -> tuple[float, int]:

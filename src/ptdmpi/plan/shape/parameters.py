@@ -316,21 +316,29 @@ def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
 
 
 def places(
-    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+    model: ModelConfig,
+    vocab_size: int,
+    layers: int,
+    ends: tuple[bool, bool],
+    tensor: int,
+    trains: bool = True,
 ) -> list[list[int]]:
     """What sharding gathers and sums at once, in elements on a tensor rank: the units of each place
     (embedding, a layer, the head) of a stage with so many layers that is, as `ends` says, the first
-    or the last of the model. A tied table is a unit of its own at both places. Only what trains is
-    shared out."""
+    or the last of the model. A tied table is a unit of its own at both places. Of what trains; or
+    of what does not, which is gathered alone (`low_bit.frozen_places`)."""
+
+    def counted(parts: Iterable[Part]) -> int:
+        return elements((part for part in parts if part.trains == trains), tensor)
+
     first, last = ends
-    word = embedding(model, vocab_size)[WORD_TABLE]
-    table = elements(trained([word]), tensor) * model.tie_embeddings
-    found = [[trained_elements(model, tensor)]] * layers
+    table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
+    found = [[counted(layer(model).values())]] * layers
     if first:
-        front = elements(trained(embedding(model, vocab_size).values()), tensor)
+        front = counted(embedding(model, vocab_size).values())
         found = [[table, front - table], *found]
     if last:
-        behind = elements(trained(head(model, vocab_size).values()), tensor)
+        behind = counted(head(model, vocab_size).values())
         found = [*found, [table, behind - table]]
     return [[unit for unit in place if unit] for place in found]
 

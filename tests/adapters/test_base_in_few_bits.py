@@ -22,6 +22,7 @@ from ptdmpi.model.low_bit.codes import packed
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.train.checks import checked
+from ptdmpi.train.tasks import live_model
 from tests import _stored
 from tests._configs import layout
 from tests._engines import build, measured, steps_of, whole_weights
@@ -222,3 +223,11 @@ def test_the_planner_counts_the_codes():
     assert less == matrices_of_a_rank * 2 - matrices_of_a_rank * (0.5 + 4 / 64)
     assert "--base-block 7" in str(asked("--base-bits", "nf4", "--base-block", "7").exception)
     assert "does not divide" in str(asked("--base-bits", "int4", "--base-block", "384").exception)
+
+
+@parallel(ranks=[2])
+def test_tasks_are_asked_of_the_values_of_a_base_in_few_bits(comm):
+    model = live_model(build(World(comm), MODEL | LORA | NF4 | layout(t=2)))
+    ids = torch.arange(8).view(8, 1)
+    found, _ = model.log_probabilities(ids, ids)
+    assert torch.isfinite(found).all()

@@ -35,6 +35,7 @@ def live_model(engine: Engine) -> InferenceModel:
             # as of a buffer: `.data` cannot change a meta tensor's type and device
             torch.utils.swap_tensors(mine, standing)
             mine.declaration, mine.entry = weight.declaration, weight.entry
+            mine.packed = weight.packed
     if engine.buffer.portion.sharded == 3:
         every = [one for stage in stages.values() for _, one in stage.named_logical_parameters()]
         # all at once, and whole until they have been asked: data ranks are asked different things,

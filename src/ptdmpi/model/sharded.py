@@ -228,11 +228,14 @@ class Walk:
         first = parameters.get(EMBEDDING, ())
         idle = all(len(one.shape) > 1 for one in first) or not trained[EMBEDDING]
         self._backwards = self.places[1:] if self.places[0] == EMBEDDING and idle else self.places
+        units = buffer.gradient_units
+        # of what is whole, those that train: their weights may be on their way as well
         self._uses = {
-            place: [] if weights is None else weights.numbers(some)
+            place: sorted({unit_number(units, one.entry) for one in trained[place]})
+            if weights is None
+            else weights.numbers(some)
             for place, some in parameters.items()
         }
-        units = buffer.gradient_units
         self._adds_to = {
             place: sorted({unit_number(units, one.second or one.entry) for one in some})
             for place, some in trained.items()

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.sections import QuantizeConfig
 from ptdmpi.plan.cost.memory import CHUNK_BYTES, MemoryModel
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
@@ -107,6 +109,33 @@ def test_a_step_of_m_microbatches_sends_m_times(model, monkeypatch):
     assert three[:2] == pytest.approx((2 * (psi - first), 2 * (psi - last) + 40 * psi))
     again = pricer.data.in_ops(Layout(1, 1, 8, schedule="gpipe", zero=3), 8, (True, True))
     assert again[:2] == pytest.approx((2 * psi, 2 * psi + 40 * psi))
+
+
+def test_frozen_weights_are_gathered_as_those_that_train_and_never_summed(monkeypatch):
+    """Adapters beside a frozen layer: gathers of a whole model's bytes and theirs; sums of theirs
+    alone. In few bits nothing is sent of it."""
+    adapt = AdaptConfig(method="lora", rank=8)
+    few_bits = QuantizeConfig(weights="nf4", block=64)
+    given = {
+        "whole": MODEL.config,
+        "frozen": MODEL.config.adapted(adapt),
+        "packed": MODEL.config.adapted(adapt, few_bits),
+    }
+    found = {}
+    for name, config in given.items():
+        pricer = pricer_of(replace(MODEL, config=config))
+        monkeypatch.setattr(pricer.machine, "stream_s", lambda size: 0.0)
+        for what, per_byte in (("all_gather_s", 1.0), ("reduce_scatter_s", 1e6)):
+            monkeypatch.setattr(pricer.machine, what, lambda size, group, by=per_byte: by * size)
+        layout = Layout(1, 1, 8, schedule="gpipe", zero=3)
+        forward, backward, _ = pricer.data.in_ops(layout, 8, (False, False))
+        found[name] = forward, (backward - forward) / 1e6
+    psi = 8 * parameters.layer_elements(MODEL.config, 1)
+    adapters = 8 * parameters.trained_elements(given["frozen"], 1)
+    assert found["whole"] == pytest.approx((2 * psi, 4 * psi), rel=1e-4)
+    assert found["frozen"] == pytest.approx((2 * (psi + adapters), 4 * adapters), rel=1e-3)
+    assert found["packed"][0] < 0.1 * found["frozen"][0]
+    assert found["packed"][1] == pytest.approx(4 * adapters, rel=1e-3)
 
 
 def test_groups_are_neighbours_in_a_node():

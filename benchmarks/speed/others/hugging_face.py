@@ -10,22 +10,9 @@ from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt, mean_loss
 from benchmarks.speed.plain_torch import Optimizer, microbatches
 from ptdmpi.config import Config
-
-# This project's names of a layer's parts, beside those of GPT-2.
-PARTS = {
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-ENDS = {
-    "embedding.word": "transformer.wte",
-    "embedding.position": "transformer.wpe",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
+from ptdmpi.convert.families import family_for
+from ptdmpi.convert.family import counterparts
+from ptdmpi.inference.stored import declarations
 
 
 class TransformersTrainer:
@@ -61,42 +48,21 @@ class TransformersTrainer:
 
 
 def _model(config: Config, vocab_size: int) -> nn.Module:
+    """As `ptdmpi convert to-hf` would write it, of plain torch's weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = config.model
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab_size,
-            n_positions=sizes.seq_length,
-            n_embd=sizes.hidden,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            n_inner=sizes.ffn_hidden,
-            activation_function="gelu_pytorch_tanh",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            layer_norm_epsilon=sizes.norm_eps,
-            tie_word_embeddings=False,
-            use_cache=False,
-            attn_implementation="sdpa",
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-    whole = Gpt(config, range(sizes.layers), vocab_size, autocast=False)
+    family = family_for(sizes)
+    said = {"use_cache": False, "attn_implementation": "sdpa"}
+    said |= {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**family.config(sizes, vocab_size), **said))
+    weights = Gpt(config, range(sizes.layers), vocab_size, autocast=False).state_dict()
     renamed = {}
-    for name, value in whole.state_dict().items():
-        module, kind = name.rsplit(".", 1)
-        if module in ENDS:
-            renamed[f"{ENDS[module]}.{kind}"] = value
-            continue
-        number, part = module.removeprefix("layers.").split(".", 1)
-        if part == "attention.qkv":  # from q, k, v of each head to all q, all k, all v
+    for one in counterparts(family, declarations(config, vocab_size)):
+        value = weights[one.ours]
+        if ".qkv." in one.ours:  # from q, k, v of each head to all q, all k, all v
             heads = (sizes.heads, 3, sizes.head_size)
             value = value.unflatten(0, heads).transpose(0, 1).flatten(0, 2)
-        if value.dim() == 2:  # its linears are stored by inputs
-            value = value.t()
-        renamed[f"transformer.h.{number}.{PARTS[part]}.{kind}"] = value
+        renamed[family.full(one.theirs)] = value.t() if one.transposed else value
     model.load_state_dict(renamed)
     return model.train()

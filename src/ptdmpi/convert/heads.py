@@ -105,7 +105,7 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 def lost(task: TaskConfig) -> str:
     """What their files do not say of a task; "" for nothing."""
-    return f"config.json has no place for task.choices = {task.choices}" * (task.choices > 0)
+    return f"config.json has no place for task.choices = {task.choices}" if task.choices else ""
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ SIZES = [1, 3, 7, 1000, 4099]
 # The whole contract on wires that work off queues in threads takes long on few cores: in
 # `make test-long`; the short suite has what is bound to `core_wire`.
 THREADED = ("stand_in", "torch")
+PROCESS = "threaded wires"  # threads of theirs stay, hundreds of them, and slow what comes after
 core_wire = pytest.mark.parametrize("wire", sorted(WIRES))
 each_wire = pytest.mark.parametrize(
     "wire",

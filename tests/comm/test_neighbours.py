@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptdmpi.comm.pairs import pair_order
+from ptdmpi.comm import pairs
 from ptdmpi.plan.layout.topology import topology
 from tests.comm._wires import connect
 from tests.comm.test_communicator import DTYPES, each_wire, values
 from tests.parallel import parallel
+
+PROCESS = "threaded wires"  # as of the tests of communicators
 
 
 def around(name: str, axis, step: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -66,6 +68,31 @@ def counted(axis, lasting: bool) -> None:
     assert axis.tally.messages["neighbours"] == peers and axis.tally.messages["send"] == 0
 
 
+@parallel(ranks=[1, 2, 4])
+@each_wire
+def test_all_tell_each_other_what_is_theirs(comm, wire):
+    """Messages of several sizes, some of none; what is a rank's own stays where it is."""
+    axis = connect(wire, comm)
+
+    def size(source: int, target: int) -> int:
+        return [0, 3, 40_000][(source + 2 * target + 1) % 3]
+
+    def sent(source: int, target: int) -> torch.Tensor:
+        return values(3 * source + target, size(source, target), torch.bfloat16)
+
+    ranks, here = range(axis.size), axis.rank
+    arriving = [torch.zeros_like(sent(peer, here)) for peer in ranks]
+    pairs.exchange(axis, [sent(here, peer) for peer in ranks], arriving)
+    for peer in ranks:
+        if peer == here:
+            assert not arriving[peer].any()
+        else:
+            assert torch.equal(arriving[peer], sent(peer, here))
+    assert axis.tally.messages["send"] == sum(
+        peer != here and size(here, peer) > 0 for peer in ranks
+    )
+
+
 @parallel(ranks=[2])
 @each_wire
 def test_who_is_no_neighbour_is_refused(comm, wire):
@@ -80,7 +107,10 @@ def test_who_is_no_neighbour_is_refused(comm, wire):
 def meet(size: int, sources, destinations) -> int:
     """How many rounds it takes until all messages of a graph are over where each waits for its
     other end; raises AssertionError where they never are."""
-    left = {rank: pair_order(rank, size, sources(rank), destinations(rank)) for rank in range(size)}
+    left = {
+        rank: pairs.pair_order(rank, size, sources(rank), destinations(rank))
+        for rank in range(size)
+    }
     rounds = 0
     while any(left.values()):
         ready = [

@@ -225,6 +225,15 @@ def test_bad_input_that_all_ranks_know_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+def test_bad_input_of_one_process_is_one_line_and_no_word_of_mpi():
+    program = START + "    raise InputError('shard 7 is truncated')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=80, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ptdmpi: error: shard 7 is truncated\n"
+
+
 def test_bad_input_that_one_rank_sees_ends_all():
     program = START + (
         "    if world.rank == 1:\n        raise InputError('shard 7 is truncated')\n"

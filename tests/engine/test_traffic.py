@@ -51,6 +51,19 @@ CASES = {
     "t2 muon": layout(t=2) | MUON | {"model.kind": "llama", "model.ffn_hidden": 42},
     "t2 p2 muon fp64": layout(t=2, p=2) | MUON | {"precision.compute": "fp64"},
     "t4 muon shared keys": layout(t=4) | MUON | {"model.kv_heads": 2},
+    "d2 muon zero 1": layout(d=2) | MUON | {"parallel.zero": 1, "precision.compute": "bf16"},
+    "d2 muon zero 1 untied": layout(d=2)
+    | MUON
+    | {"parallel.zero": 1, "model.tie_embeddings": False, "model.kind": "llama"},
+    "d2 p2 muon zero 2 bert": layout(d=2, p=2) | MUON | BERT | {"parallel.zero": 2},
+    "d2 p2 muon zero 1 bert": layout(d=2, p=2) | MUON | BERT | {"parallel.zero": 1},
+    "t2 d2 muon zero 3": layout(t=2, d=2)
+    | MUON
+    | {"parallel.zero": 3, "precision.compute": "fp64", "model.ffn_hidden": 176},
+    "d3 muon zero 2": layout(d=3) | MUON | {"parallel.zero": 2, "batch.global_size": 6},
+    "d4 muon zero 1 of pairs": layout(d=4) | MUON | {"parallel.zero": 1, "parallel.shard_group": 2},
+    "t2 muon lora": layout(t=2) | MUON | LORA,
+    "d4 muon lora zero 3": layout(d=4) | MUON | LORA | {"adapt.rank": 9, "parallel.zero": 3},
     "t2 divided": layout(t=2) | DIVIDED,
     "t2 full": layout(t=2) | {"recompute.mode": "full"},
     "t2 divided full of some": layout(t=2)
@@ -62,6 +75,8 @@ CASES = {
     "t2 bert divided full": layout(t=2) | BERT | DIVIDED | {"recompute.mode": "full"},
     "t2 choice": layout(t=2) | BERT | CHOICE,
     "t2 choice divided": layout(t=2) | CHOICE | DIVIDED,
+    "t2 lora choice divided": layout(t=2) | LORA | BERT | CHOICE | DIVIDED,
+    "d2 p2 lora choice zero 3": layout(d=2, p=2) | {"parallel.zero": 3} | LORA | BERT | CHOICE,
     "t2 llama": layout(t=2) | {"model.kind": "llama", "model.ffn_hidden": 48},
     "t2 untied divided": layout(t=2) | DIVIDED | {"model.tie_embeddings": False},
     "t2 shared keys": layout(t=2) | SHARED_KEYS | {"model.ffn_hidden": 48},
@@ -115,6 +130,7 @@ CASES = {
 # Of each kind of message one, and what goes together.
 FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p2 zb-v", "d2 tree")
 FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
+FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits", "d2 p2 v2 lora zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
@@ -167,6 +183,7 @@ METHODS = {
     | method("decentralized", topology="one_peer_exponential", average_every=2, overlap=True),
     "d4 local": layout(d=4) | method("local", local_steps=2, average_moments=True),
     "d2 p2 gossip": layout(d=2, p=2) | GOSSIP | {"data_parallel.consensus_every": 1},
+    "d2 t2 noise": layout(d=2, t=2) | {"log.gradient_noise_every_steps": 2},
     "d2 t2 local": layout(d=2, t=2) | method("local", local_steps=2, consensus_every=2),
 }
 

@@ -1,6 +1,12 @@
 """An exchange between neighbours as sends and receives, in an order that cannot deadlock."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:  # which imports this module
+    from ptdmpi.comm.communicator import Communicator
 
 
 def pair_order(
@@ -26,3 +32,16 @@ def pair_order(
     messages = [(peer, rank) for peer in sources] + [(rank, peer) for peer in destinations]
     ordered = sorted(messages, key=key)
     return [(source == rank, target if source == rank else source) for source, target in ordered]
+
+
+def exchange(group: "Communicator", leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
+    """Send each rank of a group its tensor of `leaving`, and fill that of `arriving` with what it
+    sends here; all of them call it. Empty ones do not travel, nor does what is this rank's own."""
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sources, targets = ([o for o in others if some[o].numel()] for some in (arriving, leaving))
+    handles = [
+        group.isend(leaving[peer], peer) if sends else group.irecv(arriving[peer], peer)
+        for sends, peer in pair_order(group.rank, group.size, sources, targets)
+    ]
+    for handle in handles:
+        handle.wait()

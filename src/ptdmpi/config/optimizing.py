@@ -50,10 +50,11 @@ def optimizer_rules(sections: Mapping[str, Section]) -> Iterator[str]:
                 f"run.steps = {run.steps}"
             )
         elif optimizer.warmup_steps + last > run.steps:
+            left = run.steps - optimizer.warmup_steps
+            legal = f"decay_steps of at most {left}" if left else "fewer warmup_steps"
             yield (
                 f"optimizer.warmup_steps = {optimizer.warmup_steps} and the {last} that "
-                f'decay = "wsd" ends with are more than run.steps = {run.steps}; legal: '
-                f"decay_steps of at most {run.steps - optimizer.warmup_steps}"
+                f'decay = "wsd" ends with are more than run.steps = {run.steps}; legal: {legal}'
             )
     section = sections.get("data_parallel")
     method = section.method if isinstance(section, DataParallelConfig) else ""
@@ -65,23 +66,18 @@ def optimizer_rules(sections: Mapping[str, Section]) -> Iterator[str]:
 
 
 def _matrix_rules(sections: Mapping[str, Section]) -> Iterator[str]:
-    """What cuts, moves or replaces the matrices that Muon orthogonalizes as wholes."""
+    """What moves or replaces the matrices that Muon orthogonalizes as wholes."""
     parallel, adapt = sections.get("parallel"), sections.get("adapt")
     section, muon = sections.get("data_parallel"), 'optimizer.kind = "muon"'
-    if isinstance(parallel, ParallelConfig) and parallel.zero:
-        yield (
-            f"parallel.zero = {parallel.zero} leaves each data rank a slice of the optimizer's "
-            f"state, and {muon} orthogonalizes whole matrices; legal: zero = 0, or another kind"
-        )
     if isinstance(parallel, ParallelConfig) and parallel.offload != "none":
         yield (
             f'parallel.offload = "{parallel.offload}" updates the state in chunks on the host, and '
             f'{muon} orthogonalizes whole matrices; legal: offload = "none", or another kind'
         )
-    if isinstance(adapt, AdaptConfig) and adapt.adapts:
+    if isinstance(adapt, AdaptConfig) and adapt.method == "ia3":
         yield (
-            f'adapt.method = "{adapt.method}" trains none of the matrices that {muon} '
-            'orthogonalizes; legal: adapt.method = "none", or optimizer.kind = "adamw"'
+            f'adapt.method = "ia3" trains vectors, and {muon} orthogonalizes matrices; legal: '
+            'adapt.method = "lora", or optimizer.kind = "adamw"'
         )
     if isinstance(section, DataParallelConfig) and section.average_moments:
         yield (

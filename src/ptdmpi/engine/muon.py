@@ -1,10 +1,13 @@
 """Muon: the layers' matrices are updated by their momentum, made orthogonal (Jordan et al. 2024,
 kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982); the rest is AdamW's.
 
-A matrix is made orthogonal as a whole, so its slices are gathered from the tensor axis first. What
-one product computes at once is several matrices, if the model's equation has several: query, key
-and value, and a gate beside what it gates. Each is orthogonal by itself, as where a file has them
-apart, and its update does not depend on how heads are dealt to ranks.
+A matrix is made orthogonal as a whole, so its slices are gathered from the tensor axis first. Where
+data ranks share out the state, one of those that hold parts of a slice has the others' sent before
+that, and sends them their parts of the update.
+
+What one product computes at once is several matrices, if the model's equation has several: query,
+key and value, and a gate beside what it gates. Each is orthogonal by itself, as where a file has
+them apart, and its update does not depend on how heads are dealt to ranks.
 """
 
 import math
@@ -18,9 +21,12 @@ from ptdmpi.base.box import Box
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.config.sections import ADAMW_KEEPS, MOMENTUM
+from ptdmpi.engine.parcels import Parcels
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.flat import OwnPart
+from ptdmpi.model.kernels import product, widens
 from ptdmpi.model.parameters import Declaration, Entry
-from ptdmpi.plan.shape.matrices import STEPS
+from ptdmpi.plan.shape.matrices import STEPS, effort
 
 # Newton and Schulz's iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. Chosen so that it is
 # steepest at 0: singular values come to between 0.7 and 1.2 in 5 steps (Jordan et al. 2024).
@@ -30,16 +36,20 @@ RMS = 0.2  # of AdamW's updates, typically (Liu et al. 2025, section 2.2)
 
 
 class Matrix(NamedTuple):
-    """A parameter that is updated as a whole: this rank's slice of it, all of the slice's shape.
-    `moments`: the momentum, and the weights' moving average where there is one; by which weight
-    decay, and by what share of the learning rate."""
+    """A parameter that is updated as a whole, as far as this rank holds it: all tensors are of its
+    `own` elements, flat. `moments`: the momentum, and the weights' moving average where there is
+    one; by which weight decay, and by what share of the learning rate."""
 
-    entry: Entry
+    own: OwnPart
     master: Tensor
     gradient: Tensor
     moments: Sequence[Tensor]
     decay: float
     share: float
+
+    @property
+    def name(self) -> str:
+        return self.own.entry.name
 
 
 def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
@@ -62,49 +72,101 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update of matrices, slices of which stand on the ranks of `tensor`; all of these call it
-    with the slices of the same matrices."""
+    """The update of matrices, slices of which stand on the ranks of `tensor`, and parts of slices
+    on those of the buffer's shard group; all of these call it."""
 
     def __init__(
-        self, config: OptimizerConfig, matrices: Sequence[Matrix], tensor: Communicator
+        self,
+        config: OptimizerConfig,
+        matrices: Sequence[Matrix],
+        buffer: ParameterBuffer,
+        tensor: Communicator,
     ) -> None:
+        """`matrices`: those that this rank holds a part of."""
         self.config, self.matrices, self.tensor = config, matrices, tensor
+        wide = buffer.precision.master == torch.float64
+        self.dtype = torch.float64 if wide else torch.bfloat16
+        every = [entry for entry in buffer.entries.values() if is_matrix(config, entry)]
+        boxes = {entry.name: matrices_of(entry.declaration) for entry in every}
+        costs = {name: effort(box.size for box in some) for name, some in boxes.items()}
+        self.parcels = Parcels(buffer, costs)
 
     def step(self, rate: float) -> None:
         """Change masters and moments; `rate` is the learning rate of the step. The arithmetic is
         that of torch.optim.Muon, to the bit, with float64 in place of bfloat16 for float64."""
-        config = self.config
+        config, parcels = self.config, self.parcels
         with torch.no_grad():
+            leaving, arriving = parcels.room(self.dtype)
             for one in self.matrices:
-                momentum = one.moments[0]
-                momentum.lerp_(one.gradient, 1 - config.momentum)
+                one.moments[0].lerp_(one.gradient, 1 - config.momentum)
                 one.master.mul_(1 - rate * one.share * one.decay)
-                self._move(one, rate * one.share)
+                if one.name in parcels.away:
+                    parcels.away[one.name].view(leaving).copy_(self._wanted(one))
+            parcels.travel(leaving, arriving)
+            for one in self.matrices:
+                if one.name not in parcels.away:
+                    self._move(one, arriving, rate * one.share)
+            # updates take the places of the momentum that they were made of
+            parcels.travel(arriving, leaving)
+            for one in self.matrices:
+                if one.name in parcels.away:
+                    self._follow(one, parcels.away[one.name].view(leaving), rate * one.share)
                 for average in one.moments[1:]:
                     average.lerp_(one.master, 1 - config.ema_decay)
 
-    def _move(self, one: Matrix, rate: float) -> None:
-        """Take the orthogonal update from this rank's slice."""
-        declaration = one.entry.declaration
-        whole = gathered(self._wanted(one), declaration, self.tensor)
+    def _move(self, one: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
+        """Take the orthogonal update from this rank's part, and put those of others in the places
+        of their parts."""
+        declaration = one.own.entry.declaration
+        whole = gathered(self._slice(one, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
-            length = rate * scale(self.config, *box.size)
-            self._take(one, box, orthogonal(whole[box.index]), length)
+            # handed over at once: beside the next one's iterates it would take room
+            self._deal(one, box, orthogonal(whole[box.index]), arrived, rate)
 
-    def _take(self, one: Matrix, box: Box, update: Tensor, length: float) -> None:
-        """Take `length` times the update of one box from what this rank has of it."""
-        for share in one.entry.declaration.held(self.tensor.rank, self.tensor.size):
-            common = share.logical.overlap(box)
+    def _deal(
+        self, one: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
+    ) -> None:
+        """Take what is this rank's of the update of the matrix at `box`, and put what is others' in
+        its place."""
+        length = rate * scale(self.config, *box.size)
+        for place, own in self._in(box, one.own, one.master):
+            own.add_(update[place.index], alpha=-length)
+        for part in self.parcels.coming.get(one.name, ()):
+            for place, theirs in self._in(box, part, part.view(arrived)):
+                theirs.copy_(update[place.index])
+
+    def _follow(self, one: Matrix, update: Tensor, rate: float) -> None:
+        """Take the update of this rank's part from it, as its owner has sent that."""
+        for box in matrices_of(one.own.entry.declaration):
+            length = rate * scale(self.config, *box.size)
+            parts = (self._in(box, one.own, flat) for flat in (one.master, update))
+            for (_, own), (_, found) in zip(*parts, strict=True):
+                own.add_(found, alpha=-length)
+
+    def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """What of a matrix at `box` stands in `part`: where in it, and its view in `flat`."""
+        for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
+            common = at.overlap(box)
             if common is not None:
-                own = one.master[common.relative(share.logical).within(share.local).index]
-                own.add_(update[common.relative(box).index], alpha=-length)
+                yield common.relative(box), view[common.relative(at).index]
+
+    def _slice(self, one: Matrix, arrived: Sequence[Tensor]) -> Tensor:
+        """This tensor rank's slice of what is to be made orthogonal, [rows, columns]."""
+        own, entry = one.own, one.own.entry
+        if own.length == entry.elements:
+            return self._wanted(one).view(entry.shape)
+        slice_ = arrived[0].new_empty(entry.elements)
+        slice_[own.begin : own.end] = self._wanted(one)
+        for part in self.parcels.coming[one.name]:
+            slice_[part.begin : part.end] = part.view(arrived)
+        return slice_.view(entry.shape)
 
     def _wanted(self, one: Matrix) -> Tensor:
-        """What is to be made orthogonal, in the type of the iteration."""
+        """This rank's part of what is to be made orthogonal, flat, in the type of the iteration."""
         momentum = one.moments[0]
         if self.config.nesterov:
             momentum = one.gradient.lerp(momentum, self.config.momentum)
-        return momentum if momentum.dtype == torch.float64 else momentum.bfloat16()
+        return momentum.to(self.dtype)
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
@@ -144,7 +206,17 @@ def orthogonal(matrix: Tensor) -> Tensor:
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = x @ x.mT  # of the shorter side
-        squares = torch.addmm(squares, squares, squares, beta=B, alpha=C)
-        x = torch.addmm(x, squares, x, beta=A)
+        squares = product(x, x.mT)  # of the shorter side
+        squares = _sum(squares, squares, B, C)
+        x = _sum(squares, x, A, 1.0)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _sum(a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta b + alpha a b, rounded once to the type of both."""
+    if not widens(b.device.type, b.dtype):
+        return torch.addmm(b, a, b, beta=beta, alpha=alpha)
+    wide = b.float()
+    found = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
+    del wide  # it needs no room beside the result's two types
+    return found.to(b.dtype)

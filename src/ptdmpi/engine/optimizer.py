@@ -1,6 +1,7 @@
 """The update of the flat master weights: learning rates, groups of parameters, clipping and fp16's
 loss scale."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -17,9 +18,10 @@ from ptdmpi.engine.muon import Matrix, Muon, is_matrix
 from ptdmpi.engine.offload import Alike, HostUpdate
 from ptdmpi.engine.updates import update
 from ptdmpi.model.buffer import ParameterBuffer
-from ptdmpi.model.flat import Unit
+from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.parameters import Entry
 from ptdmpi.model.state import Counters, Kind, State
+from ptdmpi.plan.shape.parameters import aligned
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
@@ -96,18 +98,21 @@ class Optimizer:
         self._groups = _alike(config, state)
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
-        self._muon = Muon(config, _matrices(config, state), tensor or OneRank())
+        self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
 
     @property
     def writes_weights(self) -> bool:
         """Whether the weights of this rank's part follow with the update itself."""
         return self._host is not None
 
-    def unscale(self, scale: float) -> None:
-        """Take fp16's loss scale out of the gradients."""
+    def expect(self, scale: float) -> None:
+        """Take fp16's loss scale out of the gradients, and have the device send what an update on
+        the host takes: before the step's one wait."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
+        if self._host is not None:
+            self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
         """Clip by `norm`, the global norm of the gradients, and update the masters; the weights do
@@ -116,17 +121,18 @@ class Optimizer:
 
         The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
         """
+        factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
             # in the gradients' type, as on their device, where no number has to be looked up
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
-            if factor != 1.0:
+            if factor != 1.0 and self._host is None:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
         # Adam corrects its moments by its count: ours, which skips and checkpoints know
         self._updates.fill_(counters.updates)
-        for group in self._groups if self._host is None else self._host.parts():
+        for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
         self._muon.step(rate)
         counters.updates += 1
@@ -136,9 +142,8 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
     """This rank's part of the state, in groups that are updated alike; without matrices that are
     updated each as a whole."""
     buffer, found = state.buffer, dict[tuple[float, float], list[_Range]]()
-    for number, unit in enumerate(buffer.units):
-        for alike, some in _ranges(config, buffer, number, unit):
-            found.setdefault(alike, []).append(some)
+    for alike, some in _ranges(config, buffer):
+        found.setdefault(alike, []).append(some)
     kinds = [state.kinds[kind] for kind in config.moments]
     groups = []
     for (decay, share), ranges in found.items():
@@ -176,23 +181,22 @@ class _Range(NamedTuple):
 
 
 def _ranges(
-    config: OptimizerConfig, buffer: ParameterBuffer, number: int, unit: Unit
+    config: OptimizerConfig, buffer: ParameterBuffer
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
-    """This rank's part of a unit in ranges that are updated alike: by which weight decay and what
-    share of the learning rate, and where. Each goes up to where the next one's first parameter
-    begins, padding included."""
-    first, last = buffer.place(unit)
-    begun: list[tuple[int, str, tuple[float, float] | None]] = []
-    for name, entry in buffer.entries.items():
-        if unit.start <= entry.start < unit.stop:
-            alike = None if is_matrix(config, entry) else _rates(config, entry)
-            if not begun or begun[-1][2] != alike:
-                begun.append((entry.start, name, alike))
-    ends = [*(start for start, _, _ in begun[1:]), unit.stop]
-    for (start, name, alike), end in zip(begun, ends, strict=True):
-        start, end = (min(max(at, first), last) - first for at in (start, end))
-        if start < end and alike is not None:
-            yield alike, _Range(number, slice(start, end), name)
+    """This rank's part of the units in ranges that are updated alike: by which weight decay and
+    what share of the learning rate, and where. Parameters that stand one behind the other are in
+    one, with the padding of each."""
+
+    def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
+        matrix = is_matrix(config, own.entry)
+        return own.unit, None if matrix else _rates(config, own.entry)
+
+    for (unit, rates), some in itertools.groupby(buffer.own_parts(), alike):
+        first, *more = some
+        last = more[-1] if more else first
+        if rates is not None:
+            stop = last.offset + aligned(last.length)
+            yield rates, _Range(unit, slice(first.offset, stop), first.entry.name)
 
 
 def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
@@ -208,11 +212,10 @@ def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
     for own in buffer.own_parts():
         entry = own.entry
         if is_matrix(config, entry):
-            flats = (buffer.masters, buffer.reduced)
-            master, gradient = (own.view(flat).view(entry.shape) for flat in flats)
+            master, gradient = (own.view(flat) for flat in (buffer.masters, buffer.reduced))
             kinds = (MOMENTUM, AVERAGE) if config.ema_decay else (MOMENTUM,)
-            moments = [state.view(kind, entry.name).view(entry.shape) for kind in kinds]
-            found.append(Matrix(entry, master, gradient, moments, *_rates(config, entry)))
+            moments = [state.view(kind, entry.name) for kind in kinds]
+            found.append(Matrix(own, master, gradient, moments, *_rates(config, entry)))
     return found
 
 

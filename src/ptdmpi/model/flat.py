@@ -12,6 +12,7 @@ from torch import Tensor
 from ptdmpi.base.box import Box, runs
 from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.model.parameters import Entry, HeldShare, Parameter
+from ptdmpi.plan.shape.dealt import Slice, slices
 from ptdmpi.plan.shape.parameters import ALIGNMENT, aligned
 
 ALL = "all"  # the unit of those that need no unit of their own
@@ -196,6 +197,12 @@ class FlatOrder:
         if begin >= end:
             return None
         return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
+
+    def slices(self, entry: Entry) -> list[Slice]:
+        """What each shard has of an entry that trains."""
+        unit = self.units[unit_number(self.units, entry)]
+        stop = entry.start + entry.elements
+        return slices(entry.start, stop, unit.start, unit.stop, self.portion.shards)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
         """`own_part` of all entries that train, or of some names of them."""

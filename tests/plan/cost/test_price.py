@@ -10,7 +10,9 @@ from benchmarks.planning.validate_plan import best_table, error_table, memory_ta
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw_memory
 
 SELENE = load_cluster("selene")
@@ -38,6 +40,17 @@ def test_parts_add_up(gpt3):
         parts = vars(price.parts)
         assert sum(parts.values()) == pytest.approx(price.step_time_s)
         assert min(parts.values()) >= -1e-9 * price.step_time_s
+
+
+def test_the_norm_of_own_gradients_reads_them_once_more_every_so_often():
+    told = (SELENE, load_model("gpt3-1.3b"), 48, "bf16")
+    plain, noisy = (Pricer(*told, RunMethod(noise_every=every)) for every in (0, 5))
+    prices = [one.price(Layout(1, 1, 4)) for one in (plain, noisy)]
+    read = parameter_count(plain.model.config, plain.model.vocab_size) * plain.update.gradient_bytes
+    wanted = plain.machine.stream_s(read) / 5
+    assert prices[1].parts.data - prices[0].parts.data == pytest.approx(wanted, rel=1e-6)
+    assert prices[1].parts.optimizer == prices[0].parts.optimizer
+    assert plain.bound_s(Layout(1, 1, 4)) < noisy.bound_s(Layout(1, 1, 4))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import Layout
+from ptdmpi.plan.cost.held import HeldParts
 from ptdmpi.plan.cost.traffic import StepTraffic, tree_nodes
 from ptdmpi.plan.machine.cluster import Model
-from tests._configs import small
+from tests._configs import layout, small
 
 MODEL = Model("small", small({"model.tie_embeddings": False}).model, 128)
 S = 16 * 2 * 32  # s b h
@@ -115,3 +116,15 @@ def test_activations_between_stages():
 )
 def test_nodes_of_the_tree(leaves, first, end, nodes):
     assert tree_nodes(leaves, first, end) == nodes
+
+
+def test_a_frozen_tied_table_is_one_unit_and_has_no_second_gradient():
+    """Both uses name it, and it is counted once; one that trains has a gradient for each use."""
+    for changes, units in (({"adapt.method": "lora"}, ["frozen tied"]), ({}, ["tied", "second"])):
+        config = small(changes | layout(d=2) | {"parallel.zero": 3}, 2)
+        held = HeldParts(Model("m", config.model, 101), config.layout)
+        found, uses = held.units(0, True, 2, trains=not changes)
+        tables = [unit for unit in found if "tied" in unit or unit == "second"]
+        assert tables == units
+        assert [found[unit] for unit in tables] == [-(-101 * 32 // 512) * 512] * len(units)
+        assert units[0] in uses["embedding"] and units[0] in uses["head"]

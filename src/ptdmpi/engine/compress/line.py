@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.pairs import pair_order
+from ptdmpi.comm.pairs import exchange
 from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
@@ -155,13 +155,7 @@ def squeezed_mean(
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
     """Send each server its code; the mean of what arrives here, summed in ascending rank."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
-    others = [rank for rank in range(data.size) if rank != data.rank]
-    handles = [
-        data.isend(codes[peer], peer) if sends else data.irecv(arriving[peer], peer)
-        for sends, peer in pair_order(data.rank, data.size, others, others)
-    ]
-    for handle in handles:
-        handle.wait()
+    exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)
     for source, code in enumerate(arriving):
         if source == data.rank:

@@ -10,12 +10,14 @@ from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
+from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.cost.update import UpdateTimes
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.schedule.orders import KINDS
+from ptdmpi.plan.shape.matrices import wholes
 
 
 class StepTimes:
@@ -149,7 +151,8 @@ class StepTimes:
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
         """(exposed data axis, optimizer) behind the pipeline's last backward, on the rank with most
-        parameters."""
+        parameters. As a run's own clock has it, the norm of a rank's own gradient is of the
+        former."""
         layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.trained(layout, rank) for rank in ranks)
         behind = self.data.behind(layout, elements)
@@ -164,17 +167,30 @@ class StepTimes:
             # of what is sent in each microbatch's ops the last message has nothing to go behind
             sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1))
             data_s += sent.last_s
-        most = max(
-            sum(len(layers[stage]) for stage in placement_of(layout).stages_of(r)) for r in ranks
-        )
-        return data_s, self.update.optimizer_s(layout, elements) + self.matrices_s(layout, most)
+        data_s += self.update.own_norm_s(elements, self.method.noise_every)
+        optimizer_s = self.update.optimizer_s(layout, elements)
+        return data_s, optimizer_s + self.matrices_s(layout, ranks)
 
-    def matrices_s(self, layout: Layout, layers: float) -> float:
-        """What an update of whole matrices takes in so many layers."""
+    def matrices_s(self, layout: Layout, ranks: Sequence[int]) -> float:
+        """What an update of whole matrices takes on that of some pipeline ranks, and of the ranks
+        that share out its state, which has most to do."""
         if not self.method.matrices:
             return 0.0
-        group = self.kernels(layout)[0].group
-        return self.update.matrices_s(self.model.config, layout, layers, group)
+        groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
+        cut, how = Cut.of(layout), (layout.zero, layout.shards)
+        every = (self.memory.dealt(cut, layout.tensor, rank, how) for rank in ranks)
+        return max(
+            self.update.matrices_s(one, layout.tensor, *groups) for some in every for one in some
+        )
+
+    def least_matrices_s(self, layout: Layout, layers: float) -> float:
+        """No update of the whole matrices of so many layers takes less: what the mean rank of a
+        shard group does, and nothing that travels there."""
+        if not self.method.matrices:
+            return 0.0
+        group, t = self.kernels(layout)[0].group, layout.tensor
+        each = (self.update.matrix_s(one, t, group) for one in wholes(self.model.config, t))
+        return layers * sum(each) / layout.shards
 
 
 def splits(layout: Layout) -> bool:

@@ -23,7 +23,8 @@ from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
-from ptdmpi.plan.shape.matrices import gathered_bytes
+from ptdmpi.plan.shape.dealt import Dealt, dealt
+from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 from ptdmpi.plan.shape.parameters import (
     ALIGNMENT,
     Linear,
@@ -78,16 +79,16 @@ class StepTraffic:
         """What each rank at place `rank` of the pipeline axis, `shard` of its shard group and
         `data` of the data axis sends in step `step` (from 0), by group. Sums over the tensor axis
         of partial gradients, which with shards are of a rank's part of them, count as if whole."""
-        norms = 1 + self.method.measures(step)
+        norms = self.method.norms(step)
         tallies = {
-            "tensor": self._tensor(rank, norms),
-            **self._data(rank, data, step),
+            "tensor": self._tensor(rank, shard, norms),
+            **self._data(rank, shard, data, step),
             "pipeline": self._pipeline(rank, norms),
             ENDS: self._ends(rank, shard),
         }
         return Traffic({group: tally for group, tally in tallies.items() if tally.ranks > 1})
 
-    def _tensor(self, rank: int, norms: int) -> Tally:
+    def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             self._layers(tally, stage)
@@ -105,11 +106,9 @@ class StepTraffic:
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
             tally.add("all_reduce", counted * element, norms)  # their squares
-        layers = sum(len(self.held.layers[stage]) for stage in self.placed.stages_of(rank))
-        if self.method.matrices:
-            sizes = gathered_bytes(self.model, layout.tensor, self.sizes.compute_bytes)
-            for size in sizes:
-                tally.add("all_gather", size, layers)
+        for (whole, _), count in _dealt(self, rank, shard).makes.items():
+            if size := gathered_bytes(whole, layout.tensor, self.sizes.compute_bytes):
+                tally.add("all_gather", size, count)
         return tally
 
     def _activations(self, tally: Tally, sums: int, gathers: int) -> None:
@@ -172,7 +171,7 @@ class StepTraffic:
         tally.add("all_gather", layout.pipeline * longest * self.sizes.wide_bytes, norms)
         return tally
 
-    def _data(self, rank: int, data: int, step: int) -> dict[str, Tally]:
+    def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
         """Gradients and weights, psi elements of each on this rank (Rajbhandari et al. 2020, arXiv
         1910.02054, section 7; volumes in the limit of many ranks, of m = 1 and equal types):
 
@@ -184,7 +183,8 @@ class StepTraffic:
                      (less what is still there from the op before); frozen ones, too
 
         Where shards have copies, each part of the gradients is summed over these at last. The norms
-        of rows of gradients are gathered.
+        of rows of gradients are gathered. Parts of matrices that are updated as wholes travel to
+        their owners and back.
         """
         layout, m = self.layout, self.microbatches
         shards, copies = layout.shards, layout.data // layout.shards
@@ -203,14 +203,17 @@ class StepTraffic:
         gathered: Iterable[str] = list(units)
         rows = sum(units.values()) // ALIGNMENT
         if layout.zero == 3:
-            frozen, more = self.held.frozen_units(rank, shards)
+            frozen, more = self.held.units(rank, True, shards, trains=False)
             units |= frozen
-            uses = {place: [*some, *more.get(place, ())] for place, some in uses.items()}
+            uses = {place: [*some, *more[place]] for place, some in uses.items()}
             order = build(layout.schedule, layout.pipeline, layout.virtual, m).orders[rank]
             gathered = gathers(self.held.passes(rank, order), uses)
         for unit in gathered:
             sharing.add("all_gather", units[unit] * self.sizes.compute_bytes)
         sharing.add("all_gather", rows * element)
+        own = _dealt(self, rank, shard)
+        for size in (*own.gives.values(), *own.takes.values()):
+            sharing.add("send", size * iteration_bytes(self.sizes.compute_bytes))
         return {DATA: sharing} if copies == 1 else {"shard": sharing, "replicate": copying}
 
     def _tree(self, rank: int) -> Tally:
@@ -267,6 +270,17 @@ def _of_adapted(sizes: Sizes, layer: int, split: bool, again: bool) -> tuple[int
         trains = trains or row in sizes.beside
         gathers += trains + (split and bool(sizes.multiplied(row)))
     return sums, gathers
+
+
+def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
+    """What a rank does of an update of whole matrices."""
+    if not of.method.matrices:
+        return Dealt()
+    stages, layout = of.placed.stages_of(rank), of.layout
+    layers = sum(len(of.held.layers[stage]) for stage in stages)
+    ends = (0 in stages, of.held.last in stages)
+    how = (layout.zero, layout.shards)
+    return dealt(of.model, of.vocab_size, layers, ends, layout.tensor, how)[shard]
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:

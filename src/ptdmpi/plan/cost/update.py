@@ -1,10 +1,11 @@
 """The optimizer's part of a step: on the device, on the host, or with its state in a file."""
 
-from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.machine.kernels import Group, Machine
-from ptdmpi.plan.shape import matrices
+from ptdmpi.plan.shape.dealt import Dealt
+from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, products
 
 
 class UpdateTimes:
@@ -32,13 +33,29 @@ class UpdateTimes:
         held = shard if layout.zero >= 2 else elements
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
 
-    def matrices_s(self, model: ModelConfig, layout: Layout, layers: float, group: Group) -> float:
-        """Muon's products for so many layers, which each tensor rank and each data rank does for
-        itself, and slices that are gathered from the tensor axis."""
-        weight = self.machine.element_bytes
-        products_s = sum(self.machine.gemm_s(*sizes) for sizes in matrices.products(model))
-        sizes = matrices.gathered_bytes(model, layout.tensor, weight)
-        return layers * (products_s + sum(self.machine.all_gather_s(one, group) for one in sizes))
+    def own_norm_s(self, elements: float, every: int) -> float:
+        """The norm of a rank's own gradient, taken every so many steps (0: never), as a share of
+        each: its gradients are read once more. What ranks tell of it is as little as of any norm,
+        and left out like that."""
+        return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
+
+    def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
+        """Muon's products for one parameter, which each tensor rank does for itself, and its
+        slices, gathered from the tensor axis."""
+        products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
+        gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
+        return products_s + self.machine.all_gather_s(gathered, group)
+
+    def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
+        """The same for all that a rank makes orthogonal, with the parts that it gives to others of
+        its shard group and takes from them, and as much back."""
+        made = (n * self.matrix_s(one, tensor, group) for (one, _), n in some.makes.items())
+        element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
+        ways = [
+            sum(self.machine.send_s(n * element, crosses_nodes=crosses) for n in way.values())
+            for way in (some.gives, some.takes)
+        ]
+        return sum(made) + 2 * max(ways)
 
     def _update_bytes(self) -> list[int]:
         """What each kernel of the update moves of a parameter: widen the gradient where it is
@@ -72,7 +89,9 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # as `lacks` says
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            update_s += shard * (self.gradient_bytes + weight) / host.link_bytes_per_s
+            # masters that are the weights come down as well
+            moved = self.gradient_bytes + weight * (2 if weight >= WIDE_BYTES else 1)
+            update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":
             assert host.disk_bytes_per_s
             state = WIDE_BYTES * (self.moments + (weight < WIDE_BYTES))

@@ -31,20 +31,23 @@ def pieces(elements: int, most: int) -> Iterator[int]:
 class RunMethod:
     """The data-parallel method of a run. `moments`: how many numbers the optimizer keeps of a
     parameter (AdamW 2); `matrices`: of the layers' matrices one less, for it updates these as
-    wholes (Muon); `steps`: how many the run has, of which the last one is measured."""
+    wholes (Muon); `steps`: how many the run has, of which the last one is measured; `noise_every`:
+    every how many of them each rank's own gradient has its norm taken, 0: never."""
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
     moments: int = 2
     seed: int = 0
     steps: int | None = None
     matrices: bool = False
+    noise_every: int = 0
 
     @classmethod
     def of(cls, config: Config) -> "RunMethod":
         """That of a resolved configuration."""
         optimizer, run = config.optimizer, config.run
         numbers, matrices = optimizer.numbers, optimizer.has_matrices
-        return cls(config.data_parallel, numbers, run.seed, run.steps, matrices)
+        noise_every = config.log.gradient_noise_every_steps
+        return cls(config.data_parallel, numbers, run.seed, run.steps, matrices, noise_every)
 
     @property
     def kinds(self) -> int:
@@ -61,6 +64,12 @@ class RunMethod:
         every, done = self.section.consensus_every, step + 1
         asked = every > 0 and (done % every == 0 or done == self.steps)
         return asked and self.section.method in DIFFERING
+
+    def norms(self, step: int) -> int:
+        """How many norms of gradients, or of what stands in their place, are taken in step `step`
+        (from 0)."""
+        own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
+        return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
         """What messages are received into, and codes are made in, behind the backwards, or with

@@ -1,25 +1,49 @@
 """What Muon updates as wholes (`ptdmpi.engine.muon`): the linears of the layers, each of whose
-outputs is a matrix of its own. How many elements that is, what the update needs beside, and the
-products that it takes."""
+outputs is a matrix of its own, or the two matrices of each low-rank adapter beside them. How many
+elements that is, what the update needs beside, and the products that it takes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.plan.shape.parameters import Linear, layer
+from ptdmpi.plan.shape.parameters import Linear, LowRankPair, layer
 
 STEPS = 5  # of the iteration that makes a matrix orthogonal
 HALF_BYTES, WIDE_BYTES = 2, 8  # of its type: bfloat16, and float64 for float64
 
 
-def linears(model: ModelConfig) -> list[Linear]:
-    """Those of a layer that train."""
-    return [part for part in layer(model).values() if isinstance(part, Linear) and part.trains]
+class Whole(NamedTuple):
+    """A parameter that is updated as a whole: (rows, columns) of each of its matrices, and elements
+    of its slice on a tensor rank, which has all of it where it is not `divided`."""
+
+    shapes: tuple[tuple[int, int], ...]
+    local: int
+    divided: bool
+
+    @property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+
+def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
+    """Those of a layer that train, in their order."""
+    found = list[Whole]()
+    for part in layer(model).values():
+        if isinstance(part, Linear) and part.trains:
+            shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
+            found.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))
+        elif isinstance(part, LowRankPair):
+            shapes = (part.rank, part.inputs), (part.outputs, part.rank)
+            divided = part.split == "rows", part.split == "columns"
+            for shape, local, cut in zip(shapes, part.weights(tensor), divided, strict=True):
+                found.append(Whole((shape,), local, cut))
+    return found
 
 
 def matrix_elements(model: ModelConfig, tensor: int) -> int:
     """Elements of a layer's matrices on a tensor rank."""
-    return sum(math.prod(one.local(tensor)) for one in linears(model))
+    return sum(one.local for one in wholes(model, tensor))
 
 
 def iteration_bytes(compute_bytes: int) -> int:
@@ -27,44 +51,50 @@ def iteration_bytes(compute_bytes: int) -> int:
     return WIDE_BYTES if compute_bytes == WIDE_BYTES else HALF_BYTES
 
 
-def gathered_bytes(model: ModelConfig, tensor: int, compute_bytes: int) -> list[int]:
-    """What each of a layer's matrices is gathered into from the tensor axis."""
-    each = tensor * iteration_bytes(compute_bytes)
-    return [each * math.prod(one.local(tensor)) for one in linears(model)] if tensor > 1 else []
+def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
+    """What the slices of one are gathered into from the tensor axis; 0: they are not."""
+    gathers = tensor > 1 and whole.divided
+    return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
 
-def room_bytes(model: ModelConfig, tensor: int, compute_bytes: int) -> int:
-    """The most that the update of a parameter needs beside what stands all the time."""
+def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: bool) -> int:
+    """The most that its update needs on its owner beside what stands all the time, where so many
+    elements of the slice are this rank's `own`. At one of these times: those are put into the
+    iteration's type, and into the slice, if there are others; all slices are gathered and put
+    together; the whole stands beside the iterate, its successor and the products of rows, or beside
+    the update and this rank's part of that, widened. `widens`: half types are multiplied in
+    float32, both operands and the result of a product beside the iterate."""
     element, wide = iteration_bytes(compute_bytes), max(4, compute_bytes)
-    return max(_room_bytes(one, tensor, element, wide) for one in linears(model))
-
-
-def _room_bytes(linear: Linear, tensor: int, element: int, wide: int) -> int:
-    """At one of these times: this rank's slice is put into the iteration's type; all slices are
-    gathered and put together; the whole stands beside the iterate, its successor and the products
-    of rows, or beside the update and this rank's slice of that, widened."""
-    slice_, whole = math.prod(linear.local(tensor)), linear.inputs * sum(linear.outputs)
-    most = slice_ * (wide + element * (element < wide))
-    if tensor > 1:
-        most = max(most, element * ((tensor + 1) * slice_ + whole))
-    for rows, columns in shapes(linear):
+    slice_, elements = whole.local, whole.elements
+    most = given_bytes(own, compute_bytes) + element * slice_ * (own < slice_)
+    if gathered_bytes(whole, tensor, compute_bytes):
+        most = max(most, element * ((tensor + 1) * slice_ + elements))
+    for rows, columns in whole.shapes:
         matrix, short = rows * columns, min(rows, columns)
-        iterates = element * (whole + 2 * matrix + short * short)
-        own = -(-matrix * slice_ // whole)
-        moves = element * (whole + matrix) + wide * own * (element < wide)
+        iterates = element * (elements + 2 * matrix + short * short)
+        if widens and element == HALF_BYTES:
+            iterates = element * (elements + matrix + short * short) + 4 * (2 * matrix + short**2)
+        part = min(own, -(-matrix * slice_ // elements))
+        moves = element * (elements + matrix) + wide * part * (element < wide)
         most = max(most, iterates, moves)
     return most
 
 
-def shapes(linear: Linear) -> Iterator[tuple[int, int]]:
-    """(rows, columns) of each matrix."""
-    return ((outputs, linear.inputs) for outputs in linear.outputs)
+def given_bytes(own: int, compute_bytes: int) -> int:
+    """What putting so many elements of the momentum into the iteration's type takes."""
+    element, wide = iteration_bytes(compute_bytes), max(4, compute_bytes)
+    return own * (wide + element * (element < wide))
 
 
-def products(model: ModelConfig) -> Iterator[tuple[int, int, int]]:
-    """(m, n, k) of every product of a layer's update: of m x k and k x n."""
-    for one in linears(model):
-        for rows, columns in shapes(one):
-            short, long = sorted((rows, columns))
-            step = ((short, short, long), (short, short, short), (short, long, short))
-            yield from step * STEPS
+def effort(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Multiplications of one step of the iteration for matrices of these (rows, columns)."""
+    pairs = (sorted(shape) for shape in shapes)
+    return sum(short * short * (2 * long + short) for short, long in pairs)
+
+
+def products(whole: Whole) -> Iterator[tuple[int, int, int]]:
+    """(m, n, k) of every product of its update: of m x k and k x n."""
+    for shape in whole.shapes:
+        short, long = sorted(shape)
+        step = ((short, short, long), (short, short, short), (short, long, short))
+        yield from step * STEPS

@@ -1,0 +1,142 @@
+"""Which rank of a shard group makes which matrix orthogonal, and what travels for it.
+
+Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon updates as
+wholes. Each of these is made orthogonal by one of the ranks that hold a part of it, its owner: the
+others send it theirs, and get as much of the update back. So the ranks of a group divide the work,
+and a matrix that stands on one of them alone does not travel.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.matrices import (
+    Whole,
+    effort,
+    given_bytes,
+    iteration_bytes,
+    room_bytes,
+    wholes,
+)
+from ptdmpi.plan.shape.parameters import ALIGNMENT, WORD_TABLE, Part, Table, aligned
+
+
+class Slice(NamedTuple):
+    """The elements [begin, end) of a parameter, row by row, that rank `shard` of a group holds."""
+
+    shard: int
+    begin: int
+    end: int
+
+
+def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Slice]:
+    """What each shard has of the elements [start, stop) of the flat order, in the unit [first,
+    last); those that have nothing of it are left out."""
+    share = (last - first) // shards
+    low, high = (start - first) // share, (stop - 1 - first) // share
+    cuts = [start, *(first + share * k for k in range(low + 1, high + 1)), stop]
+    pairs = enumerate(itertools.pairwise(cuts), low)
+    return [Slice(shard, begin - start, end - start) for shard, (begin, end) in pairs]
+
+
+def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
+    """The owner of each of some parameters, given who holds what of it and what it costs to make it
+    orthogonal: of those that hold a part the one that has least to do so far, and of equals the one
+    that holds most."""
+    busy = Counter[int]()
+    for held, cost in matrices:
+        owner = min(held, key=lambda one: (busy[one.shard], one.begin - one.end, one.shard)).shard
+        busy[owner] += cost
+        yield owner
+
+
+@dataclass
+class Dealt:
+    """What a rank has to do with the matrices of its stages: how many `elements` it holds of them,
+    which it `makes` orthogonal, how many of each kind of them and of how many own elements, and how
+    many elements of others' matrices it `gives` to each of these ranks, and `takes` for its own;
+    `most`: of one matrix."""
+
+    elements: int = 0
+    makes: Counter[tuple[Whole, int]] = field(default_factory=Counter)
+    gives: Counter[int] = field(default_factory=Counter)
+    takes: Counter[int] = field(default_factory=Counter)
+    most: int = 0
+
+    def room_bytes(self, tensor: int, compute_bytes: int, widens: bool) -> int:
+        """The most that its update needs beside what stands all the time: what goes to others and
+        comes from them stands beside one matrix after the other. `widens` as of `room_bytes`."""
+        travels = self.gives.total() + self.takes.total()
+        each = [room_bytes(*one, tensor, compute_bytes, widens) for one in self.makes]
+        most = max(given_bytes(self.most, compute_bytes), *each, 0)
+        return travels * iteration_bytes(compute_bytes) + most
+
+
+def dealt(
+    model: ModelConfig,
+    vocab_size: int,
+    layers: int,
+    ends: tuple[bool, bool],
+    tensor: int,
+    how: tuple[int, int],
+) -> list[Dealt]:
+    """That of each rank of a shard group, of a pipeline rank with so many layers that has, as
+    `ends` says, the first or the last stage. `how`: by which stage of ZeRO units are cut, and into
+    how many shards."""
+    found = [Dealt() for _ in range(how[1])]
+    cut = list(_cut(model, vocab_size, layers, ends, tensor, how))
+    for (whole, held), owner in zip(
+        cut, owners((held, effort(whole.shapes)) for whole, held in cut), strict=True
+    ):
+        for shard, begin, end in held:
+            size = end - begin
+            found[shard].elements += size
+            if shard == owner:
+                found[owner].makes[whole, size] += 1
+            else:
+                found[shard].gives[owner] += size
+                found[owner].takes[shard] += size
+                found[shard].most = max(found[shard].most, size)
+    return found
+
+
+def _cut(
+    model: ModelConfig,
+    vocab_size: int,
+    layers: int,
+    ends: tuple[bool, bool],
+    tensor: int,
+    how: tuple[int, int],
+) -> Iterator[tuple[Whole, list[Slice]]]:
+    """Each matrix with the slices of it, in the flat order. In each unit tables and matrices stand
+    in front of vectors; a unit is a layer under ZeRO 2 and 3, all but a tied table under 1."""
+    zero, shards = how
+    units, each = (layers, 1) if zero >= 2 else (1, layers)
+    front, length = 0, each * _aligned(parameters.layer(model).values(), tensor)
+    if zero < 2:
+        first, last = parameters.embedding(model, vocab_size), parameters.head(model, vocab_size)
+        word = first[WORD_TABLE]
+        tied = _aligned([word], tensor) * model.tie_embeddings
+        if ends[0]:
+            tables = (part for part in first.values() if isinstance(part, Table))
+            front = _aligned(tables, tensor) - tied
+            length += _aligned(first.values(), tensor) - tied
+        if ends[1]:
+            length += _aligned(last.values(), tensor) - tied
+    grain = ALIGNMENT * shards
+    stop = -(-length // grain) * grain
+    for _ in range(units):
+        place = front
+        for whole in wholes(model, tensor) * each:
+            yield whole, slices(place, place + whole.local, 0, stop, shards)
+            place += aligned(whole.local)
+
+
+def _aligned(parts: Iterable[Part], tensor: int) -> int:
+    """What those of them that train take in a flat buffer, in elements."""
+    trained = parameters.trained(parts)
+    return sum(aligned(size) for part in trained for size in part.weights(tensor))

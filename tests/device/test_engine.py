@@ -11,6 +11,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Placing
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.kernels import widens
 from ptdmpi.plan.layout.grid import grid_of
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, microbatches, whole_weights
@@ -51,8 +52,8 @@ def engine_on(comm, changes: dict, device: torch.device) -> Engine:
 
 
 def through_the_host(where: str) -> bool:
-    """Whether a copy is of what stages messages on the host, or updates there."""
-    return "comm/" in where or "engine/offload.py" in where
+    """Whether a copy is of what stages messages on the host."""
+    return "comm/" in where
 
 
 def trained(comm, changes: dict, device: torch.device, steps: int, masked: bool) -> tuple:
@@ -83,12 +84,15 @@ def check_like_the_host(comm, changes: dict, *, steps: int = 2, masked: bool = T
                 [span.op for span in one.spans if span.computes] for one in (found, known)
             )
             assert found.compute_s > 0 and ops == known_ops
+        # a host that widens bfloat16 adds up Muon's products in another order than the device
+        muon = engine.config.optimizer.kind == "muon" and widens("cpu", torch.bfloat16)
         # of replicas that differ there is no whole
         if close <= CLOSE["fp32"] and not engine.policy.differs:
             weights, known_weights = whole_weights(engine), whole_weights(on_host)
             for name, values in weights.items():
                 if not name.endswith("qkv.bias"):  # its gradient is rounding, which Adam blows up
-                    assert difference(values.cpu(), known_weights[name]) < 1e-3, name
+                    apart = difference(values.cpu(), known_weights[name])
+                    assert apart < (1e-2 if muon else 1e-3), (name, apart)
     gc.collect()
     return waits
 

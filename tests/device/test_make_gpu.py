@@ -1,11 +1,12 @@
 """`make gpu` on the pretended device: every part runs, and the page says what was not measured."""
 
 import json
+import math
 
 import pytest
 import torch
 
-from benchmarks.gpu import parts, run, wires
+from benchmarks.gpu import parts, peers, run, wires
 from benchmarks.gpu.page import page
 from benchmarks.gpu.wires import conformance
 from ptdmpi.comm.communicator import DONE
@@ -44,6 +45,31 @@ def test_every_part(comm, tmp_path):
     text = page({**said, "parts": {**found, "peer": {"skipped": "it is not installed"}}})
     assert "## Peer\n\nNot measured: it is not installed." in text
     assert "| llama bf16 |" in text and "tokens_per_s" in text
+
+
+@pytest.mark.long
+@parallel(ranks=[1])
+@pytest.mark.parametrize("peer", peers.SIDES)
+def test_who_stands_beside_has_the_same_shape(comm, peer):
+    """Random tokens cost each of them log V at first: what is not installed says so."""
+    config = parts.configuration({**parts.SMALL, "kind": "llama"}, "bf16", 2, "none")
+    if peer == "torchtitan" and not (peers.PEERS / peer).is_dir():
+        pytest.skip("torchtitan is not in .peers")
+    if peer == "torchtitan":
+        pytest.importorskip("triton")  # which its models import, and torch for CPUs is without
+    if peer == "transformers":
+        pytest.importorskip(peer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "compiled", lambda one: one)
+        found = parts._beside(peers.SIDES[peer], torch.device("cpu"), lambda: config, 97)
+    assert found["first_loss"] == pytest.approx(math.log(97), rel=0.05)
+    assert found["tokens_per_s"] * found["step_s"] == pytest.approx(8 * 32)
+
+
+def test_a_peer_that_is_not_here_says_how_it_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", tmp_path)
+    with pytest.raises(peers.Skipped, match="--rows d2zero3-bf16 --peers torchtitan"):
+        peers.torchtitan_side(torch.device("cpu"), None, 97, iter(()))
 
 
 @parallel(ranks=[1, 2])

@@ -175,7 +175,7 @@ class Engine:
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
             # the norm, and so clipping, is of the gradients without fp16's loss scale
-            self.optimizer.unscale(scale)
+            self.optimizer.expect(scale)
             asked = self._arriving(*own, self.reduction.global_norm())
             # The one place of a step where the host waits for the device: what it decides now
             # needs loss and norm. Before the update, which must not run on what an abort has left.

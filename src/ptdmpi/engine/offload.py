@@ -1,9 +1,10 @@
 """The optimizer's state off the device: in the host's memory, or in a file of the rank.
 
 The update is done on the host, chunk by chunk: gradients are copied to it, weights back (Ren et al.
-2021, arXiv 2101.06840, section 4). Chunks are whole multiples of ALIGNMENT, so that no bit depends
-on them. Of a file the next chunk is read and the last one written while one is updated
-(Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
+2021, arXiv 2101.06840, section 4), by copies that nobody waits for beside the step itself. Chunks
+are whole multiples of ALIGNMENT, so that no bit depends on them. Of a file the next chunk is read
+and the last one written while one is updated (Rajbhandari et al. 2021, arXiv 2104.07857, section
+5.2.2).
 """
 
 import mmap
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ptdmpi.comm import queues
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, SharedInputError
 from ptdmpi.model.buffer import Storage
@@ -58,7 +60,13 @@ class Alike(NamedTuple):
 
 
 class HostUpdate:
-    """The parts of an update whose state stands in a `storage` apart from the device."""
+    """The parts of an update whose state stands in a `storage` apart from the device.
+
+    Of a device there is locked memory for every gradient of this rank's part, and for every master
+    that is a weight there: so the copies of a step are begun before the host waits for loss and
+    norm, and no other wait is needed. New weights of a half type leave by the room of their
+    gradient, rounded here, for they have half its bytes on the link.
+    """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
         self.storage = storage
@@ -67,27 +75,49 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
+        # of each chunk, for its gradient and for masters that stand on the device
+        self._rooms = [
+            (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))
+            for chunk in self.chunks
+        ]
 
-    def parts(self) -> Iterator[Alike]:
-        """Each chunk as tensors on the host, to be updated before the next one is asked for; then
-        weights have followed, and what was changed is stored."""
+    def expect(self) -> None:
+        """Begin to copy what the update takes from the device: there once its clock has settled."""
+        for chunk, rooms in zip(self.chunks, self._rooms, strict=True):
+            for kept, room in zip((*chunk.gradients, *chunk.masters), rooms, strict=True):
+                if room is not None:
+                    room.copy_(kept, non_blocking=True)
+
+    def parts(self, factor: float) -> Iterator[Alike]:
+        """Each chunk as tensors on the host, its gradient times `factor`, to be updated before the
+        next one is asked for; then weights are on their way, and what was changed is stored."""
         for number, row in enumerate(self.storage.ahead(self._rows)):
-            chunk = self.chunks[number]
-            (kept,), (gradient,) = chunk.masters, chunk.gradients
-            master = row[0] if chunk.weights else on_host(kept)
+            chunk, (arrived, room) = self.chunks[number], self._rooms[number]
+            (kept,), gradient = chunk.masters, chunk.gradients[0] if arrived is None else arrived
+            master = row[0] if chunk.weights else kept if room is None else room
+            if factor != 1.0:
+                gradient.mul_(factor)
             moments = tuple([kind] for kind in row[len(row) - len(chunk.moments) :])
             yield chunk._replace(
-                masters=[master], weights=[], gradients=[on_host(gradient)], moments=moments
+                masters=[master], weights=[], gradients=[gradient], moments=moments
             )
             for weights in chunk.weights:
-                weights.copy_(master)
-            if not chunk.weights and master is not kept:
-                kept.copy_(master)
+                if arrived is None:
+                    weights.copy_(master)
+                else:
+                    # the next gradient comes into it behind them, in the order of the device
+                    leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
+                    weights.copy_(leaving, non_blocking=True)
+            if room is not None:
+                kept.copy_(room, non_blocking=True)
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """It, or a copy of it in the host's memory where it stands elsewhere."""
-    return tensor.to(HOST)
+def room_for(tensor: Tensor) -> Tensor | None:
+    """Locked memory of the host for a tensor of a device; none for what stands on the host. Raises
+    MemoryError where the system does not let it."""
+    if tensor.device.type == "cpu":
+        return None
+    return queues.locked(torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 class FileStorage(Storage):

@@ -85,7 +85,7 @@ class EndTimes(TensorRank):
 
     @property
     def _output(self) -> LocalLinear:
-        trains = not self.model.adapt.adapts
+        trains = self.model.classifies or not self.model.adapt.adapts
         return LocalLinear(self.model.hidden, self._columns, self.model.head_bias, trains)
 
     @cached_property

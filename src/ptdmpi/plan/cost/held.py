@@ -62,50 +62,39 @@ class HeldParts:
         return self.placed.rank_of(self.last) == rank
 
     def units(
-        self, rank: int, apart: bool, shards: int
+        self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
         """Elements of the units that travel as one over the data axis, up to where they can be cut
         into equal shards: all together, or, where they travel `apart` (of ZeRO 2 and 3, and of
         exchanges that overlap the forward), of each layer, the embedding and the head. A tied table
         is a unit where units are cut, and its `SECOND` gradient always, which has no weights. And
-        the units that each place uses."""
+        the units that each place uses. Of what trains; or of the frozen weights that ZeRO 3
+        gathers, by names of their own, which those in few bits are not among."""
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         for stage in self.placed.stages_of(rank):
             uses |= {place: [] for place in places_of(self.layers[stage], self.model.layers)}
-            for place, name, part in self._of_places(stage):
-                for number, size in enumerate(part.weights(self.tensor)):
-                    tied = self.tied and number == 0 and self._is_tied(place, name)
-                    unit = place if apart else ""
-                    if tied and shards > 1:
-                        unit = TIED
+            for place, name, part in self._of_places(stage, trains):
+                sizes = list(enumerate(part.weights(self.tensor)))
+                for number, size in sizes[self._is_packed(place, part) :]:
+                    tied = self.model.tie_embeddings and number == 0 and self._is_tied(place, name)
+                    unit = TIED if tied and shards > 1 else place if apart else ""
+                    unit = unit if trains else f"frozen {unit}"
                     uses[place].append(unit)
-                    if tied and place == HEAD and both:
+                    if tied and place == HEAD and both:  # the one table again
+                        if not trains:
+                            continue
                         unit = SECOND
                     units[unit] = units.get(unit, 0) + aligned(size)
         grain = ALIGNMENT * shards
         return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
 
-    def frozen_units(self, rank: int, shards: int) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """As `units`, of what does not train and ZeRO 3 gathers: the frozen weights of each place,
-        in full, and a tied table of them."""
-        packed = LowBit.of(self.model.quantize) is not None
-        units: dict[str, int] = {}
-        uses: dict[str, list[str]] = {}
-        for stage in self.placed.stages_of(rank):
-            for place, name, part in self._of_places(stage, trains=False):
-                in_few_bits = packed and place not in (EMBEDDING, HEAD) and isinstance(part, Linear)
-                sizes = list(enumerate(part.weights(self.tensor)))
-                for number, size in sizes[in_few_bits:]:
-                    table = number == 0 and self._is_tied(place, name)
-                    tied = self.model.tie_embeddings and table
-                    unit = f"frozen {TIED if tied else place}"
-                    uses.setdefault(place, []).append(unit)
-                    if not (tied and unit in units):  # by both uses
-                        units[unit] = units.get(unit, 0) + aligned(size)
-        grain = ALIGNMENT * shards
-        return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
+    def _is_packed(self, place: str, part: Part) -> bool:
+        """Whether the matrix of a part stands in few bits."""
+        low_bit = LowBit.of(self.model.quantize)
+        layers = place not in (EMBEDDING, HEAD)
+        return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
         """The places of a rank's ops, as `places.gathers` reads them."""

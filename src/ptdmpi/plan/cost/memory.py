@@ -24,7 +24,6 @@ from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.low_bit import LowBit, frozen_layer
-from ptdmpi.plan.shape.matrices import room_bytes
 
 # Of state in a file: read ahead and written behind, two pieces of it at once.
 CHUNK_BYTES = 64 * 2**20
@@ -34,7 +33,7 @@ MOST_FLIGHTS = 10_000  # that are remembered
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one rank at its peak, by part; `host`: of what is offloaded from its device, in the
-    host's memory."""
+    host's memory, and of room for what comes there to be updated."""
 
     weights: float
     gradients: float
@@ -57,6 +56,12 @@ class Footprint:
     @property
     def total(self) -> float:
         return self.standing + self.activations + self.working
+
+
+def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
+    """(what of the optimizer's bytes is on the device, what is in a host apart from it)."""
+    held = min(optimizer, 2 * CHUNK_BYTES) if offload == "disk" else optimizer
+    return (held, 0) if on_host or offload == "none" else (0, held + rooms)
 
 
 class MemoryModel(StageMemory):
@@ -199,15 +204,13 @@ class MemoryModel(StageMemory):
         )
         cuts = shards if zero == 3 else 1
         weights += self.frozen_bytes(cut, tensor, rank, every - train, cuts)
-        if self.method.matrices:  # which no shard has a part of
-            optimizer -= self.matrix_elements(cut, tensor, rank) * self.wide_bytes
-        device, host = optimizer, 0
-        if offload != "none" and not self.on_host:
-            device, host = 0, optimizer
-        if offload == "disk":
-            held = min(optimizer, 2 * CHUNK_BYTES)
-            device, host = (held, 0) if self.on_host else (0, held)
-        return weights, summed + widened, device, host
+        if self.method.matrices:  # of which the shard with most to keep has fewest
+            fewest = min(one.elements for one in self.dealt(cut, tensor, rank, (zero, shards)))
+            optimizer -= fewest * self.wide_bytes
+        # room on the host for gradients that are updated there, and weights that are the masters
+        rooms = (1 + (self.compute_bytes >= WIDE_BYTES)) * self.wide_bytes
+        rooms *= 0 if self.on_host else -(-train // (shards if zero else 1))
+        return weights, summed + widened, *_placed(offload, optimizer, rooms, self.on_host)
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
@@ -225,7 +228,7 @@ class MemoryModel(StageMemory):
             each / (shards if layout.zero >= stage else 1)
             for stage, each in zip(stages, self._each_bytes, strict=True)
         )
-        optimizer -= self.method.matrices * self.wide_bytes
+        optimizer -= self.method.matrices * self.wide_bytes / shards
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def least_frozen_bytes(
@@ -291,7 +294,9 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     shape = (memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
     working += operand_bytes(*shape, memory.on_host)
     if method.matrices:
-        room = room_bytes(memory.model, layout.tensor, memory.compute_bytes)
+        how = (Cut.of(layout), layout.tensor, rank, (layout.zero, layout.shards))
+        size, widens = memory.compute_bytes, memory.software.wide_products
+        room = max(one.room_bytes(layout.tensor, size, widens) for one in memory.dealt(*how))
         working = max(working, room - kept)  # behind the backwards, as what is told
     return copies + (working + told if method.section.overlap else max(working, told - kept))
 

@@ -133,7 +133,7 @@ class Pricer(StepTimes):
         elements = self.model.config.layers * self.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
         after_s, each_s = self.update.optimizer_s(layout, elements), 0.0
-        after_s += self.matrices_s(layout, self.model.config.layers / layout.pipeline)
+        after_s += self.least_matrices_s(layout, self.model.config.layers / layout.pipeline)
         if not layout.dp_overlap:
             after_s += sum(self.data.behind(layout, elements))
             layers = self.model.config.layers / layout.pipeline

@@ -10,7 +10,7 @@ from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
-from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
+from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 
 MOST_CHANGES = 3  # that are made at once
 MOST_SIZES = 8  # of a microbatch or an axis that are tried
@@ -38,7 +38,7 @@ class Step:
         `MemoryModel`."""
         memory = MemoryModel.of(config, vocab_size, wide_products, on_host)
         section, whole = config.data_parallel, config.optimizer.has_matrices
-        most_zero = max(may_share(section, config.run.reproducible, whole))
+        most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)
         return cls(memory, config.layout, config.batch.global_size, most_zero, offloads)
 
@@ -110,7 +110,7 @@ def _least_state_bytes(step: Step) -> float:
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
-        train = model.layers * trained_elements(model)
+        _, train, _ = rank_elements(model, memory.vocab_size, model.layers, (True, True), 1)
         rest = count - train
         count, frozen = train, memory.least_frozen_bytes(step.layout, rest, model.layers, 1)
     return (count * memory.parameter_bytes(step.layout) + frozen) / step.model_ranks

@@ -14,7 +14,8 @@ from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
-from ptdmpi.plan.shape import matrices, parameters
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.low_bit import frozen_layer, frozen_places
 from ptdmpi.plan.shape.parameters import Linear
 
@@ -78,6 +79,9 @@ class StageMemory:
         self._splits = cache(self._split)
         self._elements = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
+        # what each rank of a shard group does where matrices are updated as wholes, by
+        # (zero, shards)
+        self.dealt = cache(self._counted_dealt)
         # inventory of the op table -> what one microbatch has of it in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
         # working memory of the op table -> what an op needs of it in a stage
@@ -106,11 +110,13 @@ class StageMemory:
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """`parameters.rank_elements` of a pipeline rank."""
-        placed, layers = cut.placed, self._splits(cut)
-        stages = placed.stages_of(rank)
-        own = sum(len(layers[stage]) for stage in stages)
-        ends = (0 in stages, placed.stages - 1 in stages)
-        return parameters.rank_elements(self.model, self.vocab_size, own, ends, tensor)
+        ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
+        return parameters.rank_elements(self.model, self.vocab_size, layers, ends, tensor)
+
+    def _ends(self, cut: Cut, rank: int) -> tuple[bool, bool]:
+        """Whether a pipeline rank has the first and the last stage."""
+        stages = cut.placed.stages_of(rank)
+        return 0 in stages, cut.placed.stages - 1 in stages
 
     def layer_count(self, cut: Cut, rank: int) -> int:
         """Layers of a pipeline rank."""
@@ -124,9 +130,10 @@ class StageMemory:
         in_full = -(-(frozen - layers * elements) // shards)
         return in_full * COMPUTE_BYTES[self.precision] + layers * packed
 
-    def matrix_elements(self, cut: Cut, tensor: int, rank: int) -> int:
-        """Elements of the matrices in a pipeline rank's layers."""
-        return self.layer_count(cut, rank) * matrices.matrix_elements(self.model, tensor)
+    def _counted_dealt(self, cut: Cut, tensor: int, rank: int, how: tuple[int, int]) -> list[Dealt]:
+        """`dealt` of a pipeline rank."""
+        ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
+        return dealt(self.model, self.vocab_size, layers, ends, tensor, how)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a

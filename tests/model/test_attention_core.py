@@ -141,7 +141,7 @@ def test_products_match_explicit(window, kv_heads, at_once, in_documents, precis
     numbers = random_numbers(2, 300) if in_documents else None
     scores = Scores(SIZE**-0.5, window=window)
     with (
-        mock.patch.object(kernels, "attention_by_products", return_value=True),
+        kernels.taken(kernels.HostWays(products=True)),
         mock.patch.object(attention_core, "BLOCK_SCORES", at_once),
         mock.patch.object(
             attention_core, "_weighted", side_effect=attention_core._weighted
@@ -149,6 +149,20 @@ def test_products_match_explicit(window, kv_heads, at_once, in_documents, precis
     ):
         check(300, kv_heads, precision, tolerance, scores, numbers)
     assert asked.call_count == 2  # forward and backward
+
+
+@pytest.mark.parametrize("whole_from", [300, 301])
+def test_the_library_takes_long_ones_at_once(whole_from):
+    """Where that is the quicker way; documents and windows are in blocks all the same."""
+    blocks, scores = attention_core._BlockedAttention, Scores(SIZE**-0.5)
+    with (
+        kernels.taken(kernels.HostWays(whole_from=whole_from)),
+        mock.patch.object(blocks, "forward", side_effect=blocks.forward) as asked,
+    ):
+        check(300, 4, "float32", 1e-5, scores, None)
+        assert asked.called == (whole_from > 300)
+        check(300, 4, "float32", 1e-5, scores, random_numbers(2, 300))
+        assert asked.called
 
 
 def test_products_of_half_types_are_hardly_less_exact_than_the_library():
@@ -166,7 +180,7 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library():
         return torch.autograd.grad(attention(*leaves, Scores(0.25)), leaves, dout.to(dtype))
 
     def errors(products):
-        with mock.patch.object(kernels, "attention_by_products", return_value=products):
+        with kernels.taken(kernels.HostWays(products=products)):
             found = gradients(attention_core.attention, torch.bfloat16)
         return [(mine - true).norm() / true.norm() for mine, true in zip(found, exact, strict=True)]
 
@@ -183,10 +197,10 @@ def test_the_table_of_ways_is_sound():
         assert isinstance(getattr(torch, entry["type"]), torch.dtype)
         assert entry["way"] in ("products", "library") and entry["measured"]
     for capabilities, products in ({}, False), ({"avx512_bf16": True}, True):
-        ask = kernels.attention_by_products.__wrapped__  # whatever was answered before
+        ask = kernels.usual_ways.__wrapped__  # whatever was answered before
         with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
-            assert ask("cpu", torch.bfloat16) == products
-            assert not ask("cuda", torch.bfloat16)
+            assert ask("cpu", torch.bfloat16).products == products
+            assert not ask("cuda", torch.bfloat16).products
 
 
 def test_documents_know_their_places():

@@ -1,23 +1,31 @@
-"""Which kernels attention is computed with: by a table, agreed, kept, and for a while."""
+"""Which kernels attention and linears are computed with: by a table, agreed, kept, for a while."""
 
 import json
+import math
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import pytest
+import tomlkit
 import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu.table import filled
 from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import choice
 from tests._runs import loop
 from tests.parallel import parallel
 
-TABLE = Path(kernels.__file__).parents[2] / "presets/kernels.toml"
+PRESETS = Path(kernels.__file__).parents[2] / "presets"
+TABLE = PRESETS / "kernels.toml"
+LONG = kernels.HostWays(whole_from=2048)
 CUDA = torch.device("cuda")
 GPU = (CUDA, torch.bfloat16)
 
@@ -49,12 +57,12 @@ def test_for_a_while_and_no_longer():
         int(SDPBackend.__members__[name]) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH")
     )
     q = torch.randn(1, 2, 8, 4)
-    with choice.attention_by(["cudnn", "flash"]):
+    with choice.computing_by({"attention": ["cudnn", "flash"]}):
         assert torch._C._get_sdp_priority_order()[:2] == [cudnn, flash]
         assert math in torch._C._get_sdp_priority_order()
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert torch._C._get_sdp_priority_order() == before
-    with choice.attention_by([]):
+    with choice.computing_by({}):
         assert torch._C._get_sdp_priority_order() == before
 
 
@@ -63,17 +71,28 @@ def test_all_ranks_agree_and_a_run_that_goes_on_keeps_to_it(comm, tmp_path):
     """What one of them lacks none makes use of; what the run had is not given up for a new one."""
     world, said = World(comm), []
     with on((9, 0), comm.rank == 0):
-        assert choice.agreed(world, tmp_path, GPU, (), said.append) == ["cudnn", "flash"]
+        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == [
+            "cudnn",
+            "flash",
+        ]
     assert said.pop() == "attention by cudnn, flash"
     with on((9, 0), True):
-        assert choice.agreed(world, tmp_path, GPU, ["flash"], said.append) == ["cudnn", "flash"]
+        before = {"attention": ["flash"]}
+        found = choice.agreed(world, tmp_path, GPU, before, said.append)
+        assert found == {"attention": ["cudnn", "flash"]}
     with on((8, 0), True):
-        assert choice.agreed(world, tmp_path, GPU, (), said.append) == ["flash"]
+        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == ["flash"]
     assert "before also by cudnn, which is not here: other bits; " in said.pop()
     with on((9, 0), True):  # back where it was
-        assert choice.agreed(world, tmp_path, GPU, (), said.append) == ["cudnn", "flash"]
-        assert said.pop().endswith('run.kernels = "anew" takes what is quickest here: fa3, cudnn')
-        assert choice.agreed(world, tmp_path, GPU, None, said.append) == ["fa3", "cudnn", "flash"]
+        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == [
+            "cudnn",
+            "flash",
+        ]
+        assert said.pop().endswith(
+            'run.kernels = "anew" takes what is quickest here: fa3, cudnn, flash'
+        )
+        anew = choice.agreed(world, tmp_path, GPU, None, said.append)
+        assert anew["attention"] == ["fa3", "cudnn", "flash"]
 
 
 @parallel(ranks=[2])
@@ -81,48 +100,107 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     """Whatever their processors would take; as before on another processor, unless asked anew."""
     world, said = World(comm), []
     host = (torch.device("cpu"), torch.bfloat16)
+    ours = kernels.HostWays(True, math.inf, 64, math.inf)
 
-    def ways(products: bool, folder: str, before: tuple[str, ...] | None) -> list[str]:
-        with mock.patch.object(kernels, "attention_by_products", lambda *asked: products):
-            found = choice.agreed(world, tmp_path / folder, host, before, said.append)
-            with choice.attention_by(found):
-                assert kernels.by_products("cpu", torch.bfloat16) == (found[0] == "products")
-            assert kernels.by_products("cpu", torch.bfloat16) == products
-            return found
+    def ways(here: kernels.HostWays, folder: str, before: dict[str, list[str]] | None) -> str:
+        measured = mock.patch.object(kernels, "measured_ways", lambda *asked: here)
+        with measured, mock.patch.object(kernels, "has_fused", lambda: True):
+            kinds = choice.agreed(world, tmp_path / folder, host, before, said.append)
+        with choice.computing_by(kinds):
+            settled = kernels.ways("cpu", torch.bfloat16)
+            assert choice.written(settled) == kinds and settled in (ours, LONG)
+        assert kernels.ways("cpu", torch.bfloat16) == kernels.usual_ways("cpu", torch.bfloat16)
+        return kinds["attention"][0]
 
     if comm.rank == 0:
         for name in "ab":
             (tmp_path / name).mkdir()
-    assert ways(comm.rank == 0, "a", ()) == ["products", "library"] and said == []
-    assert ways(False, "a", ()) == ["products", "library"]
+    assert ways(LONG if comm.rank else ours, "a", {}) == "products"
+    assert said.pop() == "attention by products, linear by onednn:64:inf"
+    assert ways(LONG, "a", {}) == "products"
     assert said.pop() == (
-        'attention by products, as before; run.kernels = "anew" takes what is quickest here: '
-        "library"
+        "attention by products (as before; quickest here: library:2048), "
+        "linear by onednn:64:inf (as before; quickest here: library); "
+        'run.kernels = "anew" takes what is quickest'
     )
-    assert ways(False, "b", ("products", "library"))[0] == "products"  # of a checkpoint elsewhere
-    assert ways(False, "b", ())[0] == "products"
-    assert ways(False, "b", None)[0] == ways(True, "b", ())[0] == "library"
-    assert len(said) == 3
+    assert ways(LONG, "b", choice.written(ours)) == "products"  # of a checkpoint elsewhere
+    assert ways(LONG, "b", {}) == "products"
+    assert ways(LONG, "b", None) == ways(ours, "b", {}) == "library:2048"
+    # what a device took says nothing of a host
+    (tmp_path / "b" / choice.FILE).write_text('{"attention": ["flash"]}')
+    comm.barrier()
+    assert ways(ours, "b", {}) == "products"
+
+
+@parallel(ranks=[1])
+def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
+    """A checkpoint, or a run directory, of before there was a choice: its bits repeat."""
+    world, said, host = World(comm), [], (torch.device("cpu"), torch.float32)
+    before = {"attention": ["library", "products"]}
+    here = kernels.HostWays(output=8)
+    with (
+        mock.patch.object(kernels, "measured_ways", lambda *asked: here),
+        mock.patch.object(kernels, "has_fused", lambda: True),
+    ):
+        found = choice.agreed(world, tmp_path, host, before, said.append)
+        assert found == {"attention": ["library"], "linear": ["library"]}
+        assert "linear by library (as before; quickest here: onednn:8:inf)" in said.pop()
+        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
+        (tmp_path / choice.FILE).write_text(json.dumps(before))
+        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
+        anew = choice.agreed(world, tmp_path, host, None, said.append)
+        assert anew["linear"] == ["onednn:8:inf"]
+    with mock.patch.object(kernels, "has_fused", lambda: False):
+        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
+    assert "for onednn:8:inf is not here: other bits than before" in said.pop()
 
 
 @parallel(ranks=[1])
 def test_a_checkpoint_takes_it_along(comm, tmp_path):
     """To a run of another directory, on a processor that would choose otherwise."""
     changes = {"run.steps": 1, "checkpoint.every_steps": 1, "optimizer.decay": "constant"}
-    products = mock.patch.object(kernels, "attention_by_products", lambda *asked: True)
-    with products, loop(comm, tmp_path, changes) as made:
+
+    def here(way: kernels.HostWays) -> Any:
+        return mock.patch.object(kernels, "measured_ways", lambda *asked: way)
+
+    with here(kernels.HostWays(products=True)), loop(comm, tmp_path, changes) as made:
         made.run()
     (manifest,) = (tmp_path / "run/checkpoints").glob("*/manifest.json")
-    assert json.loads(manifest.read_text())["kernels"] == ["products", "library"]
+    assert json.loads(manifest.read_text())["kernels"]["attention"] == ["products"]
     again = {"run.dir": str(tmp_path / "other"), "checkpoint.resume": str(tmp_path / "run")}
-    with mock.patch.object(kernels, "attention_by_products", lambda *asked: False):
+    with here(LONG):
         with loop(comm, tmp_path, changes | again | {"run.steps": 2}) as made:
             made.run()
         with loop(comm, tmp_path, changes | {"run.steps": 2, "run.kernels": "anew"}) as made:
             made.run()
-    assert "attention by products, as before; " in (tmp_path / "other/log.txt").read_text()
+    assert "attention by products (as before; " in (tmp_path / "other/log.txt").read_text()
     kept = [(tmp_path / name / choice.FILE).read_text() for name in ("other", "run")]
-    assert [json.loads(one)["attention"][0] for one in kept] == ["products", "library"]
+    assert [json.loads(one)["attention"] for one in kept] == [["products"], ["library:2048"]]
+
+
+@parallel(ranks=[2])
+def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
+    """`run.cluster` is a file of `ptdmpi probe`; one that is not there ends the run at once."""
+    path = tmp_path / "here.toml"
+    entry = {"capability": "", "type": "float32", "measured": "by hand"}
+    own = {"attention": [entry | {"way": "products"}], "linear": [entry | {"output": 9}]}
+    cluster = tomllib.loads((PRESETS / "clusters/cpu-avx2.toml").read_text())
+    if comm.rank == 0:
+        path.write_text(tomlkit.dumps(cluster | {"kernels": own}))
+    comm.barrier()
+    changes = {"run.steps": 1, "run.cluster": str(path)}
+    with loop(comm, tmp_path, changes) as made:
+        made.run()
+    linear = "onednn:9:inf" if kernels.has_fused() else "library"
+    kept = json.loads((tmp_path / "run" / choice.FILE).read_text())
+    assert kept == {"attention": ["products"], "linear": [linear]}
+    changes = {"run.cluster": str(tmp_path / "none.toml"), "run.dir": str(tmp_path / "other")}
+    with (
+        pytest.raises(InputError, match=r"none\.toml: No such file"),
+        loop(comm, tmp_path, changes),
+    ):
+        pass
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_table_is_filled_with_what_was_measured():

@@ -15,16 +15,18 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.model import kernels as model_kernels
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
-from ptdmpi.probe import bench, kernels
+from ptdmpi.probe import bench, kernels, ways
 from ptdmpi.probe.bench import ProbeError
 from ptdmpi.probe.layers import ProbedModel
 from ptdmpi.probe.machine import Effort, probe
+from ptdmpi.probe.ways import TimedSizes
 from tests.parallel import mpirun, parallel
 
 TINY = Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
     (1 << 8, 1 << 12, 1 << 17),
     (ProbedModel(2, 16, 8, 8, 64, 1), ProbedModel(2, 32, 8, 16, 64, 2)),
+    TimedSizes((130, 140), 2, 4, ((2, 4, 8), (4, 8, 16))),
 )
 
 
@@ -50,7 +52,7 @@ def run(comm, told=None, **changes):
 def test_what_is_probed_prices_layouts(comm):
     told = Told()
     tree, found = run(comm, told)
-    assert len(told.phases) == 5 and all(done == total for total, done in told.phases.values())
+    assert len(told.phases) == 6 and all(done == total for total, done in told.phases.values())
     assert len(set(map(str, comm.allgather((tree, found))))) == 1
     cluster = Cluster.model_validate(tomllib.loads(tomlkit.dumps(tree)))
     assert cluster.node.devices == comm.size
@@ -61,7 +63,47 @@ def test_what_is_probed_prices_layouts(comm):
     for layout in (Layout(1, comm.size, 1), Layout(comm.size, 1, 1), Layout(1, 1, comm.size)):
         assert 0 < pricer.price(layout).step_time_s < 100
     words = dict(found)
+    own = cluster.kernels.entries()
+    assert len(own["attention"]) == len(own["linear"]) == 1 and "causal attention by" in words
     assert "GB/s" in words["memory"] and "layers over 1 rank" in words
+
+
+class Times:
+    """Stands in for a Bench: some time of each way, by the sizes that a tensor of it has."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def work_s(self, work):
+        work()
+        settled = model_kernels.ways("cpu", torch.float32)
+        return self.times(settled)
+
+    def check(self, right, what):
+        assert right, what
+
+    def note(self, name, value):
+        pass
+
+
+@pytest.mark.skipif(not model_kernels.has_fused(), reason="this torch is without oneDNN")
+def test_the_quickest_ways_are_what_a_run_then_takes():
+    """Products where they beat the better of the library's two ways at the lengths together;
+    oneDNN, and the library at once, from where they are the quicker at all sizes above."""
+
+    def found(times):
+        own = ways.entries(Times(times), torch.float32, TINY.ways)
+        assert "130, 140 positions" in own["attention"][0]["measured"]
+        return model_kernels.measured_ways(torch.float32, own)
+
+    slow_products = ways.ATTENTION["products"]
+    assert found(lambda way: 0.9 if way == slow_products else 1.0).products
+    assert found(lambda way: 0.98 if way != ways.LIBRARY else 1.0) == ways.LIBRARY  # chance
+    assert found(lambda way: 0.9 if way == ways.ATTENTION["whole"] else 1.0).whole_from == 130
+    quick = found(lambda way: 0.9 if way == ways.ONEDNN else 1.0)
+    assert (quick.output, quick.input_gradient) == (64, 64)
+    assert ways._from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3
+    assert ways._from([2, 1], [1, 1], [2, 0.5]) is None
 
 
 @parallel(ranks=[2])
@@ -81,7 +123,7 @@ def test_wrong_results_end_the_probe_on_every_rank(comm):
     ):
         run(comm)
     with (
-        patch.object(model_kernels, "linear", lambda x, w: right_product(x, w) / 2),
+        patch.object(model_kernels, "linear", lambda x, w, *bias: right_product(x, w, *bias) / 2),
         pytest.raises(ProbeError, match=r"product 16 x 16 x 16 is wrong on ranks 0, 1"),
     ):
         run(comm)

@@ -7,17 +7,14 @@ the runner needs no such cases. Its boundary owns the form in which activations 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Arrival, Batch, Departure
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.parameters import Parameter
@@ -72,27 +69,6 @@ class Boundary:
         return received.view(self.shape)
 
 
-class Arrival:
-    """A stage's input as its graph has it: nothing of the input, and in the end its gradient."""
-
-    gradient: Tensor | None = None
-
-
-class _Arrive(Function):
-    """The input as a value of the stage's own graph. As a leaf it would stay until its gradient is
-    there, and so in vain where a first layer keeps but a share of it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
-        ctx.arrival = arrival
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, None, None]:
-        ctx.arrival.gradient = dx
-        return None, None, None
-
-
 class Stage(nn.Module):
     """Layers [begin, end) of the model, with the embedding before layer 0 and the head after the
     last one.
@@ -126,7 +102,7 @@ class Stage(nn.Module):
         self.order_losses: dict[int, Tensor] = {}
         self.right: dict[int, Tensor] = {}  # samples that were classified right
         self._batches: dict[int, Batch] = {}
-        self._in_flight: dict[int, tuple[Arrival | None, GradientEdge]] = {}
+        self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def _make_head(self, model: ModelConfig, vocab_size: int) -> None:
@@ -331,7 +307,7 @@ class Stage(nn.Module):
         arrival = None
         if x is not None and training:
             arrival = Arrival()
-            x = _Arrive.apply(x.new_empty(0, requires_grad=True), x, arrival)
+            x = arrival.begin(x)
         y = self.hidden(batch, x, self._step)
         if isinstance(self.sentence, Classes):
             y, right = self._classified(batch, y)
@@ -345,7 +321,7 @@ class Stage(nn.Module):
             self.losses[microbatch] = y.detach()
         if training and not self._idle:
             # only the graph is kept: the output itself can go once it has been passed on
-            self._in_flight[microbatch] = (arrival, get_gradient_edge(y))
+            self._in_flight[microbatch] = (arrival, Departure(y))
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
@@ -357,13 +333,13 @@ class Stage(nn.Module):
         """
         if self._idle:
             return None
-        arrival, output = self._in_flight.pop(microbatch)
+        arrival, departure = self._in_flight.pop(microbatch)
         if self.last:
             # nobody hands the loss a gradient: it is its weight in the mean over the global batch
             dy = torch.full_like(self.losses[microbatch], self._loss_scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])
-        torch.autograd.backward(output, dy)
+        departure.backward(dy)
         if self.walk is not None:
             self.walk.finish()
         return None if arrival is None else arrival.gradient

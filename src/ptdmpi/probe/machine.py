@@ -2,6 +2,8 @@
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +14,13 @@ from ptdmpi.base.words import counted
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.model.kernels import widens
+from ptdmpi.model.kernels import measured_ways, taken, widens
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
-from ptdmpi.probe import kernels, messages
+from ptdmpi.probe import kernels, messages, ways
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
@@ -41,10 +43,11 @@ class Effort:
     extent: kernels.Extent
     sizes_bytes: tuple[int, ...]
     cases: tuple[ProbedModel, ...]
+    ways: ways.TimedSizes | None  # None: not timed, as on a device, whose table `make gpu` fills
 
 
-CPU_EFFORT = Effort(kernels.CPU, messages.SIZES_BYTES, CPU_CASES)
-GPU_EFFORT = Effort(kernels.GPU, messages.SIZES_BYTES, GPU_CASES)
+CPU_EFFORT = Effort(kernels.CPU, messages.SIZES_BYTES, CPU_CASES, ways.TimedSizes())
+GPU_EFFORT = Effort(kernels.GPU, messages.SIZES_BYTES, GPU_CASES, None)
 
 
 def probe(
@@ -68,38 +71,54 @@ def probe(
     # what the program takes is not there for tensors, but is part of what a run is seen to use
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
-    with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
-        launch = kernels.launch_s(bench)
-        gemm = kernels.products(bench, compute, extent.sides, launch)
-    with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
-        stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
-        attention = kernels.attention(bench, compute, extent, launch)
-        elementwise = kernels.elementwise(bench, alone, compute, extent, launch)
-    tree = {
-        "name": f"probed-{world.processes[0].host}",
-        "device": _device(bench, precision, gemm, stream, memory + program)
-        | {"kernel_s": launch, "runtime_bytes": float(program)},
-        "node": _node(world),
-        "software": TRAINER.model_dump()
-        | {
-            "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
-            "overlap_pipeline": messages.overlaps(bench, world),
-            "wide_products": widens(device.type, compute),
-        },
-        "efficiency": dict(WHOLE),
-        "measured": {
-            "asynchronous": device.type == "cuda",
-            "step_s": 0.0,
-            "update_s_per_element": 0.0,
-            "gemm": gemm,
-            "stream": stream,
-            "attention": attention,
-            "seconds_per_element": elementwise,
-            "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
-        },
-    }
-    tree = Layers(bench, world, precision, effort.cases).fit(tree)
+    with _quickest_ways(bench, compute, effort.ways) as own:
+        with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
+            launch = kernels.launch_s(bench)
+            gemm = kernels.products(bench, compute, extent.sides, launch)
+        with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
+            stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
+            attention = kernels.attention(bench, compute, extent, launch)
+            elementwise = kernels.elementwise(bench, alone, compute, extent, launch)
+        tree = {
+            "name": f"probed-{world.processes[0].host}",
+            "device": _device(bench, precision, gemm, stream, memory + program)
+            | {"kernel_s": launch, "runtime_bytes": float(program)},
+            "node": _node(world),
+            "software": TRAINER.model_dump()
+            | {
+                "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
+                "overlap_pipeline": messages.overlaps(bench, world),
+                "wide_products": any(widens(device.type, k) for k in (compute, torch.bfloat16)),
+            },
+            "efficiency": dict(WHOLE),
+            "kernels": own,
+            "measured": {
+                "asynchronous": device.type == "cuda",
+                "step_s": 0.0,
+                "update_s_per_element": 0.0,
+                "gemm": gemm,
+                "stream": stream,
+                "attention": attention,
+                "seconds_per_element": elementwise,
+                "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
+            },
+        }
+        tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.found
+
+
+@contextmanager
+def _quickest_ways(
+    bench: Bench, dtype: torch.dtype, sizes: ways.TimedSizes | None
+) -> Iterator[dict[str, Any]]:
+    """Entries of how a run is to compute here, by which all else is then measured."""
+    if sizes is None:
+        yield {}
+        return
+    with bench.phase("ways of attention and linears", sizes.measurements):
+        found = ways.entries(bench, dtype, sizes)
+    with taken(measured_ways(dtype, found)):
+        yield found
 
 
 def _program_bytes(compute: torch.dtype) -> int:

@@ -10,11 +10,12 @@ wants; such an operation is one Function here that keeps its input alone.
 """
 
 import contextlib
+import math
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +25,17 @@ from torch.autograd import Function
 from ptdmpi.model.parameters import Parameter
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
+FUSED_TYPES = (torch.float32, torch.bfloat16)
 
-_answers: list[Callable[..., bool]] = []
+_answers: list[Callable[..., Any]] = []
 
 
-def _asked_once(ask: Callable[..., bool]) -> Callable[..., bool]:
+def _asked_once(ask: Callable[..., Any]) -> Callable[..., Any]:
     """`ask`, to which a machine always answers the same."""
     known = cache(ask)
 
     @wraps(ask)  # a plain function: a compiler looks through a cache, and says so
-    def answer(*arguments: Any) -> bool:
+    def answer(*arguments: Any) -> Any:
         return known(*arguments)
 
     _answers.append(answer)
@@ -53,32 +55,67 @@ def widens(device_type: str, dtype: torch.dtype) -> bool:
     return not any(capabilities.get(name, False) for name in native[dtype])
 
 
-@_asked_once
-def attention_by_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether causal attention is taken by matrix products here, and not by the library's fused
-    kernel: as a table of measurements has it, by what the processor can do."""
-    if device_type != "cpu":
-        return False
+class HostWays(NamedTuple):
+    """How a host computes. Causal attention by matrix products, or by the library's kernel: in
+    blocks of queries, from `whole_from` positions on at once. x W^T + b and dy W by oneDNN's one
+    call, from so many products of two numbers on, and not by what the library calls for a product
+    and then for the bias."""
+
+    products: bool = False
+    whole_from: float = math.inf
+    output: float = math.inf
+    input_gradient: float = math.inf
+
+
+Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's, by kind
+
+
+def measured_ways(dtype: torch.dtype, own: Entries) -> HostWays:
+    """What this host takes for operands of a type: by the first entry that fits it, of `own` and
+    then of the table; where none does, the library's way."""
+    attention, linear = (_entry(kind, dtype, own) for kind in ("attention", "linear"))
+    never = not has_fused()
+    return HostWays(
+        attention.get("way") == "products",
+        float(attention.get("whole_from", math.inf)),
+        math.inf if never else float(linear.get("output", math.inf)),
+        math.inf if never else float(linear.get("input_gradient", math.inf)),
+    )
+
+
+def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
     has = torch.cpu.get_capabilities()
-    for entry in table()["attention"]:
+    for entry in (*own.get(kind, ()), *table()[kind]):
         known = not entry["capability"] or has.get(entry["capability"], False)
-        if known and dtype == getattr(torch, entry["type"]):
-            return bool(entry["way"] == "products")
-    return False
+        named = str(has.get("cpu_name", "")).startswith(entry.get("cpu", ""))
+        if known and named and dtype == getattr(torch, entry["type"]):
+            return entry
+    return {}
 
 
-_taken: list[bool] = []  # by the run that is going on, whatever this machine would take
+@_asked_once
+def usual_ways(device_type: str, dtype: torch.dtype) -> HostWays:
+    """What is taken without a run that has settled on its ways."""
+    return HostWays() if device_type != "cpu" else measured_ways(dtype, {})
 
 
-def by_products(device_type: str, dtype: torch.dtype) -> bool:
-    """`attention_by_products`, unless a run has settled on its way (`taken`)."""
-    return _taken[-1] if _taken else attention_by_products(device_type, dtype)
+def has_fused() -> bool:
+    """Whether torch has that call."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+_taken: list[HostWays] = []  # by the run that is going on, whatever this machine would take
+
+
+def ways(device_type: str, dtype: torch.dtype) -> HostWays:
+    """`usual_ways`, unless a run has settled on its own (`taken`)."""
+    return _taken[-1] if _taken else usual_ways(device_type, dtype)
 
 
 @contextlib.contextmanager
-def taken(products: bool) -> Iterator[None]:
-    """Causal attention on the host by products, or not, for as long as it lasts, process-wide."""
-    _taken.append(products)
+def taken(settled: HostWays) -> Iterator[None]:
+    """The host computes so for as long as it lasts, process-wide."""
+    _taken.append(settled)
     try:
         yield
     finally:
@@ -96,7 +133,7 @@ def adds_wide(device_type: str) -> bool:
     return False
 
 
-def settle(constant: Callable[[Callable[..., bool]], object]) -> None:
+def settle(constant: Callable[[Callable[..., Any]], object]) -> None:
     """Tell a compiler, by `constant`, what a machine answers the same whenever it is asked."""
     for answer in _answers:
         constant(answer)
@@ -122,6 +159,8 @@ def widened(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
     weight = operand(weight)
+    if _fused(x, weight, "output") and (bias is not None or x.dtype == torch.float32):
+        return linear_by_onednn(x, weight, bias)
     if not widens(x.device.type, x.dtype):
         return F.linear(x, weight, bias)
     bias = None if bias is None else bias.float()
@@ -130,7 +169,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     """dy W: dy [..., o], weight [o, i] -> [..., i]."""
-    return (widened(dy) @ widened(operand(weight))).to(dy.dtype)
+    weight = operand(weight)
+    if _fused(dy, weight, "input_gradient"):
+        return linear_by_onednn(dy, weight.t(), None)
+    return (widened(dy) @ widened(weight)).to(dy.dtype)
+
+
+def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, the bias added where the product is: torch's own call copies it to all rows of the
+    result first. It has no gradient of its own: for what a Function computes."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+def _fused(x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
+    """Whether oneDNN's one call takes the product of x [..., i] and a matrix."""
+    if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
+        return False
+    settled = ways("cpu", x.dtype)
+    least = settled.output if which == "output" else settled.input_gradient
+    return x.shape[:-1].numel() * weight.numel() >= least
 
 
 def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:

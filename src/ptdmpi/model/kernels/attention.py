@@ -61,7 +61,7 @@ def attention(
     if limited and not _in_blocks(q):
         return _attention_at_once(q, k, v, scores, documents)
     q_, k_, v_ = (widened(part) for part in (q, k, v))
-    if limited or (scores.causal and not grouped and _long_on_cpu(q)):
+    if limited or (scores.causal and not grouped and _long_on_cpu(q) and not _whole(q)):
         out = _BlockedAttention.apply(q_, k_, v_, scores, documents)
     else:
         out = F.scaled_dot_product_attention(
@@ -72,7 +72,11 @@ def attention(
 
 def _by_products(q: Tensor, scores: Scores) -> bool:
     # a graph has no blocks, and is not asked
-    return scores.causal and _long_on_cpu(q) and kernels.by_products(q.device.type, q.dtype)
+    return scores.causal and _long_on_cpu(q) and kernels.ways(q.device.type, q.dtype).products
+
+
+def _whole(q: Tensor) -> bool:
+    return q.shape[2] >= kernels.ways(q.device.type, q.dtype).whole_from
 
 
 def _in_blocks(q: Tensor) -> bool:

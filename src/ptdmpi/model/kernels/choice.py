@@ -1,12 +1,13 @@
-"""Which kernel attention is computed with, on a device or on the host: by a table of measurements,
-the same on all ranks, and kept with the run and its checkpoints, so that a run that goes on repeats
-its bits, on another processor as well."""
+"""Which kernels attention and linears are computed with, on a device or on the host: by a table of
+measurements, the same on all ranks, and kept with the run and its checkpoints, so that a run that
+goes on repeats its bits, on another processor as well."""
 
 import contextlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from ptdmpi.model.kernels import table
 FILE = "kernels.json"  # in the run directory
 # as the table has them -> as torch.nn.attention.SDPBackend does; FlashAttention 3 takes 2's place
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-HOST = ("products", "library")  # every processor can do both
+# Of each kind, quickest first. A host has one of each: "products", "library" or "library:1024" (at
+# once from 1024 positions on), "library" or "onednn:output:input_gradient", as `HostWays` has them.
+Ways = Mapping[str, Sequence[str]]
+ON_HOSTS = {"attention": ("products", "library"), "linear": ("onednn", "library")}
 # what no other takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 
@@ -33,13 +37,6 @@ def offered(device: torch.device) -> list[str]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
             return [way for way in entry["ways"] if way != "fa3" or _has_fa3()]
     return []
-
-
-def _quickest(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The ways that this rank has, quickest first by the table."""
-    if device.type != "cpu":
-        return offered(device)
-    return list(HOST if kernels.attention_by_products("cpu", dtype) else reversed(HOST))
 
 
 def _capability(device: torch.device) -> str:
@@ -61,53 +58,114 @@ def agreed(
     world: World,
     folder: Path,
     computing: tuple[torch.device, torch.dtype],
-    before: Sequence[str] | None,
+    before: Ways | None,
     say: Callable[[str], None],
-) -> list[str]:
+    own: kernels.Entries | None = None,
+) -> dict[str, list[str]]:
     """The ways of this run on all its ranks: those that the run directory `folder` has kept, else
     those of the checkpoint `before` it, as far as every rank has them; else, and where `before` is
-    None, those of the table, which it keeps from now on. What is to be known of that goes to
-    `say`. `computing`: where, and in which type."""
+    None, the quickest by the entries `own` and the table, which it keeps from now on. What is to be
+    known of that goes to `say`. `computing`: where, and in which type."""
     device, dtype = computing
-    here = world.control.allgather(_quickest(device, dtype))
-    shared = [way for way in here[0] if all(way in ways for ways in here)]
     found = world.on_root(lambda: _kept(folder))
-    kept = [] if before is None else found or list(before)
-    stays = kept or shared
-    if stays:
-        world.on_root(lambda: write_whole(folder / FILE, json.dumps({"attention": stays})))
-    if stays == shared:
-        if shared and device.type != "cpu":  # of the host only what it would not do by itself
-            say(f"attention by {', '.join(shared)}")
-        return shared
-    ways = [way for way in kept if way in shared]
-    gone = [way for way in kept if way not in ways]
-    lost = f"; before also by {', '.join(gone)}, which is not here: other bits" if gone else ""
-    told = ways[:1] if device.type == "cpu" else ways
-    own = ", ".join(shared[: len(told) or None]) or "what torch chooses"
-    say(
-        f"attention by {', '.join(told) or 'what torch chooses'}, as before{lost}; "
-        f'run.kernels = "anew" takes what is quickest here: {own}'
-    )
+    known = {} if before is None else found or before
+    if device.type == "cpu":
+        stays = ways = _on_hosts(
+            world, written(kernels.measured_ways(dtype, own or {})), known, say
+        )
+    else:
+        stays, ways = _on_devices(world, device, known, say)
+    if any(stays.values()):
+        world.on_root(lambda: write_whole(folder / FILE, json.dumps(stays)))
     return ways
 
 
-def _kept(folder: Path) -> list[str] | None:
+def _on_hosts(
+    world: World, here: dict[str, list[str]], known: Ways, say: Callable[[str], None]
+) -> dict[str, list[str]]:
+    """Every rank computes as the first would, or as before; but all have the library's ways."""
+    has_onednn = all(world.control.allgather(kernels.has_fused()))
+    quickest: dict[str, list[str]] = world.control.bcast(here)
+    kept = {
+        kind: [way for way in known.get(kind, ()) if way.partition(":")[0] in names]
+        for kind, names in ON_HOSTS.items()
+    }
+    ways, told, changed = {}, [], False
+    for kind, fresh in quickest.items():
+        # a run of before there was a choice keeps to the library, so that its bits repeat
+        wanted = (kept[kind] or ["library"] if kept["attention"] else fresh)[0]
+        lost = wanted.startswith("onednn") and not has_onednn
+        ways[kind] = ["library" if lost else wanted]
+        told.append(f"{kind} by {ways[kind][0]}")
+        if lost:
+            told[-1] += f", for {wanted} is not here"
+            told[-1] += ": other bits than before" if kept["attention"] else ""
+        elif ways[kind] != fresh:
+            changed = True
+            told[-1] += f" (as before; quickest here: {fresh[0]})"
+    say(", ".join(told) + ('; run.kernels = "anew" takes what is quickest' if changed else ""))
+    return ways
+
+
+def _on_devices(
+    world: World, device: torch.device, known: Ways, say: Callable[[str], None]
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """(what the run keeps, what it takes now): what one rank lacks none makes use of."""
+    here = world.control.allgather(offered(device))
+    shared = [way for way in here[0] if all(way in other for other in here)]
+    kept = [way for way in known.get("attention", ()) if way in BACKENDS]
+    if not kept or kept == shared:
+        if shared:
+            say(f"attention by {', '.join(shared)}")
+        return {"attention": shared}, {"attention": shared}
+    ways = [way for way in kept if way in shared]
+    gone = [way for way in kept if way not in ways]
+    lost = f"; before also by {', '.join(gone)}, which is not here: other bits" if gone else ""
+    anew = ", ".join(shared) or "what torch chooses"
+    say(
+        f"attention by {', '.join(ways) or 'what torch chooses'}, as before{lost}; "
+        f'run.kernels = "anew" takes what is quickest here: {anew}'
+    )
+    return {"attention": kept}, {"attention": ways}
+
+
+def written(ways: kernels.HostWays) -> dict[str, list[str]]:
+    """As a run keeps them."""
+    attention = "products" if ways.products else "library"
+    if not ways.products and ways.whole_from < math.inf:
+        attention += f":{ways.whole_from:.0f}"
+    least = ways.output, ways.input_gradient
+    linear = "library" if least == (math.inf, math.inf) else f"onednn:{least[0]:.0f}:{least[1]:.0f}"
+    return {"attention": [attention], "linear": [linear]}
+
+
+def _read(attention: str, linear: str) -> kernels.HostWays:
+    """What `written` wrote; of before sizes were kept, all sizes."""
+    name, _, whole_from = attention.partition(":")
+    least = linear.partition(":")[2].split(":") if ":" in linear else ("0", "0")
+    if not linear.startswith("onednn"):
+        least = ("inf", "inf")
+    return kernels.HostWays(name == "products", float(whole_from or "inf"), *map(float, least))
+
+
+def _kept(folder: Path) -> Ways | None:
     try:
-        return list(json.loads((folder / FILE).read_text(encoding="utf-8"))["attention"])
-    except (OSError, ValueError, KeyError):
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager
-def attention_by(ways: Sequence[str]) -> Iterator[None]:
-    """Attention by the first of `ways` that can do it; without any, as torch chooses.
-    Process-wide for as long as it lasts, in whatever thread."""
+def computing_by(kinds: Ways) -> Iterator[None]:
+    """The host by its ways, a device by the first of attention that can do it; without any, as
+    torch chooses. Process-wide for as long as it lasts, in whatever thread."""
+    ways = kinds.get("attention", ())
     if not ways:
         yield
         return
-    if ways[0] in HOST:
-        with kernels.taken(ways[0] == "products"):
+    if "linear" in kinds:
+        with kernels.taken(_read(ways[0], kinds["linear"][0])):
             yield
         return
     attention: Any = importlib.import_module("torch.nn.attention")

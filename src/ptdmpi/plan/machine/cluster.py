@@ -5,7 +5,6 @@ what real software makes of them.
 """
 
 import difflib
-import itertools
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -13,14 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.section import Positive, Section
 from ptdmpi.plan.machine.amounts import Amount, Delay, NotNegative, PositiveNumber, Triple
+from ptdmpi.plan.machine.probed import KernelWays, Measured
 
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
@@ -153,95 +153,8 @@ class Efficiency(Section):
     collective_s: Delay
 
 
-def _ascending(sizes: tuple[float, ...]) -> tuple[float, ...]:
-    if any(b <= a for a, b in itertools.pairwise(sizes)):
-        raise ValueError("must ascend")
-    return sizes
-
-
-Numbers = Annotated[tuple[PositiveNumber, ...], Field(min_length=1, strict=False)]
-Ascending = Annotated[Numbers, AfterValidator(_ascending)]
-Pair = Annotated[tuple[PositiveNumber, PositiveNumber], Field(strict=False)]
-Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
-
-
-class Gemm(Section):
-    """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
-    k[l]."""
-
-    m: Ascending
-    n: Ascending
-    k: Ascending
-    flops_per_s: Annotated[tuple[Rates, ...], Field(min_length=1, strict=False)]
-
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
-        shape = (len(self.m), len(self.n), len(self.k))
-        found = {(len(self.flops_per_s), len(a), len(b)) for a in self.flops_per_s for b in a}
-        if found != {shape}:
-            raise ValueError(f"flops_per_s must be of {' x '.join(map(str, shape))} numbers")
-        return self
-
-
-class Stream(Section):
-    """Rate of a kernel that moves so many bytes, those read and those written."""
-
-    moved_bytes: Ascending
-    bytes_per_s: Numbers
-
-    @model_validator(mode="after")
-    def _paired(self) -> Self:
-        if len(self.moved_bytes) != len(self.bytes_per_s):
-            raise ValueError("moved_bytes and bytes_per_s must be of one length")
-        return self
-
-
-class AttentionTimes(Section):
-    """Seconds per score that is computed, at two sizes of a head."""
-
-    head_sizes: Annotated[Pair, AfterValidator(_ascending)]
-    forward_s_per_score: Pair
-    backward_s_per_score: Pair
-
-
-class Messages(Section):
-    """Seconds of a collective over `ranks`, which stand on `nodes` (1, or each on its own), by the
-    bytes of the whole tensor; "send": of one message, while one comes the other way."""
-
-    collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
-    ranks: Annotated[int, Field(ge=2)]
-    nodes: Positive
-    sizes_bytes: Ascending
-    seconds: Numbers
-
-    @model_validator(mode="after")
-    def _paired(self) -> Self:
-        if len(self.sizes_bytes) != len(self.seconds):
-            raise ValueError("sizes_bytes and seconds must be of one length")
-        return self
-
-
-class Measured(Section):
-    """What `ptdmpi probe` measured, which then counts in place of the data sheets.
-
-    `asynchronous`: the host is ahead of the device, so that launches are hidden behind kernels. A
-    step takes `step_s` beside its kernels and messages, and `update_s_per_element` for each
-    parameter of a rank: its gradient's norm, clipping, AdamW.
-    `seconds_per_element`: of an activation function ("gelu", "gelu_backward"), a norm, the loss.
-    """
-
-    asynchronous: bool
-    gemm: Gemm
-    stream: Stream
-    attention: AttentionTimes
-    seconds_per_element: dict[str, PositiveNumber]
-    messages: Annotated[tuple[Messages, ...], Field(strict=False)]
-    step_s: NotNegative
-    update_s_per_element: NotNegative
-
-
 class Cluster(Section):
-    """All that a prediction needs to know of a machine."""
+    """All that a prediction needs to know of a machine; `kernels`: how a run computes there."""
 
     name: str
     device: Device
@@ -250,6 +163,7 @@ class Cluster(Section):
     efficiency: Efficiency
     host: Host = Host()
     measured: Measured | None = None
+    kernels: KernelWays = KernelWays()
 
     @property
     def on_host(self) -> bool:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.plan.machine.cluster import Cluster, Measured, Messages
+from ptdmpi.plan.machine.cluster import Cluster
 from ptdmpi.plan.machine.kernels import Group, Machine
+from ptdmpi.plan.machine.probed import Measured, Messages
 
 
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:

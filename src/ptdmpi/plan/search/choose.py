@@ -117,7 +117,7 @@ def choose(
     whole = config.optimizer.has_matrices
     space = Space(
         ranks,
-        zero=may_share(config.data_parallel, config.run.reproducible, whole),
+        zero=may_share(config.data_parallel, config.run.reproducible),
         offload="none" if replicas_differ(config.data_parallel) or whole else None,
         data=replicas(config, ranks),
         sequences=config.task.sequences,

@@ -57,7 +57,8 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     output = head_forward_flops(model, vocab_size)
     per_token = 3 * (model.layers * layer_forward_flops(model) + output)
     if model.adapt.adapts:
-        per_token -= model.layers * 2 * _products(model)[1] + output
+        frozen_output = 0.0 if model.classifies else output
+        per_token -= model.layers * 2 * _products(model)[1] + frozen_output
     return per_token * tokens
 
 

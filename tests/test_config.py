@@ -132,6 +132,11 @@ RULES = [
         1,
         "optimizer.warmup_steps = 6 is more than run.steps = 5",
     ),
+    (
+        {"optimizer.warmup_steps": 5, "optimizer.decay": "wsd"},
+        1,
+        "ends with are more than run.steps = 5; legal: fewer warmup_steps",
+    ),
 ]
 
 
@@ -169,6 +174,9 @@ WRONG_VALUES = [
     ("data.train", [{"weight": 1}], r"data\.train\.0\.path is missing"),
     ("data.train", [{"path": ""}], r"data\.train\.0\.path = '': .*at least 1 character"),
     ("data.valid", "", r"data\.valid = '': .*at least 1 character"),
+    ("run.dir", "a\0b", r"run\.dir = .*no path has a NUL"),
+    ("checkpoint.initial", "a\0b", r"checkpoint\.initial = .*no path has a NUL"),
+    ("data.train", [{"path": "a\0b"}], r"data\.train\.0\.path = .*no path has a NUL"),
 ]
 
 
@@ -281,7 +289,8 @@ def test_set_into_what_is_no_section(tmp_path):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match="No such file or directory; give a TOML file"):
         load(tmp_path / "none.toml")
-    for number, content in enumerate((b"[run\n", b"\xff\xfe")):
+    digits = b"[run]\nsteps = " + b"9" * 5000  # more than Python takes for a number
+    for number, content in enumerate((b"[run\n", b"\xff\xfe", digits, b"a = " + b"[" * 100_000)):
         file = tmp_path / f"{number}.toml"
         file.write_bytes(content)
         with pytest.raises(InputError, match="is not valid TOML"):

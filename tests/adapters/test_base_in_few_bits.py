@@ -87,8 +87,8 @@ SP = {"parallel.sequence_parallel": True}
 CASES = {
     1: [({}, "nf4")],
     2: [
-        (layout(t=2) | SP, "nf4"),
-        (layout(p=2) | {"parallel.schedule": "zb-h1"}, "int4"),
+        (layout(t=2) | SP, "uint4"),
+        (layout(p=2) | {"parallel.schedule": "zb-h1"}, "uint4"),
         (layout(d=2) | {"parallel.zero": 3, "recompute.mode": "full"}, "int8"),
         (layout(t=2) | {"precision.compute": "bf16", "recompute.mode": "selective"}, "int8"),
         (layout(p=2, v=2) | {"parallel.schedule": "zb-v", "model.layers": 4}, "nf4"),

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ptdmpi.checkpoint.base import base_at
@@ -13,6 +14,7 @@ from ptdmpi.checkpoint.load import load_frozen
 from ptdmpi.comm.world import World
 from ptdmpi.config import AdaptConfig, InputError
 from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
+from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.peft import CONFIG_FILE, WEIGHTS_FILE, export, import_peft
 from ptdmpi.convert.to_hf import to_hf
@@ -21,6 +23,7 @@ from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.lineage.adapted import Adapted
 from tests._engines import build, load, logits_of, microbatches, tokens, whole_weights
 from tests._layers import difference
+from tests._stored import stored
 from tests.convert._hugging_face import V, model, saved
 from tests.parallel import parallel
 
@@ -41,7 +44,7 @@ def engine_over(comm, folder, adapt: AdaptConfig) -> Engine:
     run = {"run.steps": STEPS, "optimizer.clip_norm": 0.0}
     engine = build(World(comm), keys | own | run, V)
     directory, _ = base_at(folder)
-    load_frozen(engine.state, engine.axes.world, directory, lambda path, manifest: None)
+    load_frozen(engine.state, engine.axes.world, directory)
     load(engine, {name: drawn(name, one) for name, one in whole_weights(engine).items()})
     return engine
 
@@ -120,6 +123,59 @@ def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
         with pytest.raises(InputError, match=message):
             import_peft(tmp_path / "peft", base, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@parallel(ranks=[1])
+def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    engine = engine_over(comm, base, KINDS["llama"])
+    export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
+    path, weights = tmp_path / "peft" / CONFIG_FILE, tmp_path / "peft" / WEIGHTS_FILE
+    config, tensors = json.loads(path.read_text()), load_file(weights)
+
+    def refused(message: str) -> None:
+        with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+    for key, value in (
+        ("r", 0),
+        ("lora_alpha", None),
+        ("lora_alpha", "many"),
+        ("lora_dropout", 1.0),
+        ("alpha_pattern", [1]),
+    ):
+        path.write_text(json.dumps(config | {key: value}))
+        refused(f"{key} = .*; legal: ")
+    path.write_text(json.dumps(config | {"alpha_pattern": {"q_proj": "x"}}))
+    refused("q_proj = 'x'; legal: a number above 0")
+    path.write_text(json.dumps(config))
+    a, b = (next(name for name in tensors if f"lora_{one}" in name) for one in "AB")
+    for name, wrong in ((a, tensors[a][:, :-1]), (b, tensors[b][:-1]), (a, tensors[a].flatten())):
+        save_file({**tensors, name: wrong.contiguous()}, weights)
+        refused(r"lora_[AB]\.weight has shape \[.*: not that of this model")
+    save_file({name: one for name, one in tensors.items() if name != b}, weights)
+    refused(r"lora_B\.weight is missing: not that of this model")
+
+
+def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    told = pytest.raises(InputError, match="peft was not written: I/O error: No space left")
+    with told, new_directory(tmp_path / "peft") as folder:
+        (folder / WEIGHTS_FILE).write_bytes(b"half")
+        raise full
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_difference_that_is_not_finite_has_no_adapter(tmp_path):
+    def lost(name: str, values: Tensor) -> Tensor:
+        return torch.full_like(values, torch.nan) if name.endswith("mlp.up.weight") else values
+
+    one, other = stored(tmp_path / "a", V), stored(tmp_path / "b", V, changed=lost)
+    with pytest.raises(InputError, match=r"mlp\.up\.weight of .* inf or NaN"):
+        split(one, other, tmp_path / "split", 2)
+    assert not (tmp_path / "split").exists()
 
 
 @pytest.mark.long

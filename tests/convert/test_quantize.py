@@ -16,6 +16,7 @@ from ptdmpi.checkpoint.boxes import Damaged
 from ptdmpi.cli import group
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.convert.quantize.calibration import CalibrationSamples
 from ptdmpi.convert.quantize.gptq import gptq
 from ptdmpi.convert.quantize.work import work
 from ptdmpi.convert.quantize.write import matrices, quantize
@@ -23,7 +24,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.inference.stored import open_model
 from ptdmpi.model.low_bit.codes import packed, scales_of
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.shape.low_bit import CODES, LowBit
 from tests._stored import LLAMA, stored
 from tests.parallel import parallel
 
@@ -41,7 +42,7 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return whole
 
 
-@pytest.mark.parametrize("codes", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("codes", CODES)
 def test_weights_are_read_by_their_own_names_and_any_box(tmp_path, codes):
     source, target = stored(tmp_path / "model", VOCAB_SIZE, **LLAMA), tmp_path / "low"
     form = LowBit(codes, 16)
@@ -83,17 +84,38 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
     source = stored(tmp_path / "model", VOCAB_SIZE, **LLAMA)
     with pytest.raises(InputError, match=r"--block 32 .* \(32, 48\); legal nearby: 4 or 8 or 16"):
         quantize(source, tmp_path / "low", LowBit("int4", 32))
+    odd = stored(tmp_path / "odd", VOCAB_SIZE, hidden=36)
+    with pytest.raises(InputError, match=r"--block 9 is not even, .*; legal nearby: 4 or 6 or 12"):
+        quantize(odd, tmp_path / "low", LowBit("int4", 9))
     assert not (tmp_path / "low").exists()
     quantize(source, tmp_path / "low", LowBit("int4", 16))
-    with pytest.raises(InputError, match="in few bits already"):
+    with pytest.raises(InputError, match="in few bits already: int4, blocks of 16; legal"):
         quantize(tmp_path / "low", tmp_path / "lower", LowBit("int4", 16))
     for wrong, told in (
         (["--method", "gptq"], "needs --data"),
         (["--samples", "3"], "--samples belongs to --method gptq"),
         (["--nf4"], "--nf4 has 4 bits"),
+        (["--asymmetric"], "--asymmetric has 4 bits"),
+        (["--nf4", "--asymmetric"], "--nf4 and --asymmetric are two kinds"),
     ):
         found = CliRunner().invoke(group, ["quantize", str(source), str(tmp_path / "x"), *wrong])
         assert isinstance(found.exception, InputError) and told in str(found.exception)
+
+
+@pytest.mark.parametrize("part", ["attention.qkv.weight", "norm.weight"])
+def test_weights_that_are_not_finite_are_not_rounded(tmp_path, part):
+    def lost(name: str, values: torch.Tensor) -> torch.Tensor:
+        values[..., 0] = torch.nan if name.startswith("layers.1") and part in name else 0.25
+        return values
+
+    source = stored(tmp_path / "model", VOCAB_SIZE, changed=lost)
+    with ShardWriter(tmp_path / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
+        writer.write(np.arange(90), np.array([90]))
+    samples = CalibrationSamples(tmp_path, 4, 8)
+    for given in (samples, None) if "qkv" in part else (samples,):
+        with pytest.raises(InputError, match=r"layers\.1\..*: inf or NaN"):
+            quantize(source, tmp_path / "low", LowBit("int4", 16), given)
+        assert not (tmp_path / "low").exists()
 
 
 def test_inspect_says_what_it_is(tmp_path):
@@ -155,6 +177,7 @@ def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
     for model, codes, told in (
         ({}, "int4", "a gpt2 of Hugging Face"),
         (SQUARE, "nf4", "nf4 has no whole numbers"),
+        (SQUARE, "uint4", "the least values of uint4's blocks"),
     ):
         source = stored(tmp_path / f"{codes}-model", VOCAB_SIZE, **model)
         quantize(source, tmp_path / f"{codes}-low", LowBit(codes, 16))
@@ -181,7 +204,7 @@ def test_transformers_loads_packed_files(tmp_path, codes):
 
 @pytest.mark.parametrize("codes", ["int8", "int4"])
 def test_values_are_those_of_torchao(codes):
-    """Its symmetric absmax with the greatest magnitude at 127 or 7, group by group."""
+    """Its symmetric numbers with scales of ours, group by group."""
     primitives = pytest.importorskip("torchao.quantization.quant_primitives")
     x, form = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)), LowBit(codes, 16)
     scales = scales_of(x, form)
@@ -215,3 +238,28 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
         target = tmp_path / "more"
         work(given[0], target, *given[2:], precision=None, **options | {"samples": 999})
     assert comm.allgather(one["after"]) == [one["after"]] * 2
+
+
+HEAD = {"output_head": "classes", "classes": 2, "tie_embeddings": False}
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [(HEAD, "has a head for a task"), ({"kind": "bert"}, "sees both sides of a token")],
+    ids=["head", "bert"],
+)
+def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, model, told):
+    source = stored(tmp_path / "model", VOCAB_SIZE, **model)
+    with open(source / "config.toml", "a") as file:
+        file.write('[task]\nkind = "classify"\nlabels = ["no", "yes"]\n' * (model == HEAD))
+    data = tmp_path / "shards"
+    data.mkdir()
+    with ShardWriter(data / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
+        writer.write(np.zeros(50, np.int64), np.array([50]))
+    given = (source, tmp_path / "low", LowBit("int4", 16), World(comm))
+    options = {"method": "absmax", "data": None, "precision": None}
+    with pytest.raises(InputError, match=f"--evaluate: .*model {told}"):
+        work(*given, **options, evaluate=(data,))
+    assert not (tmp_path / "low").exists()
+    assert work(*given, **options, evaluate=())["matrices"] == 8

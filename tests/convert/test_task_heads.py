@@ -25,6 +25,7 @@ from tests import _stored
 from tests._runs import loop
 from tests.convert._hugging_face import V, saved, task_model
 from tests.convert.test_convert import changed, contents
+from tests.data.test_words import word_piece
 from tests.evaluate.test_task_heads import OPTIONS
 from tests.parallel import parallel
 
@@ -49,9 +50,9 @@ def rows(first: bool) -> list[LabelledRow]:
     return [LabelledRow(ids, len(ids) // 2 if first else len(ids)) for ids in found]
 
 
-def ours(comm, folder, candidates: int) -> torch.Tensor:
+def ours(comm, folder, candidates: int, adapter=None) -> torch.Tensor:
     """The scores [samples, n] that the model at `folder` gives the rows."""
-    model, _ = open_inference(folder, World(comm), None, None, classifies=True)
+    model, _ = open_inference(folder, World(comm), None, None, classifies=True, adapter=adapter)
     first = model.config.model.masked
     samples = len(LENGTHS) // candidates
     nothing = np.zeros(samples, dtype=np.int64)
@@ -124,12 +125,12 @@ NEW = {
 }
 
 
-def trained_here(folder, name: str):
+def trained_here(folder, name: str, shape=None):
     """A run with random weights and the head that a model of `transformers` has."""
     choice = candidates_of(name) > 1
     head = {"output_head": "classes", "classes": 1 if choice else len(LABELS)}
     head |= {"tie_embeddings": False, "sentence_order": False}
-    run = _stored.stored(folder, V, **NEW[name], **head)
+    run = _stored.stored(folder, V, **(shape or NEW[name]), **head)
     labels = f'kind = "classification"\nlabels = {json.dumps(LABELS)}\n'
     with open(run / "config.toml", "a") as file:
         file.write("[task]\n" + ('kind = "choice"\nchoices = 3\n' if choice else labels))
@@ -227,12 +228,13 @@ def write_texts(path, task: str, label) -> None:
             print(json.dumps(line), file=file)
 
 
-def accuracy_of_theirs(model, folder, path) -> float:
-    """That of `transformers`, by its own tokenizer and padding."""
+def predicted_by_theirs(model, folder, path) -> tuple[list[int], float]:
+    """The classes, or candidates, that `transformers` names, by its own tokenizer and padding; and
+    how many of them are right."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    right = []
+    found, answers = [], []
     for line in map(json.loads, path.read_text().splitlines()):
         if "choices" in line:
             pairs = [line["context"]] * len(line["choices"]), line["choices"]
@@ -245,19 +247,21 @@ def accuracy_of_theirs(model, folder, path) -> float:
             given = tokenizer(line["text"], **AS_TENSORS)
             answer = model.config.label2id[line["label"]]
         with torch.no_grad():
-            right.append(int(model(**given).logits.argmax()) == answer)
-    return sum(right) / len(right)
+            found.append(int(model(**given).logits.argmax()))
+        answers.append(answer)
+    right = sum(one == answer for one, answer in zip(found, answers, strict=True))
+    return found, right / len(found)
 
 
 def with_tokenizer(model, folder):
     from tokenizers.processors import BertProcessing
 
-    from tests.data.test_words import word_piece
-
     model.save_pretrained(folder)
     tokenizer = word_piece()
     names = tokenizer.get_vocab()
-    tokenizer.post_processor = BertProcessing(("[SEP]", names["[SEP]"]), ("[CLS]", names["[CLS]"]))
+    if "Bert" in type(model).__name__:
+        ends = (("[SEP]", names["[SEP]"]), ("[CLS]", names["[CLS]"]))
+        tokenizer.post_processor = BertProcessing(*ends)
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     told = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
@@ -268,8 +272,6 @@ def with_tokenizer(model, folder):
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForMultipleChoice"])
 def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
     """The accuracy of `transformers` with its own tokenizer; then steps, which go back."""
-    from tests.data.test_words import word_piece
-
     size, choice = word_piece().get_vocab_size(), name.endswith("Choice")
     text, hf = tmp_path / "texts.jsonl", tmp_path / "hf"
     if comm.rank == 0:
@@ -283,7 +285,7 @@ def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
     ((one,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
     assert one["items"] == 12 and len(one["by_class"]) == 3
     if comm.rank == 0:
-        expected = accuracy_of_theirs(model, hf, text)
+        _, expected = predicted_by_theirs(model, hf, text)
         assert 0 < one["accuracy"] < 1
         assert one["accuracy"] == pytest.approx(expected)
     tree = tomllib.loads((tmp_path / "ours/config.toml").read_text())

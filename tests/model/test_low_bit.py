@@ -32,8 +32,9 @@ def test_a_file_s_reader_has_the_same_levels(codes):
     form = LowBit(codes, 32)
     held = packed(matrix(), form)
     levels = _levels(form)[held.codes.numpy()].reshape(24, 3, 32)
-    values = (levels * held.scales.numpy()[..., None]).reshape(24, 96)
-    assert np.array_equal(values, held.values(torch.float32).numpy())
+    numbers = held.scales.numpy().reshape(24, 3, form.numbers)
+    values = levels * numbers[..., :1] + (numbers[..., 1:] if form.numbers == 2 else np.float32(0))
+    assert np.array_equal(values.reshape(24, 96), held.values(torch.float32).numpy())
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -41,13 +42,32 @@ def test_each_element_goes_to_the_nearest_level_and_the_greatest_stays(codes):
     form, x = LowBit(codes, 32), matrix()
     found = packed(x, form).values(torch.float32)
     blocks, levels = x.view(24, 3, 32), torch.tensor(form.levels)
-    scale = scales_of(x, form)[..., None]
-    distance = (blocks[..., None] - levels * scale[..., None]).abs()
-    assert torch.equal((blocks - found.view_as(blocks)).abs(), distance.amin(-1))
-    greatest = blocks.abs().argmax(-1, keepdim=True)
-    torch.testing.assert_close(
-        found.view_as(blocks).gather(-1, greatest), blocks.gather(-1, greatest), rtol=1e-6, atol=0
-    )
+    scale, *least = scales_of(x, form).view(24, 3, form.numbers).unbind(-1)
+    known = levels * scale[..., None] + (least[0][..., None] if least else 0.0)
+    distance = (blocks[..., None] - known[..., None, :]).abs()
+    # with a least value the share of a step is that of a rounded difference
+    nearness = 2e-7 if least else 0.0
+    away = (blocks - found.view_as(blocks)).abs()
+    torch.testing.assert_close(away, distance.amin(-1), rtol=0, atol=nearness)
+    kept = [blocks.argmax(-1, keepdim=True), blocks.argmin(-1, keepdim=True)]
+    if form.numbers == 1:
+        kept = [blocks.abs().argmax(-1, keepdim=True)]
+    for one in kept:
+        torch.testing.assert_close(
+            found.view_as(blocks).gather(-1, one), blocks.gather(-1, one), rtol=1e-6, atol=0
+        )
+
+
+def test_blocks_of_16_levels_from_any_least_value_come_back_as_they_were():
+    """What llama.cpp calls Q4_1, and torch's own product with 4 bits: codes from a least value."""
+    draw = torch.Generator().manual_seed(2)
+    step, least = torch.rand(9, 1, generator=draw) + 0.1, torch.randn(9, 1, generator=draw)
+    codes = torch.randint(16, (9, 32), generator=draw)
+    codes[:, 0], codes[:, 1] = 0, 15
+    codes[4] = 0  # a block of one value
+    x, form = least + codes * step, LowBit("uint4", 32)
+    assert torch.equal(codes_of(x, scales_of(x, form), form), codes)
+    torch.testing.assert_close(rounded(x, form), x, rtol=0, atol=1e-6)
 
 
 def test_bytes_are_those_that_others_pack_by_eight_into_a_word():
@@ -60,7 +80,7 @@ def test_bytes_are_those_that_others_pack_by_eight_into_a_word():
     shifts = torch.arange(8, dtype=torch.int64) * 4
     found = (words[..., None].to(torch.int64) >> shifts) & 15
     assert torch.equal(found.flatten(-2) - 8, numbers)
-    assert numbers.abs().max() == 7
+    assert numbers.min() == -8 and numbers.max() == 7
 
 
 def test_nf4_is_what_its_appendix_says_of_it():

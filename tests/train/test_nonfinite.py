@@ -69,6 +69,26 @@ def test_a_weight_is_named_on_the_rank_that_holds_it(comm):
     assert stopped.value.code == 1 and "a weight is lost" in said[1]
 
 
+@parallel(ranks=[2])
+def test_a_frozen_weight_is_named_beneath_adapters(comm):
+    """It was so when it was loaded: nothing but another base mends it."""
+
+    def where(engine):
+        name = "layers.1.mlp.up.weight"
+        (held,) = [one for one in engine.buffer.own_frozen() if one.entry.name == name]
+        held.view(engine.buffer.idle_parts)[5 * comm.rank] = math.inf
+
+    lora = {"adapt.method": "lora", "adapt.rank": 3, "adapt.alpha": 6.0}
+    engine, finding = broken(comm, layout(d=2) | lora, where)
+    assert (finding.rank, finding.what) == (0, "frozen weight layers.1.mlp.up.weight")
+    said: list[str] = []
+    batches = microbatches(engine.config, 1, comm.rank)
+    result = engine.step(1, batches)
+    with pytest.raises(SystemExit):
+        Skips(engine, str, 3, said.append).after(1, result, batches)
+    assert "adapt.base has a weight that is no number" in said[1]
+
+
 @parallel(ranks=[4])
 def test_the_first_output_is_named_with_its_microbatch(comm):
     """Layer 1 gives infinity for microbatch 5 only; everything behind it and before it, backwards,

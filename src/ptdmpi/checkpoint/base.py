@@ -9,7 +9,7 @@ from typing import Any
 
 from ptdmpi.base.words import file_size
 from ptdmpi.checkpoint.examine import newest
-from ptdmpi.checkpoint.load import load_frozen, on_root
+from ptdmpi.checkpoint.load import drawn, load_frozen, on_root
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, InputError, SharedInputError
@@ -18,6 +18,7 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import WEIGHTS, State
 from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit, frozen_layer
+from ptdmpi.plan.shape.parameters import task_head
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -76,16 +77,19 @@ def _words(form: LowBit) -> str:
 
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
-) -> None:
-    """Load the frozen weights from what `adapt.base` names, and have the course know them. Raises
-    InputError on every rank. `tokenizer_sha256`: of the tokenizer that they know, where their
-    checkpoint does not say so."""
+) -> list[str]:
+    """Load the frozen weights from what `adapt.base` names, and have the course know them; of a
+    head for a task, which trains, what there is of it. Returns what there is not, as it was drawn.
+    Raises InputError on every rank. `tokenizer_sha256`: of the tokenizer that they know, where
+    their checkpoint does not say so."""
     path, form = Path(course.config.adapt.base), LowBit.of(course.config.quantize)
+    head = task_head(course.config.model)
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
-    loaded = load_frozen(state, world, directory, judge)
+    loaded = load_frozen(state, world, directory, judge, head)
     if isinstance(loaded, str):
         raise SharedInputError(f"adapt.base = {path}: {loaded}")
+    return drawn(loaded, head)

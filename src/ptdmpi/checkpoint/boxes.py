@@ -192,7 +192,8 @@ class Reader:
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
-        """Levels times scales, in float32: of whole blocks, of which what is wanted is taken."""
+        """Levels times scales, and the least value where a block has one, in float32: of whole
+        blocks, of which what is wanted is taken."""
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
         (top, left), (bottom, right) = wanted.start, wanted.stop
@@ -200,13 +201,16 @@ class Reader:
         plain, per_byte = name.removeprefix(WEIGHTS), 8 // form.bits
         begin, end = first * form.block, last * form.block
         codes = Box((top, begin // per_byte), (bottom, end // per_byte))
-        scales = Box((top, first), (bottom, last))
+        scales = Box((top, first * form.numbers), (bottom, last * form.numbers))
         code, scale = np.empty(codes.size, np.uint8), np.empty(scales.size, np.float32)
         self.read(CODES + plain, codes, code)
         self.read(SCALES + plain, scales, scale)
         levels = _levels(form)[code].reshape(bottom - top, last - first, form.block)
-        values = (levels * scale[..., None]).reshape(bottom - top, -1)
-        target[...] = values[:, left - begin : right - begin]
+        numbers = scale.reshape(bottom - top, last - first, form.numbers)
+        values = levels * numbers[..., :1]
+        if form.numbers == 2:
+            values += numbers[..., 1:]
+        target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
         """Read piece `number` only to hold it against its checksum. Raises Damaged."""

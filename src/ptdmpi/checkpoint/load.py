@@ -119,15 +119,28 @@ def load_tensors(
     return manifest
 
 
-def load_frozen(state: State, world: Communicator, directory: Path, judge: Judge) -> Manifest | str:
-    """As `load_tensors`, of the weights that do not train."""
+def load_frozen(
+    state: State,
+    world: Communicator,
+    directory: Path,
+    judge: Judge = lambda path, manifest: None,
+    head: Collection[str] = (),
+) -> Manifest | str:
+    """As `load_tensors`, of the weights that do not train, and of those of a `head` for a task."""
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
         return str(error)
+    own = [p for p in state.pieces() if p.kind == WEIGHTS and p.name in head]
+    new = drawn(manifest, {p.name: p.shape for p in own})
+    pieces = [*state.frozen(), *(p for p in own if p.name not in new)]
     with Reader(directory, manifest) as reader:
-        damage = _filled(reader, state, world, list(state.frozen()), Wanted((WEIGHTS,), judge))
-    return damage or manifest
+        wanted = Wanted((WEIGHTS,), judge, shorter=bool(head))
+        damage = _filled(reader, state, world, pieces, wanted)
+    if damage:
+        return damage
+    state.changed()
+    return manifest
 
 
 @dataclass(frozen=True)

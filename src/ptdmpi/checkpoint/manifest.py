@@ -339,7 +339,8 @@ def _require_quantization(said: Any, tensors: Mapping[str, Any]) -> None:
             raise ValueError(f"{name!r} has no scales, or another type than codes and scales have")
         rows, *more = codes["shape"]
         columns = more[0] * 8 // form.bits if len(more) == 1 else 0
-        if not columns or columns % form.block or scales["shape"] != [rows, columns // form.block]:
+        known = list(form.scale_shape(rows, columns))
+        if not columns or columns % form.block or scales["shape"] != known:
             raise ValueError(f"{name!r} and its scales do not have the shapes of one matrix")
 
 

@@ -14,7 +14,7 @@ the messages of a step meet no others.
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -337,10 +337,14 @@ class Checkpoints:
         """The command of a batch job stays the same when it is started again: then it goes on."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
-    def begin_from(self, path: Path, tokenizer_sha256: str | None) -> str:
+    def begin_from(
+        self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
+    ) -> tuple[Path, list[str]]:
         """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
-        it; returns which that is. Raises InputError on every rank. `tokenizer_sha256`: of the
-        tokenizer that they know, where its checkpoint does not say so."""
+        it; returns which that is, and what of a head for a task stays as it was drawn: of adapters
+        that is among `fresh`, for the base may have the rest. Raises InputError on every rank.
+        `tokenizer_sha256`: of the tokenizer that they know, where its checkpoint does not say so.
+        """
         directory = on_root(self.world, lambda: newest(path))
 
         def judge(where: Path, manifest: Manifest) -> None:
@@ -353,8 +357,8 @@ class Checkpoints:
         loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
         if isinstance(loaded, str):
             raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
-        words = ", ".join(new := drawn(loaded, head))
-        return f"{directory}{f'; drawn from run.seed: {words}' if new else ''}"
+        adapts = model.adapt.adapts
+        return directory, [one for one in drawn(loaded, head) if one in fresh or not adapts]
 
     def _candidates(self, wanted: str) -> list[Path]:
         if wanted != "auto":

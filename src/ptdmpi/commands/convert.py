@@ -23,7 +23,8 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and n
 
 @click.group(cls=CommandGroup, short_help="Models of Hugging Face, both ways.")
 def command() -> None:
-    """Convert models from and to Hugging Face (GPT-2, LLaMA, BERT), without MPI or a GPU.
+    """Convert models from and to Hugging Face (GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT), without
+    MPI or a GPU.
 
     Each conversion checks itself: both sides must give the same logits on fixed prompts. If they do
     not, nothing is written and the exit code is 1.

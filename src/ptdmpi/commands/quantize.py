@@ -15,6 +15,7 @@ from ptdmpi.terminal.program import Command, mendable_paths
 
 PATH = click.Path(path_type=Path)
 WHOLE: dict[str, CodesName] = {"8": "int8", "4": "int4"}
+FOUR: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}
 SAMPLES = 128  # Frantar et al. 2022, section 4
 
 
@@ -24,6 +25,7 @@ SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
 @click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Of a row.")
 @click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4, not whole numbers.")
+@click.option("--asymmetric", is_flag=True, help="4 bits: each block has a least value, too.")
 @click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
 @click.option("--data", type=PATH, help="gptq: directory of token shards for calibration.")
 @click.option("--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {SAMPLES}].")
@@ -48,8 +50,7 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     with fail_together(world), mendable_paths():
         from ptdmpi.convert.quantize.work import work
 
-        codes: CodesName = "nf4" if options["nf4"] else WHOLE[options["bits"]]
-        form = LowBit(codes, options["block"])
+        form = LowBit(_codes(options), options["block"])
         found = work(source, target, form, world, **options)
         if world.rank == 0:
             print(json.dumps(found) if as_json else _told(found))
@@ -57,8 +58,11 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
 
 def _check(options: dict[str, Any]) -> None:
     """Raises InputError for options that do not go together."""
-    if options["nf4"] and options["bits"] != "4":
-        raise InputError("--nf4 has 4 bits; legal: --bits 4")
+    kinds = [f"--{name}" for name in FOUR if options[name]]
+    if len(kinds) == 2:
+        raise InputError(f"{' and '.join(kinds)} are two kinds of codes; legal: one of them")
+    if kinds and options["bits"] != "4":
+        raise InputError(f"{kinds[0]} has 4 bits; legal: --bits 4")
     given = [name for name in ("data", "samples", "length") if options[name] is not None]
     if options["method"] == "gptq" and options["data"] is None:
         raise InputError("--method gptq needs --data DIR: token shards for calibration")
@@ -67,6 +71,11 @@ def _check(options: dict[str, Any]) -> None:
     if options["precision"] is not None and not options["evaluate"]:
         raise InputError("--precision is that of perplexities; it belongs to --evaluate DIR")
     options["samples"] = options["samples"] or SAMPLES
+
+
+def _codes(options: dict[str, Any]) -> CodesName:
+    asked = [codes for name, codes in FOUR.items() if options[name]]
+    return asked[0] if asked else WHOLE[options["bits"]]
 
 
 def _told(found: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`ptdmpi train`: started by mpirun or srun, once for each rank."""
 
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,6 @@ import click
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError, load
-from ptdmpi.plan.search.choose import require_free
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 from ptdmpi.watch.requests import StopRequest
@@ -52,6 +52,8 @@ def command(
         from ptdmpi.preview.dry_run import show
 
         if auto := layout == "auto":
+            from ptdmpi.plan.search.choose import require_free
+
             require_free(overrides)
         show(load(config, overrides), dry["ranks"], as_json=dry["as_json"], auto=auto)
         return
@@ -70,16 +72,16 @@ def command(
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
-                world.on_root(lambda: require_free(overrides))
-                tree = _laid_out(tree, world)
+                tree = _laid_out(tree, overrides, world)
             recover.train(tree, world, signals)
 
 
-def _laid_out(tree: dict[str, Any], world: "World") -> dict[str, Any]:
+def _laid_out(tree: dict[str, Any], overrides: Sequence[str], world: "World") -> dict[str, Any]:
     """The configuration with the layout that the run has, or the best one."""
     from ptdmpi.plan.search import choose
     from ptdmpi.train.checks import checked_data, with_form
 
+    world.on_root(lambda: choose.require_free(overrides))
     tree = world.on_root(lambda: dict(with_form(tree)))
     found = world.on_root(lambda: choose.settled(tree, world.size, checked_data))
     if found is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ptdmpi.config.section import Fraction, Positive, Section
+from ptdmpi.config.section import Fraction, PathText, Positive, Section
 
 if TYPE_CHECKING:  # which has a section of this kind
     from ptdmpi.config.model import ModelConfig
@@ -33,10 +33,10 @@ USED: dict[str, tuple[str, ...]] = {
 
 
 class AdaptConfig(Section):
-    """What trains while all else of the model is frozen: low-rank products beside linears (LoRA, Hu
-    et al. 2021, arXiv 2106.09685), or scales of keys, values and the MLP's inside ((IA)^3, Liu et
-    al. 2022). `targets`: names of `TARGETS`, with globs; "all": every linear, of ia3 the paper's
-    three. `base`: the model whose weights are frozen."""
+    """What trains while all else of the model is frozen, but for the head of a [task]: low-rank
+    products beside linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values and
+    the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs; "all":
+    every linear, of ia3 the paper's three. `base`: the model whose weights are frozen."""
 
     method: AdaptMethod = "none"
     rank: Positive = 8
@@ -48,7 +48,7 @@ class AdaptConfig(Section):
             tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, strict=False)
         ]
     ) = "all"
-    base: str = ""
+    base: PathText = ""
 
     @property
     def adapts(self) -> bool:

@@ -32,7 +32,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of too many digits, too, are no TOML
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(tree, override)
@@ -46,7 +46,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise InputError(f"--set {override}: write section.key=value, for example run.steps=100")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     target = tree.setdefault(section, {})
     if not isinstance(target, dict):

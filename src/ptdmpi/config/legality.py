@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ptdmpi.config.model import ModelConfig
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-CodesName = Literal["int8", "int4", "nf4"]
+CodesName = Literal["int8", "int4", "uint4", "nf4"]
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadName = Literal["none", "optimizer", "disk"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)

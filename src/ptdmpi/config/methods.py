@@ -113,13 +113,9 @@ def stored_numbers(section: "DataParallelConfig", moments: int, replicas: int) -
     return 1 + moments + len(kinds) + apart * (copies - 1)
 
 
-def may_share(
-    section: "DataParallelConfig", reproducible: bool, whole: bool = False
-) -> tuple[int, ...]:
-    """What of `parallel.zero` a run of this method may have; `whole`: the optimizer wants
-    matrices as wholes."""
-    shares = section.method == "all_reduce" and not whole
-    return stages_of_zero(reproducible) if shares else (0,)
+def may_share(section: "DataParallelConfig", reproducible: bool) -> tuple[int, ...]:
+    """What of `parallel.zero` a run of this method may have."""
+    return stages_of_zero(reproducible) if section.method == "all_reduce" else (0,)
 
 
 def told(section: "DataParallelConfig") -> str:

@@ -83,24 +83,12 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     yield from split_mistakes(sections, ranks)
     if isinstance(comm := sections.get("comm"), CommConfig):
         yield from wire_mistakes(comm.wire)
-    yield from _adapt_mistakes(sections)
+    if isinstance(adapt := sections.get("adapt"), AdaptConfig):
+        yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None)
     yield from optimizer_rules(sections)
     if isinstance(run, RunConfig) and run.compile:
         yield from _compile_rules(sections)
     yield from _task_rules(sections)
-
-
-def _adapt_mistakes(sections: Mapping[str, Section]) -> Iterator[str]:
-    """What adapters beside this model cannot be asked for."""
-    adapt, model, task = sections.get("adapt"), sections.get("model"), sections.get("task")
-    if not isinstance(adapt, AdaptConfig):
-        return
-    if adapt.adapts and isinstance(task, TaskConfig) and task.kind != "none":
-        yield (
-            f'adapt.method = "{adapt.method}" freezes the head of task.kind = "{task.kind}"; '
-            'legal: adapt.method = "none"'
-        )
-    yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None)
 
 
 def _compile_rules(sections: Mapping[str, Section]) -> Iterator[str]:

@@ -11,8 +11,17 @@ MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-FileName = Annotated[str, Field(min_length=1)]
-DirectoryName = Annotated[str, Field(min_length=1)]  # an empty one would mean the directory here
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("no path has a NUL in it")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_without_nul)]
+FileName = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+DirectoryName = FileName  # an empty one would mean the directory here
 
 
 def _is_below(name: str) -> str:

@@ -17,6 +17,7 @@ from ptdmpi.config.section import (
     FileName,
     Fraction,
     NonNegative,
+    PathText,
     Positive,
     RunName,
     Section,
@@ -36,7 +37,7 @@ class RunConfig(Section):
     """Which run this is, how long it goes, and the seed of all its randomness."""
 
     name: RunName = "run"
-    dir: str = ""
+    dir: PathText = ""
     seed: Annotated[int, Field(ge=0)] = 1234
     steps: Positive
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -49,7 +50,7 @@ class RunConfig(Section):
     stop_after_worse: NonNegative = 0
     on_failure: Literal["abort", "shrink"] = "abort"
     spare_ranks: NonNegative = 0
-    cluster: str = ""
+    cluster: PathText = ""
     profile_steps: Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")] = ""
     profile_ranks: (
         Annotated[tuple[NonNegative, ...], Field(min_length=1, strict=False)] | Literal["all"]
@@ -200,7 +201,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the layers' matrices are updated each as a whole, which nothing may cut."""
+        """Whether the layers' matrices are updated each as a whole."""
         return self.kind == "muon"
 
     @property
@@ -298,8 +299,8 @@ class CheckpointConfig(Section):
     keep_every: NonNegative = 0
     keep_best: bool | NonNegative = 0
     asynchronous: bool = False
-    resume: str = "auto"
-    initial: str | None = None
+    resume: PathText = "auto"
+    initial: PathText | None = None
 
 
 class LogConfig(Section):

@@ -17,16 +17,26 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.base import base_at
 from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader
-from ptdmpi.config import AdaptConfig, InputError, ModelConfig
+from ptdmpi.checkpoint.load import POSITIONS
+from ptdmpi.config import AdaptConfig, Config, InputError, ModelConfig
 from ptdmpi.config.adapt import targets_of
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.from_hf import write_checkpoint
 from ptdmpi.convert.tensors import slabs
-from ptdmpi.inference.stored import CONFIG, KEPT, StoredModel, open_adapter, open_model
-from ptdmpi.lineage.adapted import Adapted, Base
+from ptdmpi.inference.stored import (
+    CONFIG,
+    KEPT,
+    StoredModel,
+    config_of,
+    declarations,
+    open_adapter,
+    open_model,
+)
+from ptdmpi.lineage.adapted import NO_TASK, Adapted
+from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
+from ptdmpi.plan.shape.parameters import Linear, task_head
 
 Tensors = Mapping[str, Tensor]
 
@@ -72,7 +82,7 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 @dataclass(frozen=True)
 class LoadedAdapter:
     """Adapters in memory: [adapt], the shape of their model, which base they stand on, and their
-    tensors by logical name."""
+    tensors by logical name, with those of their head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -86,15 +96,11 @@ class LoadedAdapter:
 def load_adapter(path: Path) -> LoadedAdapter:
     """The adapters that `path` names. Raises InputError."""
     found = open_adapter(path)
-    model = ModelConfig.model_validate(found.manifest.said["model"])
     prefix = key(WEIGHTS, "")
     with Reader(found.checkpoint, found.manifest) as reader:
         names = [name for name in (*reader.tensors, *reader.means) if name.startswith(prefix)]
-        tensors = {
-            name.removeprefix(prefix): _whole(reader, name, found.manifest[name].shape)
-            for name in names
-        }
-    return LoadedAdapter(found.adapted, model, tensors)
+        tensors = {name.removeprefix(prefix): whole_tensor(reader, name) for name in names}
+    return LoadedAdapter(found.adapted, found.model, tensors)
 
 
 def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
@@ -115,34 +121,39 @@ def merge(base: Path, adapter: Path, target: Path) -> int:
     `generate` and `convert` take; returns its bytes. Raises InputError; then there is no
     `target`."""
     stored, beside = open_model(base), load_adapter(adapter)
-    open_adapter(adapter).over(stored, stored.config())
+    config = open_adapter(adapter).over(stored, stored.config())
+    model = config.model.model_dump()
+    needed = declarations(config_of(model), stored.vocab_size)
     with new_directory(target) as folder, stored.reader() as reader:
-        parts = list(_merged(reader, beside))
+        parts = list(_merged(reader, beside, needed))
         files.require_space(folder, sum(part.nbytes for part in parts))
         said = {k: v for k, v in stored.manifest.said.items() if k == "trained_on"}
-        model = stored.config().model.model_dump()
         size = write_checkpoint(folder / "checkpoints", parts, model, said)
-        _write_config(folder / CONFIG, stored)
+        _write_config(folder / CONFIG, stored, config)
         if (stored.path / KEPT).is_dir():
             shutil.copytree(stored.path / KEPT, folder / KEPT)
     return size
 
 
-def _merged(reader: Reader, beside: LoadedAdapter) -> Iterator[Outgoing]:
-    """Every weight of the base, in pieces of whole rows, with what stands beside it."""
+def _merged(
+    reader: Reader, beside: LoadedAdapter, needed: Mapping[str, Declaration]
+) -> Iterator[Outgoing]:
+    """Every weight of the whole model, in pieces of whole rows: that of the base with what stands
+    beside it, and the head that was trained with that. Of a longer base's learned positions those
+    in front."""
     changes: dict[str, list[AdapterPlace]] = {}
     for place in beside.places:
         for kind in ("weight", "bias"):
             changes.setdefault(f"{place.linear}.{kind}", []).append(place)
-    prefix = key(WEIGHTS, "")
-    for name in sorted({*reader.manifest.names}):
-        if not name.startswith(prefix):
+    for name, declaration in sorted(needed.items()):
+        stored, shape, own = key(WEIGHTS, name), declaration.shape, beside.tensors.get(name)
+        if own is not None:
+            yield Outgoing(stored, shape, Box.whole(shape), "float32", partial(_numpy, own))
             continue
-        stored = reader.manifest[name]
-        own = changes.get(name.removeprefix(prefix), [])
-        for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
-            values = partial(_changed, reader, name, box, beside, own)
-            yield Outgoing(name, stored.shape, box, stored.dtype, values)
+        dtype = reader.manifest[stored].dtype
+        for box in slabs(shape, np.dtype(dtype).itemsize):
+            values = partial(_changed, reader, stored, box, beside, changes.get(name, []))
+            yield Outgoing(stored, shape, box, dtype, values)
 
 
 def _changed(
@@ -191,13 +202,21 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     one, other = open_model(base), open_model(tuned)
     directory, known = base_at(base)
     adapt = AdaptConfig(method="lora", rank=rank, alpha=float(rank), base=str(directory))
-    model = one.config().model
+    config = other.config()
+    model, task = config.model, other.task if config.model.classifies else NO_TASK
+    names, head = declarations(config, other.vocab_size), task_head(model)
     found: dict[str, Tensor] = {}
     left = 0.0
     with one.reader() as before, other.reader() as after:
-        _require_same_shapes(before, after)
+        rest = [name for name in names if name not in head]
+        _require_same_shapes(before, after, rest)
         for place in places(model, adapt):
             difference = _difference(before, after, f"{place.linear}.weight", place.rows)
+            if not difference.isfinite().all():
+                raise InputError(
+                    f"{key(WEIGHTS, place.linear)}.weight of {base} or {tuned}: inf or NaN; legal: "
+                    "finite weights"
+                )
             a, b = _factors(difference, rank)
             found[f"{place.linear}.lora_{place.leaf}.a"] = a.float()
             found[f"{place.linear}.lora_{place.leaf}.b"] = b.float()
@@ -205,10 +224,10 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
             if size:
                 left = max(left, float((difference - b @ a).norm()) / size)
         linears = {f"{place.linear}.weight" for place in places(model, adapt)}
-        rest = _others(before, after, linears)
-    adapted = Adapted(adapt, Base(str(directory), known.sha256))
-    write_adapter(target, LoadedAdapter(adapted, model, found))
-    return left, rest
+        others = list(_others(before, after, sorted({*rest} - linears)))
+        found |= {name: whole_tensor(after, key(WEIGHTS, name)) for name in head}
+    write_adapter(target, LoadedAdapter(Adapted(adapt, known, task), model, found))
+    return left, others
 
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -222,34 +241,36 @@ def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def _require_same_shapes(before: Reader, after: Reader) -> None:
-    for name in before.manifest.names:
-        if name.startswith(key(WEIGHTS, "")):
-            after.require(name, before.manifest[name].shape)
+def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) -> None:
+    """Raises InputError unless the base has these weights of the tuned model; more learned
+    positions do as well."""
+    for name in names:
+        there, shape = before.manifest.find(key(WEIGHTS, name)), after.manifest[key(WEIGHTS, name)]
+        rows, *rest = shape.shape
+        if name == POSITIONS and there is not None:
+            rows = max(rows, there.shape[0])
+        before.require(key(WEIGHTS, name), (rows, *rest))
 
 
-def _others(before: Reader, after: Reader, linears: set[str]) -> list[str]:
-    """Parameters besides `linears` that differ."""
-    prefix, found = key(WEIGHTS, ""), []
-    for name in sorted({*before.manifest.names}):
-        short = name.removeprefix(prefix)
-        if name.startswith(prefix) and short not in linears:
-            rows = slice(0, before.manifest[name].shape[0])
-            if bool(_difference(before, after, short, rows).any()):
-                found.append(short)
-    return found
+def _others(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:
+    """Those of some parameters that differ."""
+    for name in names:
+        rows = slice(0, after.manifest[key(WEIGHTS, name)].shape[0])
+        if bool(_difference(before, after, name, rows).any()):
+            yield name
 
 
 def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor:
     """Rows of a weight in float64: what is there after, less what was before."""
     stored = key(WEIGHTS, name)
-    box = Box.whole(before.manifest[stored].shape).rows(rows.start, rows.stop)
+    box = Box.whole(after.manifest[stored].shape).rows(rows.start, rows.stop)
     old, new = (torch.from_numpy(_read(one, stored, box)).double() for one in (before, after))
     return new - old
 
 
-def _whole(reader: Reader, name: str, shape: Sequence[int]) -> Tensor:
-    return torch.from_numpy(_read(reader, name, Box.whole(tuple(shape))))
+def whole_tensor(reader: Reader, name: str) -> Tensor:
+    """All of a tensor of a checkpoint. Raises InputError where it is damaged."""
+    return torch.from_numpy(_read(reader, name, Box.whole(reader.manifest[name].shape)))
 
 
 def _read(reader: Reader, name: str, box: Box) -> Array:
@@ -265,14 +286,33 @@ def _numpy(values: Tensor) -> Array:
     return values.float().contiguous().numpy()
 
 
-def _write_config(path: Path, stored: StoredModel) -> None:
+def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
+    """The model and the task of `config`, with what a training of the base was told besides."""
     import tomlkit
 
     kept: dict[str, Any] = {
-        name: stored.tree[name] for name in ("model", "precision", "data") if name in stored.tree
+        name: stored.tree[name] for name in ("precision", "data") if name in stored.tree
     }
-    kept["model"] = {name: one for name, one in kept["model"].items() if one is not None}
+    kept["model"] = {k: one for k, one in config.model.model_dump().items() if one is not None}
+    if config.task.kind != "none":
+        task = config.task.model_dump() | {"labels": list(config.task.labels)}
+        task["tokenizer"] = config.task.tokenizer or _tokenizer_of(stored)
+        kept["task"] = {name: one for name, one in task.items() if one}
     write_whole(path, tomlkit.dumps(kept))
+
+
+def _tokenizer_of(stored: StoredModel) -> str:
+    """What a task is to name as the tokenizer of the model beneath; "" where that goes along with
+    it, or is not known."""
+    # reads a shard by h5py, which adapters of others' models do without
+    from ptdmpi.generate.text import name_of
+
+    if (stored.path / KEPT).is_dir():
+        return ""
+    try:
+        return name_of(stored)
+    except InputError:
+        return ""
 
 
 def size_of(tensors: Tensors) -> int:

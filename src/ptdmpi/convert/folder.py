@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ptdmpi.base.disk import sync
 from ptdmpi.config import InputError
 
@@ -57,9 +59,10 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # as which that library tells of a full disk
         shutil.rmtree(folder, ignore_errors=True)
-        raise InputError(f"{target} was not written: {error.strerror or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{target} was not written: {reason}") from None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -12,10 +12,11 @@ from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig, TaskConfig
 from ptdmpi.convert.family import ConfigJson, Family
+from ptdmpi.lineage.adapted import NO_TASK
+from ptdmpi.plan.shape.parameters import task_head
 
 # How their names of models end.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
-NO_TASK = TaskConfig()
 
 
 def task_in(config: ConfigJson) -> TaskConfig:
@@ -45,7 +46,7 @@ def _labels(config: ConfigJson) -> list[str]:
         count = config.get("num_labels", 2)
         if type(count) is not int:
             raise InputError(f"{config.name}: num_labels = {count!r} is no whole number")
-        return [f"LABEL_{number}" for number in range(count)]
+        return made_up(count)
     wrong = InputError(
         f"{config.name}: id2label = {named!r} is not supported; legal: a name of its own for each "
         "number from 0 on"
@@ -58,6 +59,22 @@ def _labels(config: ConfigJson) -> list[str]:
     if sorted(numbered) != list(range(len(named))) or len(set(labels) - {""}) < len(labels):
         raise wrong
     return labels
+
+
+def made_up(count: int) -> list[str]:
+    """Names of so many classes where nobody has given any, as `transformers` makes them up."""
+    return [f"LABEL_{number}" for number in range(count)]
+
+
+def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
+    """The weights of a model's head for a task, and what whole files of the family `with_task` call
+    them."""
+    found = {}
+    for name in task_head(model):
+        module, _, kind = name.rpartition(".")
+        (theirs,) = family.modules[module]
+        found[name] = family.full(f"{theirs}.{kind}")
+    return found
 
 
 def with_task(family: Family, task: TaskConfig) -> Family:

@@ -48,6 +48,8 @@ class PackedModel:
         reason = ""
         if form.codes == "nf4":
             reason = "nf4 has no whole numbers"
+        elif form.codes == "uint4":
+            reason = "the least values of uint4's blocks are no whole numbers of steps"
         elif any(one.transposed for one in found.values()) or family.model_type.endswith("bert"):
             reason = f"a {family.model_type} of Hugging Face has other modules than it packs"
         elif not words:

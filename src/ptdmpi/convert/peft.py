@@ -7,8 +7,8 @@ ours has all of A and its rows of B.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.checkpoint.base import base_at
-from ptdmpi.config import AdaptConfig, InputError, ModelConfig
+from ptdmpi.config import AdaptConfig, InputError, ModelConfig, TaskConfig
 from ptdmpi.config.adapt import targets_of
 from ptdmpi.convert.adapters import (
     AdapterPlace,
@@ -26,14 +27,17 @@ from ptdmpi.convert.adapters import (
     load_adapter,
     places,
     size_of,
+    whole_tensor,
     write_adapter,
 )
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
 from ptdmpi.convert.folder import new_directory
+from ptdmpi.convert.heads import head_names, made_up, with_task
 from ptdmpi.convert.tensors import header_text, read_json
-from ptdmpi.inference.stored import open_model
-from ptdmpi.lineage.adapted import Adapted
+from ptdmpi.inference.stored import StoredModel, open_model
+from ptdmpi.lineage.adapted import NO_TASK, Adapted
+from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
@@ -44,7 +48,6 @@ LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
-    "modules_to_save": (None, []),
     "layers_to_transform": (None,),
     "trainable_token_indices": (None,),
 }
@@ -54,8 +57,9 @@ def export(source: Path, target: Path) -> int:
     """Write the adapters that `source` names into the directory `target`; returns their elements.
     Raises InputError; then there is no `target`."""
     adapter = load_adapter(source)
-    family, adapt = family_for(adapter.model), adapter.adapted.adapt
-    found: dict[str, Tensor] = {}
+    family = with_task(family_for(adapter.model), adapter.adapted.task)
+    adapt, names = adapter.adapted.adapt, head_names(family, adapter.model)
+    found = {f"{PREFIX}{theirs}": adapter.tensors[name] for name, theirs in names.items()}
     ranks: dict[str, int] = {}
     for module, own in _by_module(family, adapter.model, adapt).items():
         if adapt.method == "lora":
@@ -142,9 +146,12 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
         "fan_in_fan_out": family.transposed,
         "inference_mode": True,
         "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapt.method],
-        "task_type": None if adapter.model.masked else "CAUSAL_LM",
+        "task_type": _task_type(adapter),
         "target_modules": sorted({short[_ending(name)] for name in own}),
     }
+    if adapter.adapted.has_head:
+        theirs = head_names(family, adapter.model).values()
+        common["modules_to_save"] = sorted({family.base(one).partition(".")[0] for one in theirs})
     if adapt.method == "ia3":
         inner = {short[_ending(name)] for name, some in own.items() if some[0].by_rows}
         return {**common, "feedforward_modules": sorted(inner)}
@@ -158,6 +165,14 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
         "rank_pattern": other,
         "alpha_pattern": {name: adapt.scale * rank for name, rank in other.items()},
     }
+
+
+def _task_type(adapter: LoadedAdapter) -> str | None:
+    """What `peft` calls that which the model is for; it knows no candidates."""
+    kind = adapter.adapted.task.kind
+    if kind == "none":
+        return None if adapter.model.masked else "CAUSAL_LM"
+    return "SEQ_CLS" if kind == "classification" else None
 
 
 def _ending(name: str) -> str:
@@ -192,15 +207,62 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     }
     stored = open_model(base)
     directory, known = base_at(base)
-    model, where = stored.config().model, str(source / CONFIG_FILE)
+    where = str(source / CONFIG_FILE)
     for name, legal in LEGAL.items():
         if config.get(name, legal[0]) not in legal:
             raise InputError(f"{where}: {name} = {config[name]!r}; legal: {legal[0]!r}")
+    model, task = _with_head(stored, config, tensors, where)
+    head = _head(stored, with_task(family_for(model), task), model, tensors)
     adapt, found = _own(config, tensors, model, where)
     adapt = adapt.model_copy(update={"base": str(directory)})
-    adapter = LoadedAdapter(Adapted(adapt, replace(known)), model, found)
+    adapter = LoadedAdapter(Adapted(adapt, known, task), model, found | head)
     write_adapter(target, adapter)
-    return size_of(found)
+    return size_of(adapter.tensors)
+
+
+def _with_head(
+    stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
+) -> tuple[ModelConfig, TaskConfig]:
+    """The model beneath with the head for a task that their file brings, and the task: that of the
+    model, or classes without names. Raises InputError for anything else that was trained."""
+    whole = stored.config()
+    task = stored.task if whole.model.classifies else NO_TASK
+    (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
+    known = {"classifier", "score", "pooler"}  # `peft` names both of its own accord
+    if strange := sorted({*(config.get("modules_to_save") or ())} - known):
+        raise InputError(
+            f"{where}: modules_to_save = {strange}; legal: None, or a head for a task: {linear!r}"
+        )
+    if (rows := tensors.get(f"{linear}.weight")) is not None:
+        count = len(rows)
+        if task.kind == "none" and count > 1:
+            task = TaskConfig(kind="classification", labels=tuple(made_up(count)))
+        if task.classes != count or task.kind == "none":
+            raise InputError(
+                f"{where}: {linear}.weight has {counted(count, 'row')}; legal: "
+                f"{task.classes or 'two or more'}, as many as the model has classes"
+            )
+    return whole.model_copy(update={"task": task}).with_head().model, task
+
+
+def _head(
+    stored: StoredModel, family: Family, model: ModelConfig, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The head's weights, taken out of their `tensors`; what did not train is the base's. Raises
+    InputError for what neither has."""
+    found, shapes = {}, parameters.task_head(model)
+    with stored.reader() as reader:
+        for name, theirs in head_names(family, model).items():
+            held = tensors.pop(theirs, None)
+            if held is None:
+                reader.require(key(WEIGHTS, name), shapes[name])
+                held = whole_tensor(reader, key(WEIGHTS, name))
+            elif held.shape != shapes[name]:
+                raise InputError(
+                    f"{theirs} has shape {[*held.shape]}, and the model makes {[*shapes[name]]}"
+                )
+            found[name] = held
+    return found
 
 
 def _own(
@@ -229,7 +291,7 @@ def _own(
             for place, names in own
         }
     else:
-        adapt, found = _low_rank(config, tensors, own, targets)
+        adapt, found = _low_rank(config, tensors, own, targets, where)
     usual = targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets)
     # as a run says it that goes on with them
     return (adapt.model_copy(update={"targets": "all"}) if usual else adapt), found
@@ -244,7 +306,35 @@ def _found(
         module = family.full(_module(family, place))
         names = [f"{module}.{end}" for end in ends]
         if names[0] in tensors:
+            _require_fit(model, place, tensors, names)
             yield place, names
+
+
+def _require_fit(
+    model: ModelConfig, place: AdapterPlace, tensors: Mapping[str, Tensor], names: Sequence[str]
+) -> None:
+    """Raises InputError unless the tensors of an adapter are those of its place in the model."""
+    linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
+    assert isinstance(linear, Linear)
+    own = place.rows.stop - place.rows.start
+    outputs = {own, sum(linear.outputs)} if _is_fused(model, place) else {own}
+    for name in names:
+        one = tensors.get(name)
+        shape = [] if one is None else [*one.shape]
+        if name.endswith("lora_A.weight"):
+            fits, legal = len(shape) == 2 and shape[0] > 0 and shape[1] == linear.inputs, "inputs"
+        elif name.endswith("lora_B.weight"):
+            rank = len(tensors[names[0]])
+            fits, legal = len(shape) == 2 and shape[0] in outputs and shape[1] == rank, "outputs"
+        else:
+            sizes = {linear.inputs} if place.by_rows else outputs
+            fits, legal = one is not None and one.numel() in sizes, "channels"
+        if not fits:
+            found = "is missing" if one is None else f"has shape {shape}"
+            raise InputError(
+                f"{name} {found}: not that of this model, whose {place.linear} has "
+                f"{linear.inputs} inputs and {own} outputs; legal: the {legal} of its base"
+            )
 
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
@@ -258,20 +348,36 @@ def _low_rank(
     tensors: Mapping[str, Tensor],
     own: Sequence[tuple[AdapterPlace, Sequence[str]]],
     targets: tuple[str, ...],
+    where: str,
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
     """All of one rank: those of a lower one are padded, and what their scales differ in is in B."""
     rank = max(len(tensors[names[0]]) for _, names in own)
-    scale = config["lora_alpha"] / config["r"]
+    scale = _number(config, "lora_alpha", where) / _number(config, "r", where)
+    known = config.get("alpha_pattern") or {}
+    if not isinstance(known, dict):
+        raise InputError(f"{where}: alpha_pattern = {known!r}; legal: a table of numbers")
     found: dict[str, Tensor] = {}
     for place, (first, second) in own:
         a, b = tensors[first], _part(place, tensors[second])
-        module, known = first.removesuffix(".lora_A.weight"), config.get("alpha_pattern") or {}
-        own_alpha = (known[name] for name in known if f".{module}".endswith(f".{name}"))
-        alpha = next(own_alpha, config["lora_alpha"])
-        factor = alpha / len(a) / scale
+        module = first.removesuffix(".lora_A.weight")
+        own_alpha = (name for name in known if f".{module}".endswith(f".{name}"))
+        table = {"lora_alpha": config["lora_alpha"], **known}
+        factor = _number(table, next(own_alpha, "lora_alpha"), where) / len(a) / scale
         padded_a, padded_b = a.new_zeros(rank, a.shape[1]), b.new_zeros(len(b), rank)
         padded_a[: len(a)], padded_b[:, : len(a)] = a, b if factor == 1.0 else b * factor
         found[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
         found[f"{place.linear}.lora_{place.leaf}.b"] = padded_b
-    told = {"rank": rank, "alpha": scale * rank, "dropout": config.get("lora_dropout", 0.0)}
+    dropout = _number({"lora_dropout": 0.0, **config}, "lora_dropout", where, least=0.0, below=1.0)
+    told: dict[str, Any] = {"rank": rank, "alpha": scale * rank, "dropout": dropout}
     return AdaptConfig(method="lora", targets=targets, **told), found
+
+
+def _number(
+    table: Mapping[str, Any], name: str, where: str, least: float = 1e-9, below: float = math.inf
+) -> float:
+    """A number that their configuration has. Raises InputError for anything else."""
+    value = table.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
+        legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"
+        raise InputError(f"{where}: {name} = {value!r}; legal: {legal}")
+    return float(value)

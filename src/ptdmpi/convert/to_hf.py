@@ -115,9 +115,8 @@ def _kept(stored: StoredModel, like: Path | None) -> Path | None:
         if not (like / KEPT / HEADERS).is_file():
             raise InputError(f"{like} has no {KEPT}/{HEADERS}: convert from-hf writes one")
         return like / KEPT
-    began = stored.tree.get("checkpoint", {}).get("initial")
-    for path in (stored.path, *([Path(began)] if began else [])):
-        if (path / KEPT / HEADERS).is_file():
+    for path in (stored.path, stored.began):
+        if path is not None and (path / KEPT / HEADERS).is_file():
             return path / KEPT
     return None
 
@@ -139,6 +138,11 @@ def _contents_of(kept: Path) -> Contents:
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
     contents = _contents_of(kept)
+    if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
+        raise InputError(
+            f"{kept} is of a model with a head for a task, and {stored.path} predicts tokens; "
+            "legal: --like what from-hf made of one that predicts tokens"
+        )
     head = _with_task_head if stored.config().model.classifies else _without_heads
     return _with_keys(head(contents, stored, needed), contents.family, kept, stored)
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.config import AdaptConfig, InputError
+from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 
 # In a manifest: the table [adapt] of the run, and which checkpoint of whole weights is beneath.
 KEY = "adapt"
+# In that table: [task] of the run, where it had one.
+TASK = "task"
+NO_TASK = TaskConfig()
 # Of adapters, between one start of a run and the next.
 FREE = {"dropout", "base"}
 
@@ -25,15 +28,23 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What the manifest of a checkpoint of adapters says."""
+    """What the manifest of a checkpoint of adapters says. `task`: what the head that they have
+    beside them is for, where they have one."""
 
     adapt: AdaptConfig
     base: Base
+    task: TaskConfig = NO_TASK
 
     def in_manifest(self) -> dict[str, Any]:
         """The same as a manifest has it."""
         table = self.adapt.model_dump(mode="json", exclude={"base"})
-        return {KEY: {**table, "base": self.base.path, "base_sha256": self.base.sha256}}
+        found = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
+        return {KEY: found | ({TASK: self.task.model_dump(mode="json")} if self.has_head else {})}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head for a task was trained with them."""
+        return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
         """Raises InputError unless `base` is what the adapters at `path` were trained over."""
@@ -53,7 +64,8 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
     try:
         given = dict(table)
         base = Base(str(given["base"]), str(given.pop("base_sha256")))
-        return Adapted(AdaptConfig.model_validate(given), base)
+        task = TaskConfig.model_validate(given.pop(TASK, {}))
+        return Adapted(AdaptConfig.model_validate(given), base, task)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"checkpoint {path}: {KEY} is not understood: {error}") from None
 

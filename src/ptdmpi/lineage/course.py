@@ -20,7 +20,8 @@ class Course:
         self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
         self.answer = Answer(now)
         self.base: Base | None = None  # beneath adapters
-        self.kernels: Sequence[str] = ()  # by which attention is computed, once that is settled
+        # by which kernels each kind of product is computed, once that is settled
+        self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
     def judge(
@@ -31,7 +32,9 @@ class Course:
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
-            self.kernels = manifest.get("kernels", ())
+            kept = manifest.get("kernels", {})
+            # a checkpoint of before linears were chosen has a list: the ways of attention
+            self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
@@ -95,11 +98,11 @@ class Course:
     def in_manifest(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         method = self.config.data_parallel.method
-        adapted = Adapted(self.config.adapt, self.base).in_manifest() if self.base else {}
+        told = (self.config.adapt, self.base, self.config.task) if self.base else None
         return {
-            **adapted,
+            **(Adapted(*told).in_manifest() if told else {}),
             "trained_on": self.trained_on.as_json(),
             "settings": self.settings,
-            "kernels": list(self.kernels),
+            "kernels": {kind: list(ways) for kind, ways in self.kernels.items()},
             "data_parallel": {"method": method, "replicas": self.config.data_size},
         }

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,9 +24,19 @@ from ptdmpi.model.kernels import choice
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
-from ptdmpi.plan.shape.parameters import parameter_count, trained_elements
+from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
+
+
+def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
+    """Which ways of computing a cluster file names as the quickest."""
+    if not cluster:
+        return {}
+    # the planner, which a run without a cluster has no use for
+    from ptdmpi.plan.machine.cluster import load_cluster
+
+    return load_cluster(cluster).kernels.entries()
 
 
 class Attempt:
@@ -41,6 +52,8 @@ class Attempt:
     ) -> None:
         self.config = config = engine.config
         self.world, self.checkpoints = world, checkpoints
+        # kernels that `ptdmpi probe` has measured on this machine
+        self.own = world.on_root(lambda: _measured(config.run.cluster))
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
         self.live = start.load is not None  # so no checkpoint may have the state yet
@@ -49,10 +62,13 @@ class Attempt:
         self.why = self.over = ""
         # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
         engine.steps_done = None
+        fresh: list[str] = []  # of a head for a task, what no base has
         if config.adapt.adapts:
             known = world.on_root(lambda: known_tokenizer(Path(config.adapt.base)))
-            take_base(engine.state, engine.axes.world, self.course, known)
-        self.first = self._from_checkpoint(start) if start.load is None else start.load(engine)
+            fresh = take_base(engine.state, engine.axes.world, self.course, known)
+        self.first = (
+            self._from_checkpoint(start, fresh) if start.load is None else start.load(engine)
+        )
         if start.load is not None:
             self.how = f"goes on from live state of step {self.first}"
             if start.answer is not None:
@@ -61,23 +77,24 @@ class Attempt:
         engine.steps_done = self.first
         self.pending = start.unfinished is not None  # the last step's record and save
         self.history: History | None = None
-        self.ways: list[str] = []
+        self.ways: choice.Ways = {}
 
     def choose(self, device: torch.device, say: Callable[[str], None]) -> None:
-        """Settle on all ranks how attention is computed, if anything is trained."""
+        """Settle on all ranks by which kernels it is computed, if anything is trained."""
         if not self.idle:
             computing = (device, PRECISIONS[self.config.precision.compute].compute)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
-            self.ways = choice.agreed(self.world, self.path, computing, before, say)
+            self.ways = choice.agreed(self.world, self.path, computing, before, say, self.own)
             self.course.kernels = self.ways
 
     @property
     def idle(self) -> bool:
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
-    def _from_checkpoint(self, start: Handover) -> int:
+    def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:
         """Load what `checkpoint.resume` and `checkpoint.initial` ask for; returns how many steps
-        are done. Raises InputError on every rank."""
+        are done. `fresh`: parameters of a head that begin as they were drawn, unless those ask for
+        others. Raises InputError on every rank."""
         checkpoints, steps = self.checkpoints, self.config.run.steps
         progress, self.skipped = checkpoints.resume(start.resume, start.lost)
         if progress is not None:
@@ -96,7 +113,10 @@ class Attempt:
         if self.config.checkpoint.initial is not None:
             initial = Path(self.config.checkpoint.initial)
             known = self.world.on_root(lambda: known_tokenizer(initial))
-            self.how = f"begins from the weights of {checkpoints.begin_from(initial, known)}"
+            found, fresh = checkpoints.begin_from(initial, known, fresh)
+            self.how = f"begins from the weights of {found}"
+        if fresh:
+            self.how += f"; drawn from run.seed: {', '.join(fresh)}"
         return 0
 
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
@@ -159,7 +179,8 @@ class Attempt:
         """What is said at the start."""
         config, world = self.config, self.world
         parameters = parameter_count(config.model, vocab_size)
-        adapters = config.model.layers * trained_elements(config.model)
+        whole = (config.model.layers, (True, True), 1)
+        _, train, _ = rank_elements(config.model, vocab_size, *whole)
         if not self.idle:
             yield (
                 f"to stop and keep all: kill -USR1 {os.getpid()} on {world.host}, or "
@@ -171,7 +192,7 @@ class Attempt:
             f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
             f"{layout}, {how}, {config.precision.compute}; "
             f"{short(parameters)} parameters, "
-            f"{f'of which {short(adapters)} train, ' if config.adapt.adapts else ''}"
+            f"{f'of which {short(train)} train, ' if config.adapt.adapts else ''}"
             f"vocabulary {vocab_size}; "
             f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
             f"{config.model.seq_length} tokens"

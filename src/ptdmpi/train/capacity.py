@@ -34,7 +34,9 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        wide = widens(device.type, PRECISIONS[config.precision.compute].compute)
+        # bfloat16 is the type of Muon's products, whatever the layers' is
+        types = (PRECISIONS[config.precision.compute].compute, torch.bfloat16)
+        wide = any(widens(device.type, one) for one in types)
         self.step = relief.Step.of(config, vocab_size, wide, device.type == "cpu")
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
         needed = self.step.peak(pipeline_rank).total

@@ -119,7 +119,7 @@ class Loop:
         Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
         step; 1 if too many steps in a row were not finite.
         """
-        with choice.attention_by(self.attempt.ways), self.attempt.told(lambda: self.concluded):
+        with choice.computing_by(self.attempt.ways), self.attempt.told(lambda: self.concluded):
             if not self.attempt.idle:
                 self._train()
             self.lookout.finish()

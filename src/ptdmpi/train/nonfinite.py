@@ -22,7 +22,7 @@ from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 
 FAILED_EXIT_CODE = 1
 # In the order in which one leads to the next: the first is the cause.
-_WEIGHT, _OUTPUT, _LOSS, _GRADIENT = range(4)
+_FROZEN, _WEIGHT, _OUTPUT, _LOSS, _GRADIENT = range(5)
 
 
 @dataclass(frozen=True, order=True)
@@ -83,8 +83,10 @@ class Skips:
             f"step {step + 1} skipped ({count}): loss {result.loss}, grad norm {result.grad_norm}; "
             f"{where}; samples {samples}"
         )
-        if finding is not None and finding.kind == _WEIGHT:
-            self.say("stopped: a weight is lost; the same command goes on from what is saved")
+        if finding is not None and finding.kind <= _WEIGHT:
+            lost = "a weight is lost; the same command goes on from what is saved"
+            frozen = "adapt.base has a weight that is no number; legal: one that is whole"
+            self.say(f"stopped: {frozen if finding.kind == _FROZEN else lost}")
             raise SystemExit(FAILED_EXIT_CODE)
         if self.in_a_row > self.max_skips:
             self.say(f"stopped: more than run.max_skips = {self.max_skips} steps were skipped")
@@ -130,6 +132,10 @@ def _weights(engine: Engine) -> Iterator[Finding]:
                 # what came from another rank is its effect, wherever that stands in the order
                 depth = (number, place, int(own))
                 yield Finding(_WEIGHT, -1, depth, rank, f"weight {name}", ())
+    for held in buffer.own_frozen():
+        if not _finite(held.view(buffer.idle_parts)):
+            # as it was loaded: nothing in training changes it
+            yield Finding(_FROZEN, -1, (), rank, f"frozen weight {held.entry.name}", ())
     engine.state.let_go()
 
 

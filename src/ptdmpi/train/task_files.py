@@ -27,12 +27,13 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 def task_framing(config: Config) -> Framing:
     """How the texts of the run's task become sequences: by the tokenizer that `task.tokenizer`
     names, or that of the model that the run begins from. Raises InputError where neither says."""
-    if not (config.task.tokenizer or config.checkpoint.initial):
+    stored = _stored(config, {}, config.model.vocab_size or 2**31)
+    if not (config.task.tokenizer or stored.began):
         raise InputError(
             'task.tokenizer is missing: legal: "bytes", or the path of a tokenizer.json; a run '
-            "that begins from checkpoint.initial can do without, by the tokenizer of that model"
+            "that begins from checkpoint.initial, or adapts adapt.base, can do without, by the "
+            "tokenizer of that model"
         )
-    stored = _stored(config, {}, config.model.vocab_size or 2**31)
     text = find_text(stored, mended="set task.tokenizer")
     return framing(text, name_of(stored), config.model)
 

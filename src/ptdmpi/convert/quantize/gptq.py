@@ -4,7 +4,7 @@ et al. 2022, arXiv 2210.17323)."""
 import torch
 from torch import Tensor
 
-from ptdmpi.model.low_bit.codes import Packed, codes_of, levels_of, packed, scales_of
+from ptdmpi.model.low_bit.codes import Packed, codes_of, packed, scales_of, values_of
 from ptdmpi.plan.shape.low_bit import LowBit
 
 # Of the mean of the Hessian's diagonal, added to it (section 3, step 3: "dampening" of 1 %).
@@ -31,7 +31,7 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
         for j in range(form.block):
             column = block[:, j : j + 1]
             one = LowBit(form.codes, 1)
-            value = levels_of(codes_of(column, scale, one), one) * scale
+            value = values_of(codes_of(column, scale, one), scale, one)
             errors[:, j : j + 1] = (column - value) / factor[j, j]
             block[:, j + 1 :] -= errors[:, j : j + 1] * factor[j, j + 1 :]
             values[:, start + j : start + j + 1] = value

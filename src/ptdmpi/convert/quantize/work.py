@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
 from ptdmpi.convert.quantize.calibration import CalibrationSamples
 from ptdmpi.convert.quantize.write import quantize
 from ptdmpi.data.shards import Dataset
@@ -34,6 +35,16 @@ def work(source: Path, target: Path, form: LowBit, world: World, **options: Any)
 
 def _check_datasets(source: Path, options: Options) -> None:
     stored = open_model(source)
+    if options["evaluate"] and stored.config().model.masked:
+        raise InputError(
+            f"--evaluate: {source} sees both sides of a token, and has no perplexity; legal: "
+            "without it"
+        )
+    if options["evaluate"] and stored.tree["model"].get("output_head") == "classes":
+        raise InputError(
+            f"--evaluate: {source} has a head for a task, and gives no tokens; legal: without it, "
+            "and then `ptdmpi evaluate TARGET --tasks FILE`"
+        )
     for path in (*options["evaluate"], *filter(None, [options["data"]])):
         check_dataset(path, stored)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ptdmpi.base.box import Box
 from ptdmpi.checkpoint import directory as files
@@ -70,7 +71,11 @@ def quantize(
     """
     stored = open_model(source)
     if stored.manifest.form is not None:
-        raise InputError(f"{stored.checkpoint} is in few bits already: {stored.manifest.form}")
+        form = stored.manifest.form
+        raise InputError(
+            f"{stored.checkpoint} is in few bits already: {form.codes}, blocks of {form.block}; "
+            "legal: the model that it was made of"
+        )
     config = stored.config()
     _require_block(config.model, form)
     needed = declarations(config, stored.vocab_size)
@@ -105,11 +110,12 @@ def matrices(model: ModelConfig) -> list[str]:
 def _require_block(model: ModelConfig, form: LowBit) -> None:
     parts = parameters.layer(model).values()
     widths = {part.inputs for part in parts if isinstance(part, parameters.Linear)}
-    if any(width % form.block for width in widths):
+    if form.block % 2 or any(width % form.block for width in widths):
         legal = [n for n in divisors(math.gcd(*widths)) if n % 2 == 0]
+        found = f"legal nearby: {nearest(form.block, legal)}" if legal else "legal: none here"
         raise InputError(
-            f"--block {form.block} does not divide the rows of all matrices "
-            f"({', '.join(map(str, sorted(widths)))}); legal nearby: {nearest(form.block, legal)}"
+            f"--block {form.block} is not even, or does not divide the rows of all matrices "
+            f"({', '.join(map(str, sorted(widths)))}); {found}"
         )
 
 
@@ -132,15 +138,24 @@ class Maker:
         """One of them; what was made with it stays until another layer is asked for."""
         if name not in self._made:
             if self.samples is None:
-                self._made = {name: packed(torch.from_numpy(self._read(name)), self.form)}
+                self._made = {name: packed(self._read(name), self.form)}
             else:
                 self._made = self._layer(self.samples, int(name.split(".")[1]))
         return self._made[name]
 
-    def _read(self, name: str) -> Array:
+    def _read(self, name: str) -> Tensor:
         stored = self.reader.manifest[key(WEIGHTS, name)]
         values = np.empty(stored.shape, stored.dtype)
         _fill(self.reader, name, Box.whole(stored.shape), values)
+        return self._finite(torch.from_numpy(values), key(WEIGHTS, name))
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """`values`, of which a scale can be made. Raises InputError."""
+        if not values.isfinite().all():
+            raise InputError(
+                f"checkpoint {self.reader.directory}: {what}: inf or NaN, which no block of codes "
+                "holds; legal: finite weights"
+            )
         return values
 
     def _layer(self, samples: Calibration, number: int) -> dict[str, Packed]:
@@ -152,7 +167,10 @@ class Maker:
         hessians = samples.hessians(stage, [name.removesuffix(".weight") for name in names])
         made = {}
         for name, weight in weights.items():
-            made[name] = gptq(weight, hessians[name.removesuffix(".weight")], self.form)
+            hessian = hessians[name.removesuffix(".weight")]
+            self._finite(weight, key(WEIGHTS, name))
+            self._finite(hessian, f"the inputs of {name} on the samples")
+            made[name] = gptq(weight, hessian, self.form)
             weight.copy_(made[name].values(torch.float32))
         samples.advance(stage)
         return made

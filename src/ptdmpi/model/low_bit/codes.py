@@ -17,7 +17,7 @@ from ptdmpi.plan.shape.low_bit import LowBit, chunk_elements
 @dataclass(frozen=True)
 class Packed:
     """A matrix [o, i] in few bits: bytes of its codes [o, i bits / 8], uint8, and the scales
-    [o, i / block], float32."""
+    [o, i / block numbers], float32: a block's `numbers` (`LowBit`) side by side."""
 
     codes: Tensor
     scales: Tensor
@@ -74,33 +74,56 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """[o, i] -> [o, i / block], float32: by each block's greatest magnitude."""
-    blocks = x.unflatten(-1, (-1, form.block))
-    return (blocks.abs().amax(-1) / form.reach).float()
+    """[o, i] -> [o, i / block numbers], float32: by each block's greatest magnitude; of uint4, from
+    its least value to its greatest. That of int4 has a sign: there are eight levels on one side of
+    zero and seven on the other, and the value of the greatest magnitude is on the side of eight."""
+    least, greatest = x.unflatten(-1, (-1, form.block)).aminmax(dim=-1)
+    if form.codes == "uint4":
+        least = least.float()
+        return torch.stack(((greatest - least) / form.reach, least), dim=-1).flatten(-2).float()
+    if form.codes == "int4":
+        return (torch.where(-least > greatest, least, greatest) / form.reach).float()
+    return (torch.maximum(-least, greatest) / form.reach).float()
 
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """The codes of [..., i], of which `scales` is [..., i / block]: those of the nearest levels,
-    int64 [..., i]. A block of zeros has scale 0, and the codes of zero."""
+    """The codes of [..., i], of which `scales` is [..., i / block numbers]: those of the nearest
+    levels, int64 [..., i]. A block of equal values has scale 0; its codes are those of level 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    blocks, scale = x.to(wide).unflatten(-1, (-1, form.block)), scales.to(wide)[..., None]
-    share = torch.where(scale > 0, blocks / scale, 0.0).flatten(-2)
+    blocks, numbers = x.to(wide).unflatten(-1, (-1, form.block)), _by_block(scales.to(wide), form)
+    scale = numbers[..., :1]
+    if form.numbers == 2:
+        blocks = blocks - numbers[..., 1:]
+    share = torch.where(scale != 0, blocks / scale, 0.0).flatten(-2)
     if form.codes == "nf4":
         return torch.bucketize(share, _middles(form, x.device, wide))
-    half = 2 ** (form.bits - 1)
-    return share.round_().clamp_(-half, half - 1).to(torch.int64) + half
+    least, greatest = int(form.levels[0]), int(form.levels[-1])
+    return share.round_().clamp_(least, greatest).to(torch.int64) - least
 
 
-def levels_of(codes: Tensor, form: LowBit) -> Tensor:
-    """What codes stand for, before their scale, float32."""
-    return _level(form, codes.device)[codes]
+def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
+    """What codes, int64 [..., i], stand for, float32."""
+    return _scaled(_level(form, codes.device)[codes], scales, form)
+
+
+def _by_block(scales: Tensor, form: LowBit) -> Tensor:
+    """[..., i / block numbers] -> [..., i / block, numbers]."""
+    return scales.unflatten(-1, (-1, form.numbers))
+
+
+def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
+    """Levels [..., i], float32, times their scales, from their least values on."""
+    numbers = _by_block(scales, form)
+    values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
+    if form.numbers == 2:
+        values += numbers[..., 1:]
+    return values.flatten(-2)
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
     """[o, i] float32 of packed codes and their scales."""
     levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
-    blocks = levels.view(*scales.shape, form.block)
-    return (blocks * scales[..., None]).view(codes.shape[0], -1)
+    return _scaled(levels.view(codes.shape[0], -1), scales, form)
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
@@ -123,7 +146,5 @@ def rounded(x: Tensor, form: LowBit) -> Tensor:
     for first in range(0, len(x), step):
         rows = x[first : first + step]
         scales = scales_of(rows, form)
-        levels = levels_of(codes_of(rows, scales, form), form)
-        blocks = levels.unflatten(-1, (-1, form.block)) * scales[..., None]
-        found[first : first + step] = blocks.flatten(-2)
+        found[first : first + step] = values_of(codes_of(rows, scales, form), scales, form)
     return found

@@ -25,7 +25,7 @@ class InFewBits:
         forms = [entry.declaration.low_bit for entry in entries]
         known = [(one, form) for one, form in zip(entries, forms, strict=True) if form is not None]
         codes = [one.elements * form.bits // 8 for one, form in known]
-        scales = [one.elements // form.block for one, form in known]
+        scales = [one.elements // form.block * form.numbers for one, form in known]
         self.codes = torch.zeros(sum(codes), dtype=torch.uint8, device=device)
         self.scales = torch.zeros(sum(scales), device=device)
         self.of: dict[str, Packed] = {}

@@ -48,8 +48,9 @@ class LowBit:
     """A matrix [o, i] in few bits: `codes` of its elements, and a scale of each `block` of a row.
 
     An element is its code's level times the scale of its block. Levels of int8 and int4 are whole
-    numbers, and the greatest magnitude of a block is the last positive one (absmax); those of nf4
-    lie between -1 and 1.
+    numbers; the greatest magnitude of a block is 127 of int8 and, by the sign of the scale, -8 of
+    int4 (absmax). Those of nf4 lie between -1 and 1. Those of uint4 count from a least value, which
+    each block has beside its scale.
     """
 
     codes: CodesName
@@ -70,13 +71,18 @@ class LowBit:
         """What each code stands for, ascending; a float32 holds them exactly."""
         if self.codes == "nf4":
             return NF4
-        half = 2 ** (self.bits - 1)
-        return tuple(float(level) for level in range(-half, half))
+        first = 0 if self.codes == "uint4" else -(2 ** (self.bits - 1))
+        return tuple(float(level) for level in range(first, first + 2**self.bits))
+
+    @property
+    def numbers(self) -> int:
+        """How many float32 a block has: its scale, and of uint4 the least value behind it."""
+        return 2 if self.codes == "uint4" else 1
 
     @property
     def reach(self) -> float:
-        """The level of a block's greatest magnitude."""
-        return self.levels[-1]
+        """The level of a block's greatest magnitude; of uint4, of its greatest value."""
+        return self.levels[0 if self.codes == "int4" else -1]
 
     @property
     def middles(self) -> tuple[float, ...]:
@@ -88,18 +94,18 @@ class LowBit:
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """The scales of a matrix."""
-        return rows, columns // self.block
+        """The scales of a matrix, a block's `numbers` side by side."""
+        return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a matrix: its codes and its scales."""
-        scales = rows * (columns // self.block) * SCALE_BYTES
+        scales = math.prod(self.scale_shape(rows, columns)) * SCALE_BYTES
         return rows * columns * self.bits // 8 + scales
 
     @property
     def bits_per_element(self) -> float:
         """How many an element of a large matrix takes, scales included."""
-        return self.bits + 8 * SCALE_BYTES / self.block
+        return self.bits + 8 * SCALE_BYTES * self.numbers / self.block
 
 
 def chunk_elements(on_host: bool) -> int:
@@ -140,11 +146,14 @@ def unpacking(
 ) -> tuple[float, int]:
     """(bytes that are moved, kernels) when the values of a layer's frozen matrices are made once,
     as `ptdmpi.model.low_bit` does: codes are read and written as four bytes, these read and levels
-    written, read and products written, read and written in the compute type."""
+    written, read and products written, these with the least value, where there is one, once more,
+    read and written in the compute type."""
     form = LowBit.of(model.quantize)
     elements, _ = frozen_layer(model, tensor)
     if form is None or not elements:
         return 0.0, 0
     rows = ((o, max(1, chunk_elements(on_host) // i)) for i, o in _frozen(model, tensor))
-    each = form.bits / 8 * (1 + 4 + 4) + 4 * 4 + compute_bytes
-    return elements * each, UNPACKING_KERNELS * sum(-(-o // at_once) for o, at_once in rows)
+    added = form.numbers - 1
+    each = form.bits / 8 * (1 + 4 + 4) + (4 + 2 * added) * 4 + compute_bytes
+    chunks = sum(-(-o // at_once) for o, at_once in rows)
+    return elements * each, (UNPACKING_KERNELS + added) * chunks

@@ -247,10 +247,11 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
         parts["final_norm"] = norm(model)
     if model.classifies:
         # as BERT classifies: from its first token, through the pooler (Devlin et al. 2019,
-        # section 4.1); a decoder from its last one, by a linear alone (Radford et al. 2018)
-        if model.masked:
-            parts["sentence.pooler"] = Linear(h, (h,), biased, std)
-        return parts | {"sentence.classes": Linear(h, (model.classes,), model.masked, std)}
+        # section 4.1); a decoder from its last one, by a linear alone (Radford et al. 2018). Beside
+        # adapters it trains, too: what is frozen knows nothing of the task
+        pooler = {"sentence.pooler": Linear(h, (h,), biased, std)} if model.masked else {}
+        classes = Linear(h, (model.classes,), model.masked, std)
+        return _frozen(model, parts) | pooler | {"sentence.classes": classes}
     if masked:
         parts["mlm.dense"] = Linear(h, (h,), biased, std)
         parts["mlm.norm"] = norm(model)

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import numpy as np
@@ -334,6 +336,30 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C is met when the block ends, and not at all by a process that is started in it: half
+    started, it would print a traceback of its own.
+
+    The mask is what processes inherit; the handler is for threads of libraries (BLAS), to which
+    the kernel hands a signal that this thread has masked. Python calls it in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # where it starts, it leaves the signal unmasked
+    met: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if met:
+            signal.raise_signal(signal.SIGINT)
+
+
 def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
     """Runs first in a worker: leave Ctrl-C to the parent, and end with it even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -358,7 +384,8 @@ def map_in_order(
     waiting: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            waiting.append(pool.submit(_do, make, options, task))
+            with _interrupts_wait():  # it may start a worker
+                waiting.append(pool.submit(_do, make, options, task))
             if len(waiting) >= workers * _TASKS_PER_WORKER:
                 yield waiting.popleft().result()
         while waiting:

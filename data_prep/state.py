@@ -359,7 +359,7 @@ class RunState:
         self._require_all(sums, headers)
         reason = None
         if sums.train_tokens == 0:
-            reason = "the corpus yields no token to train on: its documents are empty or held out"
+            reason = "the corpus yields no token to train on: all are empty, held out or too long"
         elif len(self.outputs) > 1 and sums.valid_tokens == 0:
             reason = _nothing_held_out(sums.documents)
         if reason is not None:

@@ -41,6 +41,7 @@ COUNTED = (
     "answers",
     "truncated",
     "too_long",
+    "empty_documents",
     "bad_lines",
     "text_bytes",
     "train_tokens",
@@ -176,7 +177,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
             done = state.finish(1, file)
         except BaseException:
             for directory in output.outputs:
-                for path in directory.glob("shard-00000-*.h5"):
+                for path in (*directory.glob("shard-00000-*.h5"), directory / TEMPLATE):
                     with suppress(OSError):
                         path.unlink()
             state.clean()
@@ -242,13 +243,15 @@ def _written(
             for one in pieces(_tasks(sources, advance), read):
                 cut = one.ids.size > length
                 kept = one._replace(ids=one.ids[:length], weights=one.weights[:length].copy())
-                left_out = cut and (options.too_long == "drop" or not kept.weights[1:].any())
+                nothing = not kept.weights[1:].any()  # of an answer that could count
+                left_out = nothing or (cut and options.too_long == "drop")
                 counts += CorpusCounters(
                     documents=not left_out,
+                    empty_documents=left_out and not cut,
                     answers=0 if left_out else one.answers,
                     text_bytes=len(one.text.encode()),
                     truncated=cut and not left_out,
-                    too_long=left_out,
+                    too_long=left_out and cut,
                     answer_tokens=0 if left_out else int(kept.weights[1:].sum()),
                 )
                 if not left_out:

@@ -187,6 +187,27 @@ def test_bad_lines_are_named_or_counted(tmp_path, monkeypatch, capsys, line):
     assert run(monkeypatch, capsys, *arguments, "--skip-bad-lines")["bad_lines"] == 1
 
 
+@pytest.mark.parametrize(
+    ("prompt", "template"),
+    [
+        ("x" * 99, "{% for one in messages %}{{ one.content }}{% endfor %}"),
+        ("x", "{% for one in messages if one.role == 'user' %}{{ one.content }}{% endfor %}"),
+    ],
+    ids=["too long", "no answer written"],
+)
+def test_conversations_of_which_nothing_counts_are_left_out(
+    tmp_path, monkeypatch, capsys, prompt, template
+):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "y"}))
+    (tmp_path / "t.jinja").write_text(template)
+    arguments = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--seq-length", 64)
+    arguments += ("--template", tmp_path / "t.jinja", "--output", tmp_path / "o")
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, capsys, *arguments)
+    assert "yields no token to train on" in f"{stopped.value.code} {capsys.readouterr().err}"
+    assert not (tmp_path / "o").exists()
+
+
 @parallel(ranks=[2])
 def test_training_counts_answers_alone(comm, tmp_path):
     """At d = 2: the loss is that of answers, over their number, whatever the layout; validation,

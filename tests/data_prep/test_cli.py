@@ -1,6 +1,7 @@
 """The other commands of `ptdmpi-data`, and what its processes do when they are stopped."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -121,14 +122,17 @@ def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     process = subprocess.Popen(
         [sys.executable, "-m", "data_prep.cli", "tokenize", tmp_path / "a.txt", "--workers", "2",
          "--output", tmp_path / "o", "--tokenizer", tmp_path / "t.json"],
-        stderr=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # whoever runs the tests in the background hands down that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 30
-    while not (tmp_path / "o").exists() or len(psutil.Process(process.pid).children()) < 3:
+    while len(psutil.Process(process.pid).children()) < 3:  # while they start, too
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     children = psutil.Process(process.pid).children()
-    process.send_signal(sent)
+    # a terminal's Ctrl-C is for all of its processes
+    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
     error = process.communicate(timeout=30)[1]
     assert process.returncode == code
     gone, alive = psutil.wait_procs(children, timeout=30)

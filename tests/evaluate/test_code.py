@@ -52,7 +52,8 @@ HOSTILE = {
     "no program": ("    return (\n", "SyntaxError"),
     "exit": (f"{BODY}raise SystemExit(0)\n", "SystemExit"),
     "leaves": (f"{BODY}import os; os._exit(0)\n", "ended"),
-    "memory": (f"{BODY}x = bytearray(2**33)\n", "MemoryError"),
+    "memory": (f"{BODY}x = bytearray(2**29)\n", "MemoryError"),
+    "some memory": (f"{BODY}x = bytearray(2**27)\n", PASSED),
     "fork": (f"{BODY}import os\nos.fork()\n", "BlockingIOError"),
     "child": (f"{BODY}import subprocess\nsubprocess.run(['true'])\n", "BlockingIOError"),
     "socket": (

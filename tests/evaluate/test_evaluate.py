@@ -195,6 +195,17 @@ def test_the_average_of_the_weights(run_of_bytes, tmp_path):
     assert loss(both, "--ema") == loss(other) != loss(both)
 
 
+def test_weights_without_a_number_have_no_perplexity(run_of_bytes, tmp_path):
+    def lost(name, values):
+        return torch.full_like(values, torch.nan) if name == "final_norm.weight" else values
+
+    source = _stored.stored(tmp_path / "lost", 257, seq_length=64, changed=lost)
+    data = ["--data", str(run_of_bytes.parent / "data"), "--json"]
+    result = CliRunner().invoke(command, [str(source), *data])
+    assert result.exit_code == 2 and not result.stdout
+    assert "logits are not finite" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -156,6 +156,9 @@ def test_tasks(tmp_path):
     file.write_text("{\n")
     with pytest.raises(InputError, match=r"t.jsonl:1: not a JSON line"):
         tasks.read(file)
+    file.write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"t.jsonl:1: not a JSON line"):
+        tasks.read(file)
     file.write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"is not UTF-8"):
         tasks.read(file)

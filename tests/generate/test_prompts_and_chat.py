@@ -97,6 +97,7 @@ def test_what_is_asked_may_be_the_average_of_the_weights(run, tmp_path):
         ("", "holds no prompt"),
         ('{"prompt": 1}', "a.jsonl:1: no JSON object with a text in the field 'prompt'"),
         ('{"prompt": "a"}\n[', "a.jsonl:2: not a JSON line"),
+        ("[" * 100_000, "a.jsonl:1: not a JSON line"),
         ('{"prompt": "a"}\n{"prompt": "' + "x" * 40 + '"}', "a.jsonl:2: a prompt of 40 tokens"),
     ],
 )

@@ -11,10 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from ptdmpi.config import InputError
 
 TEMPLATE = "chat_template.jinja"  # beside a tokenizer, and beside shards that were made with it
@@ -27,7 +23,7 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 # What no text has: around what {% generation %} blocks write.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+BEGIN, END = "\ufdd0", "\ufdd1"
 
 Message = Mapping[str, str]
 
@@ -37,21 +33,6 @@ class Rendered(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]
-
-
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: what a model is to write."""
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-_Generation.tags = {"generation"}
 
 
 @dataclass(frozen=True)
@@ -65,20 +46,17 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        made = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        made.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        made.globals["raise_exception"] = _refuse
+        from ptdmpi.data.jinja import compiled
+
         try:
-            return made.from_string(self.source)
-        except TemplateError as error:
+            return compiled(self.source)
+        except ValueError as error:
             raise InputError(f"chat template of {self.said_of}: {error}") from None
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
         """The text of a conversation; `ask`: and what an answer would stand behind. Raises
         InputError, with the template's own words where it refuses one."""
-        return self._marked(messages, ask).replace(_BEGIN, "").replace(_END, "")
+        return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
     def _marked(self, messages: Sequence[Message], ask: bool = False) -> str:
         template = self._compiled
@@ -95,7 +73,7 @@ class ChatTemplate:
         conversation does not begin with that of its first turns.
         """
         marked = self._marked(messages)
-        if _BEGIN in marked:
+        if BEGIN in marked:
             return _of_marks(marked)
         answers: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
@@ -119,8 +97,8 @@ class ChatTemplate:
 
 def _of_marks(marked: str) -> Rendered:
     parts, answers, length = [], list[tuple[int, int]](), 0
-    for number, piece in enumerate(marked.split(_BEGIN)):
-        answer, mark, rest = piece.partition(_END)
+    for number, piece in enumerate(marked.split(BEGIN)):
+        answer, mark, rest = piece.partition(END)
         if number:
             answers.append((length, length + len(answer)))
         parts += [answer, rest]
@@ -128,10 +106,6 @@ def _of_marks(marked: str) -> Rendered:
         if bool(number) != bool(mark):
             raise InputError("a chat template has {% generation %} blocks inside each other")
     return Rendered("".join(parts), answers)
-
-
-def _refuse(reason: str) -> None:
-    raise ValueError(reason)
 
 
 def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:

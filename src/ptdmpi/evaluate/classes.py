@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.config import Config
 from ptdmpi.data.labelled import LabelledFile, LabelledForm, in_order
 from ptdmpi.evaluate.choice import standard_error
 from ptdmpi.evaluate.labelled import framing, read
@@ -19,13 +20,13 @@ from ptdmpi.terminal.progress import progress
 
 
 def files_of(
-    stored: StoredModel, tokenizer: str | None, paths: Sequence[Path]
+    stored: StoredModel, config: Config, tokenizer: str | None, paths: Sequence[Path]
 ) -> tuple[LabelledForm, list[LabelledFile]]:
-    """The task files as sequences, and what a model takes them as. Raises InputError."""
-    task, model = stored.task, stored.config().model
+    """The task files as sequences, and what a model takes them as: that of `config`, which knows
+    the tokens of `stored`. Raises InputError."""
     text = find_text(stored, tokenizer)
-    frame = framing(text, tokenizer or name_of(stored), model)
-    return frame.form, [read(path, task, frame) for path in paths]
+    frame = framing(text, tokenizer or name_of(stored), config.model)
+    return frame.form, [read(path, config.task, frame) for path in paths]
 
 
 def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -> np.ndarray:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.scoring import rows_of
+from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
 
 Window = tuple[int, int, int, int]  # shard, first input, labels until, first scored label
@@ -49,6 +50,8 @@ def perplexity(
     total, tokens = _sums(model, dataset, stride)
     if not tokens:
         raise SharedInputError(f"{dataset.directory} has no shard of two tokens or more")
+    if math.isnan(total):
+        raise SharedInputError(f"{dataset.directory}: {NOT_FINITE}")
     found = {
         "dataset": str(dataset.directory),
         "tokens": tokens,

@@ -20,7 +20,7 @@ from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
-from ptdmpi.inference.stored import StoredModel, open_model
+from ptdmpi.inference.stored import StoredModel, open_adapter, open_model
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 from ptdmpi.model.state import WEIGHTS
 
@@ -71,15 +71,17 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
 
 
 def _has_task_head(run: Path, options: Options) -> bool:
-    """Whether the model has a head for a task. Raises InputError where that is asked for more than
-    it can give."""
-    if open_model(run).tree["model"].get("output_head") != "classes":
+    """Whether the model, or what was trained beside it, has a head for a task. Raises InputError
+    where that is asked for more than it can give."""
+    stored, adapter = open_model(run), options["adapter"]
+    beside = adapter is not None and open_adapter(adapter).adapted.has_head
+    if not beside and stored.tree["model"].get("output_head") != "classes":
         return False
     for key in ("data", "code", "lm_eval", "shots", "words", "stride"):
         if options[key]:
             raise InputError(
-                f"--{key.replace('_', '-')}: {run} has a head for a task, and gives no tokens; "
-                "legal: --tasks FILE"
+                f"--{key.replace('_', '-')}: {adapter if beside else run} has a head for a task, "
+                "and gives no tokens; legal: --tasks FILE"
             )
     if not options["tasks"]:
         raise InputError("nothing to evaluate: give --tasks")
@@ -90,9 +92,9 @@ def _accuracies(
     model: InferenceModel, world: World, stored: StoredModel, options: Options
 ) -> list[dict[str, Any]]:
     """What a model with a head for a task reaches on each file."""
-    given, paths = options["tokenizer"], options["tasks"]
-    form, files = world.on_root(lambda: files_of(stored, given, paths))
-    task = stored.task
+    task, paths = model.config.task, options["tasks"]
+    given = options["tokenizer"] or task.tokenizer or None
+    form, files = world.on_root(lambda: files_of(stored, model.config, given, paths))
     found = []
     for file in files:
         names = task.labels or [str(number) for number in range(file.sequences)]

@@ -42,7 +42,7 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
     """The JSON object of a line that has a text in the field `key`. Raises InputError."""
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: not a JSON line: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get(key), str):
         raise InputError(f"{place}: no JSON object with a text in the field {key!r}")

@@ -35,7 +35,7 @@ def read_prompts(path: Path) -> list[Given]:
 def _of_json(line: str, place: str) -> Given:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: not a JSON line: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get(PROMPT), str):
         raise InputError(f"{place}: no JSON object with a text in the field {PROMPT!r}")

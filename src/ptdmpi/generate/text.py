@@ -122,11 +122,10 @@ def name_of(stored: StoredModel) -> str:
     task, kept = stored.tree.get("task", {}), kept_files(stored)
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    began = stored.tree.get("checkpoint", {}).get("initial")
     # a converted model, which has its own beside it, says that a training is to begin from it
     converted = (stored.path / KEPT).is_dir()
-    if task.get("kind", "none") != "none" and began and not converted:
-        return name_of(open_model(Path(began)))
+    if task.get("kind", "none") != "none" and stored.began is not None and not converted:
+        return name_of(open_model(stored.began))
     header = shard_header(stored)
     if header is not None and tokenizer_file(header.tokenizer) is None:
         return header.tokenizer

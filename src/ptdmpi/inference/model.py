@@ -41,6 +41,7 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.orders import Placement
+from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
@@ -214,17 +215,21 @@ def open_inference(
         trained = stored.tree.get("precision", {}).get("compute", "fp32")
         sizes = _sizes(stored, world.size, layout)
         config = stored.config(world.size, precision or trained, **sizes)
+        beside = None if adapter is None else open_adapter(adapter)
+        if beside is not None:
+            config = beside.over(stored, config)
+        elif classifies:
+            config = config.model_copy(update={"task": stored.task})
         if config.model.classifies != classifies:
             raise InputError(
-                f"{stored.path} has a head for a task: it gives no tokens, but its accuracy: "
-                "ptdmpi evaluate --tasks FILE"
+                f"{adapter or stored.path} has a head for a task: it gives no tokens, but its "
+                "accuracy: ptdmpi evaluate --tasks FILE"
             )
         if config.model.masked and not classifies:
             raise InputError(
                 f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
             )
-        beside = None if adapter is None else open_adapter(adapter)
-        return stored, beside, config if beside is None else beside.over(stored, config)
+        return stored, beside, config
 
     stored, beside, config = world.on_root(prepare)
     threads = stored.tree.get("run", {}).get("threads", 1)
@@ -243,7 +248,7 @@ def open_inference(
     )
     state = State(buffer)
     if beside is not None:
-        _load(load_frozen(state, axes.world, stored.checkpoint, lambda path, manifest: None))
+        _load(load_frozen(state, axes.world, stored.checkpoint, head=task_head(config.model)))
     read = partial(manifest_of, kind=kind)
     _load(load_tensors(state, axes.world, (beside or stored).checkpoint, read=read))
     return InferenceModel(config, axes, stored.vocab_size, stages, placed), stored

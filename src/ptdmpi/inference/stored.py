@@ -15,7 +15,14 @@ from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import OneRank
-from ptdmpi.config import Config, InputError, Layout, TaskConfig, synthetic_config
+from ptdmpi.config import (
+    Config,
+    InputError,
+    Layout,
+    ModelConfig,
+    TaskConfig,
+    synthetic_config,
+)
 from ptdmpi.lineage.adapted import Adapted, Base, adapted_of, require_kind
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
@@ -76,6 +83,15 @@ class StoredModel:
         return found
 
     @property
+    def began(self) -> Path | None:
+        """The model that its run began from: what is frozen beneath its adapters, or
+        `checkpoint.initial`."""
+        adapt, checkpoint = (self.tree.get(name, {}) for name in ("adapt", "checkpoint"))
+        frozen = adapt.get("base") if adapt.get("method", "none") != "none" else None
+        found = frozen or checkpoint.get("initial")
+        return Path(found) if found else None
+
+    @property
     def step(self) -> int:
         return self.manifest.progress.step
 
@@ -132,12 +148,20 @@ class StoredAdapter:
     manifest: Manifest
 
     def over(self, stored: StoredModel, config: Config) -> Config:
-        """`config`, of the model beneath, with them. Raises InputError if they were trained over
-        another."""
+        """`config`, of the model beneath, with them, and with their head for a task, which reads
+        texts as long as it was trained on. Raises InputError if they were trained over another."""
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
         )
-        return config.model_copy(update={"adapt": self.adapted.adapt}).adapted()
+        update: dict[str, Any] = {"adapt": self.adapted.adapt}
+        if self.adapted.has_head:
+            update |= {"task": self.adapted.task, "model": self.model}
+        return config.model_copy(update=update).adapted()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape of the model beneath as they were trained with it, with their head."""
+        return ModelConfig.model_validate(self.manifest.said["model"])
 
 
 def open_adapter(path: Path) -> StoredAdapter:

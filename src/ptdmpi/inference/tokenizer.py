@@ -14,8 +14,8 @@ TOKENIZER = "tokenizer.json"
 
 def kept_files(stored: StoredModel) -> Path | None:
     """What came from Hugging Face beside the weights, of this model or the one it began from."""
-    began = stored.tree.get("checkpoint", {}).get("initial")
-    folders = [stored.path / KEPT, *([Path(began) / KEPT] if began else [])]
+    paths = (stored.path, stored.began)
+    folders = (path / KEPT for path in paths if path is not None)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 

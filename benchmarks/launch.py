@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / ".peers"  # other trainers, each in a folder of its own
 
 
 def start(

@@ -1,12 +1,14 @@
 """Measure this project and other trainers in turn, and write results/latest.json.
 
 python -m benchmarks.speed.bench [--rows "t2 single-bf16"] [--peers "torch deepspeed"]
-    [--rounds 5] [--steps 1] [--profile ROW]
+    [--rounds 5] [--steps 1] [--minutes 45] [--profile ROW]
 """
 
 import argparse
 import contextlib
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 from benchmarks.speed import rounds as measuring
 from benchmarks.speed.case import TOOLS, Row, select, select_tools
 from benchmarks.speed.rounds import Constants, Result, Round
+from benchmarks.speed.shown import picture, scaling
 from benchmarks.speed.sides import Side, SideFailed, TimedSteps
 from benchmarks.speed.trials import WARM_STEPS, Rival, Trials, own_rate, rivals
 from benchmarks.turns import round_of
@@ -37,31 +40,38 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
             )
 
 
-def measure(row: Row, wanted: int, steps: int, against: Sequence[Rival]) -> list[Result]:
-    """Have all sides take turns, repeating what was disturbed: a result for each rival."""
+def measure(
+    row: Row, wanted: int, steps: int, against: Sequence[Rival], until_s: float
+) -> list[Result]:
+    """Have all sides take turns, repeating what was disturbed: a result for each rival. From
+    `until_s` on (of time.monotonic) no round but the first begins."""
     with contextlib.ExitStack() as stack:
         sides = {OURS: stack.enter_context(Side(row, None))}
         for rival in against:
             if rival.at_most is None:
                 sides[rival.tool] = stack.enter_context(Side(rival.row, rival.variant))
         losses: dict[str, list[float]] = {name: [] for name in sides}
+        # in weak scaling one rank trains another model, or another batch
+        same = [name for name, side in sides.items() if side.row.case == row.case]
 
         def turns(number: int, count: int) -> dict[str, TimedSteps]:
             found = round_of({n: partial(s.train, count) for n, s in sides.items()}, number)
             for name, timed in found.items():
                 losses[name] += timed.losses
-            for name in sides:
+            for name in same:
                 check_losses(row, name, losses[OURS], losses[name])
             return found
 
         found = turns(0, WARM_STEPS)
-        gemm_time_s = sides[OURS].gemm_time_s()
+        gemm_time_s, attention_time_s = sides[OURS].limits()
         done: dict[str, list[Round]] = {rival.tool: [] for rival in against}
         rounds = 0
-        while not measuring.enough(done[against[0].tool], wanted):
+        while not rounds or (
+            time.monotonic() < until_s and not measuring.enough(done[against[0].tool], wanted)
+        ):
             found = turns(rounds, steps)
             rounds += 1
-            for tool, of_rival in pairs(found, against, steps * row.case.tokens).items():
+            for tool, of_rival in pairs(found, against, row, steps).items():
                 done[tool].append(of_rival)
             report(done)
     results = []
@@ -71,6 +81,7 @@ def measure(row: Row, wanted: int, steps: int, against: Sequence[Rival]) -> list
             peak_memory_bytes=found[OURS].peak_memory_bytes,
             peer_peak_memory_bytes=theirs.peak_memory_bytes if theirs else None,
             gemm_time_s=gemm_time_s,
+            attention_time_s=attention_time_s,
             losses=losses[OURS],
             peer_losses=losses.get(rival.tool, []),
             peer_trials=rival.tried,
@@ -83,19 +94,18 @@ def measure(row: Row, wanted: int, steps: int, against: Sequence[Rival]) -> list
 
 
 def pairs(
-    found: Mapping[str, TimedSteps], against: Sequence[Rival], tokens: int
+    found: Mapping[str, TimedSteps], against: Sequence[Rival], row: Row, steps: int
 ) -> dict[str, Round]:
     """A round as one pair of rates for each rival; a rival that never finished has its bound."""
     foreign = max(timed.foreign_share for timed in found.values())
-    ours = tokens / found[OURS].time_s
-    return {
-        rival.tool: Round(
-            ours,
-            rival.at_most if rival.at_most is not None else tokens / found[rival.tool].time_s,
-            foreign,
-        )
-        for rival in against
-    }
+    ours = steps * row.case.tokens / found[OURS].time_s
+    rounds = {}
+    for rival in against:
+        rate = rival.at_most
+        if rate is None:
+            rate = steps * rival.row.case.tokens / found[rival.tool].time_s
+        rounds[rival.tool] = Round(ours, rate, foreign)
+    return rounds
 
 
 def report(done: Mapping[str, Sequence[Round]]) -> None:
@@ -142,12 +152,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", help=f"who is measured beside: some of {' '.join(TOOLS)} (all)")
     parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds per row")
     parser.add_argument("--steps", type=positive, default=1, help="steps of a side in a round")
+    parser.add_argument(
+        "--minutes", type=positive, default=45, help="rows share them: fewer rounds where they end"
+    )
     parser.add_argument("--profile", metavar="ROW", help="profile one step of a row instead")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
+    # the sides end with it
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if options.profile:
             for row in select(options.profile):
@@ -161,20 +176,30 @@ def main() -> None:
     results: list[Result] = []
     failures: list[str] = []
     missing: list[str] = []
-    trials = Trials()
-    for row in rows:
+    if options.rows is None and measuring.machine()["bf16"] == "none":
+        # a peer's products would be scalar code: the time is better spent on rounds of the others
+        rows = [row for row in rows if row.precision != "bf16"]
+        missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
+    trials, end_s = Trials(), time.monotonic() + 60 * options.minutes
+    for number, row in enumerate(rows):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            missing.append(f"{row.id}: not reached in {options.minutes} minutes")
+            continue
+        until_s = time.monotonic() + left_s / (len(rows) - number)
         say(row.id)
         try:
             against, absent = rivals(row, tools, trials)
             missing += [f"{row.id}, {text}" for text in absent]
             if against:
-                results += measure(row, options.rounds, options.steps, against)
+                results += measure(row, options.rounds, options.steps, against, until_s)
         except SideFailed as failure:
             failures.append(str(failure))
             say(f"  {failure}")
             continue
         measuring.write(RESULTS / "latest.json", results, order)
-    say("\n".join([measuring.table(results), *missing]))
+        picture.draw(RESULTS / "latest.json", picture.PICTURE)
+    say("\n".join([measuring.table(results), *missing, *scaling.lines(results)]))
     if failures:
         sys.exit(f"bench: {len(failures)} of {len(rows)} rows failed")
 

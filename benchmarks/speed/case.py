@@ -1,4 +1,5 @@
-"""What is measured: one model and batch, in sixteen rows of layout and precision."""
+"""What is measured: one model and batch, in rows of layout and precision; and of weak scaling, a
+larger model or batch on two ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,21 +29,36 @@ LAYOUTS = {
     "p=2,v=2,zb-v": Layout(1, 2, 1, 2, schedule="zb-v"),
     "d=2,zero=1": Layout(1, 1, 2, zero=1),
     "d=2,zero=3": Layout(1, 1, 2, zero=3),
+    "d=2,weak": Layout(1, 1, 2),
+    "t=2,weak": Layout(2, 1, 1),
+    "p=2,weak": Layout(1, 2, 1),
 }
+# Which size is doubled with the ranks, so that each has as much to do as one alone.
+WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
+ALONE = "single"
 # Who does the same, and what its way is called there. Where that is this project, the way is
-# another row's layout.
+# another row's layout; one rank alone is what scaling is told by.
 PEERS = {
     "single": {
         "torch": "torch",
         "transformers": "transformers GPT2LMHeadModel",
         "megatron": "Megatron-Core",
     },
-    "d=2": {"torch": "torch DistributedDataParallel", "megatron": "Megatron-Core"},
-    "t=2": {"torch": "torch DTensor", "megatron": "Megatron-Core"},
-    "p=2": {"torch": "torch pipelining Schedule1F1B", "megatron": "Megatron-Core 1F1B"},
+    "d=2": {
+        "torch": "torch DistributedDataParallel",
+        "megatron": "Megatron-Core",
+        "ptdmpi": ALONE,
+    },
+    "t=2": {"torch": "torch DTensor", "megatron": "Megatron-Core", "ptdmpi": ALONE},
+    "p=2": {
+        "torch": "torch pipelining Schedule1F1B",
+        "megatron": "Megatron-Core 1F1B",
+        "ptdmpi": ALONE,
+    },
     "p=2,v=2": {
         "torch": "torch pipelining ScheduleInterleaved1F1B",
         "megatron": "Megatron-Core interleaved",
+        "ptdmpi": ALONE,
     },
     "p=2,v=2,zb-v": {"torch": "torch pipelining ScheduleZBVZeroBubble", "ptdmpi": "p=2,v=2"},
     "d=2,zero=1": {
@@ -56,6 +72,7 @@ PEERS = {
         "torchtitan": "torchtitan FSDP2",
         "ptdmpi": "d=2",
     },
+    **{layout: {"ptdmpi": ALONE} for layout in WEAK},
 }
 TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi")
 
@@ -98,6 +115,13 @@ class Row:
         return LAYOUTS[self.layout]
 
     @property
+    def alone(self) -> "Row":
+        """What one rank does of it: the same row, in weak scaling half of it."""
+        key = WEAK.get(self.layout)
+        half = {} if key is None else {key: getattr(self.case, key) // 2}
+        return replace(self, layout=ALONE, case=replace(self.case, **half))
+
+    @property
     def peers(self) -> dict[str, str]:
         """Who does the same (one of TOOLS), and by what."""
         return PEERS[self.layout]
@@ -125,6 +149,12 @@ class Row:
         return cls(**{**values, "case": GptSizes(**values["case"])})
 
 
+def grown(layout: str, case: GptSizes) -> GptSizes:
+    """The case of a row: doubled where it is one of weak scaling."""
+    key = WEAK.get(layout)
+    return case if key is None else replace(case, **{key: 2 * getattr(case, key)})
+
+
 def _short(layout: str) -> str:
     return layout.replace("=", "").replace(",", "")
 
@@ -134,7 +164,8 @@ def select(text: str | None) -> list[Row]:
 
     None is all of them. Raises InputError for a name that fits nothing.
     """
-    every = [Row(*pair) for pair in itertools.product(LAYOUTS, PRECISIONS)]
+    pairs = itertools.product(LAYOUTS, PRECISIONS)
+    every = [Row(layout, kind, grown(layout, GptSizes())) for layout, kind in pairs]
     if text is None:
         return every
     words = text.split()

@@ -15,6 +15,7 @@ from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
+from ptdmpi.model.kernels.attention import Scores, attention
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
 
@@ -53,7 +54,25 @@ class OurTrainer:
     def step(self, step: int, batch: list[Batch]) -> float:
         return self.engine.step(step, batch).loss
 
-    def gemm_time_s(self) -> float:
+    def limits_s(self) -> tuple[float, float]:
+        """Seconds of a step's linear GEMMs, and of its attention, each alone."""
+        return self._gemm_time_s(), self._attention_time_s()
+
+    def _attention_time_s(self) -> float:
+        """Forward and backward for each layer and microbatch, by the way that is fastest here."""
+        case = self.row.case
+        layers = sum(len(stage.layers) for stage in self.engine.stages.values())
+        shape = (
+            case.micro_size,
+            case.heads // self.row.sizes.tensor,
+            case.seq_length,
+            case.hidden // case.heads,
+        )
+        dtype = PRECISIONS[self.row.precision].compute
+        once = min(_attention_time_s(shape, dtype, way) for way in ("products", "blocks", "whole"))
+        return once * layers * self.microbatches
+
+    def _gemm_time_s(self) -> float:
         """Three GEMMs for each linear layer and microbatch: output, input and weight gradient.
 
         They are taken in the type in which the layers take them on this device.
@@ -72,17 +91,42 @@ class OurTrainer:
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Median time of x W^T, dy W and dy^T x together."""
+    """Median time of x W^T, dy W and dy^T x together, by the quicker of the ways that are known."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
-    times = []
+    ways = [kernels.HostWays()]
+    if kernels.has_fused():
+        ways.append(kernels.HostWays(output=0.0, input_gradient=0.0))
+    times: dict[kernels.HostWays, list[float]] = {way: [] for way in ways}
     for _ in range(1 + GEMM_REPEATS):
-        begin = time.perf_counter()
-        F.linear(x, weight)
-        dy @ weight
-        dy.t() @ x
-        times.append(time.perf_counter() - begin)
+        for way, taken in times.items():
+            with kernels.taken(way):
+                begin = time.perf_counter()
+                kernels.linear(x, weight)
+                kernels.input_gradient(dy, weight)
+                dy.t() @ x
+                taken.append(time.perf_counter() - begin)
+    return min(statistics.median(taken[1:]) for taken in times.values())
+
+
+def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> float:
+    """Median time of causal attention, there and back."""
+    if kernels.widens("cpu", dtype):
+        dtype = torch.float32
+    q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
+    dy = torch.randn(shape).to(dtype)
+    scores = Scores(shape[-1] ** -0.5)
+    times = []
+    with kernels.taken(kernels.HostWays(products=way == "products")):
+        for _ in range(1 + GEMM_REPEATS):
+            begin = time.perf_counter()
+            if way == "whole":
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                out = attention(q, k, v, scores)
+            torch.autograd.grad(out, (q, k, v), dy)
+            times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
 
 

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.launch import PEERS as FOLDER
 from benchmarks.launch import ROOT
 
-FOLDER = ROOT / ".peers"
 LIMIT_S = 600.0
 # Complete but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
 PINS: dict[str, tuple[str, ...]] = {

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 @dataclass(frozen=True)
 class Round:
-    """This project and a peer, measured in one round. `foreign_share`: cores taken by other
-    processes (the sides that wait included) while any side of the round ran, the greatest."""
+    """This project and a peer, measured in one round. `foreign_share`: cores taken by others than
+    the sides while any side of the round ran, the greatest."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -77,6 +77,7 @@ class Constants:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: it did not finish
     gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
+    attention_time_s: float  # of its attention, the best way of those known here
     losses: list[float]  # of all steps, those before the first round included
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]  # by the name of each way that was tried
@@ -98,6 +99,7 @@ class Result:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None
     gemm_share: float
+    limit_share: float  # GEMMs and attention, over our step
     rounds: list[dict[str, float]]
     disturbed: int
     losses: list[float]
@@ -105,6 +107,7 @@ class Result:
     peer_trials: dict[str, PeerTrial]
     peer_finished: bool  # if not, peer_tokens_per_s is at most that, and the ratios at least those
     measured: str
+    scalar: bool  # a peer's products of this type are scalar code here: it is no rival
 
 
 def summarise(
@@ -120,7 +123,7 @@ def summarise(
     rate = statistics.median(r.tokens_per_s for r in used)
     layout, precision, tool, peer = names
     shared = dict(vars(sample))
-    gemm_time_s = shared.pop("gemm_time_s")
+    gemm_time_s, attention_time_s = shared.pop("gemm_time_s"), shared.pop("attention_time_s")
     return Result(
         layout=layout,
         precision=precision,
@@ -132,10 +135,12 @@ def summarise(
         ratio_min=min(ratios),
         ratio_max=max(ratios),
         gemm_share=gemm_time_s * rate / tokens,
+        limit_share=(gemm_time_s + attention_time_s) * rate / tokens,
         rounds=[{**asdict(r), "ratio": r.ratio} for r in rounds],
         disturbed=sum(r.disturbed for r in rounds),
         peer_finished=sample.peer_peak_memory_bytes is not None,
         measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        scalar=precision == "bf16" and tool != "ptdmpi" and machine()["bf16"] == "none",
         **shared,
     )
 
@@ -169,7 +174,9 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
     if path.exists():
         before = json.loads(path.read_text())
         if before["machine"] == here:
-            rows = {(row["layout"], row["precision"], row["tool"]): row for row in before["rows"]}
+            keys = {field.name for field in fields(Result)}  # of an older benchmark: others
+            kept = (row for row in before["rows"] if row.keys() == keys)
+            rows = {(row["layout"], row["precision"], row["tool"]): row for row in kept}
     rows |= {(each.layout, each.precision, each.tool): asdict(each) for each in results}
     content = {"machine": here, "rows": [rows[key] for key in order if key in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,17 +188,21 @@ def table(results: Sequence[Result]) -> str:
     units = f"instructions of this processor for bf16: {machine()['bf16']}"
     head = (
         f"{'layout':12} {'type':5} {'tokens/s':>9} {'peer':>9} {'ratio':>6} {'min':>6} {'max':>6} "
-        f"{'MiB':>6} {'peer':>6} {'GEMMs':>6} {'disturbed':>9}  peer's way"
+        f"{'MiB':>6} {'peer':>6} {'GEMMs':>6} {'limit':>6} {'disturbed':>9}  peer's way"
     )
     lines = [units, head]
     for r in results:
-        at_most, at_least = ("", "") if r.peer_finished else ("<", ">")
+        at_most = "" if r.peer_finished else "<"
         peer_memory = f"{r.peer_peak_memory_bytes / 2**20:.0f}" if r.peer_finished else "-"
+        ratios = f"{r.ratio_median:6.3f} {r.ratio_min:6.3f} {r.ratio_max:6.3f}"
+        if r.scalar:
+            ratios = f"{'scalar':>20}"
         lines.append(
             f"{r.layout:12} {r.precision:5} {r.tokens_per_s:9.1f} "
             f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
-            f"{at_least + format(r.ratio_median, '.3f'):>6} {r.ratio_min:6.3f} {r.ratio_max:6.3f} "
+            f"{ratios} "
             f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
-            f"{r.gemm_share:6.0%} {r.disturbed:4d} of {len(r.rounds):2d}  {r.peer}"
+            f"{r.gemm_share:6.0%} {r.limit_share:6.0%} "
+            f"{r.disturbed:4d} of {len(r.rounds):2d}  {r.peer}"
         )
     return "\n".join(lines)

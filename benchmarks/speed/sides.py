@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+import psutil
+
 from benchmarks.launch import mpirun, start
 from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.peers import environment
@@ -123,10 +125,10 @@ class Side:
         for connection in self.connections:
             connection.settimeout(limit_s)
         clock, busy = time.perf_counter(), busy_cpu_s()
-        own = time.process_time()
+        own = family_cpu_s()
         replies = self.ask(steps=count, first=self.steps_done)
         wall_s, busy_s = time.perf_counter() - clock, busy_cpu_s() - busy
-        own_s = time.process_time() - own + sum(reply["cpu_s"] for reply in replies)
+        own_s = family_cpu_s() - own
         self.steps_done += count
         known = [reply["losses"] for reply in replies if None not in reply["losses"]]
         return TimedSteps(
@@ -136,9 +138,12 @@ class Side:
             foreign_share=foreign_share(busy_s, own_s, wall_s),
         )
 
-    def gemm_time_s(self) -> float:
-        """Seconds of the bare linear GEMMs of one step, on the rank that has most of them."""
-        return max(reply["gemm_time_s"] for reply in self.ask(gemms=True))
+    def limits(self) -> tuple[float, float]:
+        """Seconds of the bare linear GEMMs of one step, and of its attention at the best way, on
+        the rank that has most of each."""
+        replies = self.ask(limits=True)
+        gemms, attention = zip(*(reply["limits_s"] for reply in replies), strict=True)
+        return max(gemms), max(attention)
 
     def _say(self, stream: TextIO, message: dict[str, Any]) -> None:
         try:
@@ -176,6 +181,14 @@ class Side:
         self.listener.close()
         self.log.close()
         self.folder.cleanup()
+
+
+def family_cpu_s() -> float:
+    """CPU time of this process and of all that it has started: of the sides that wait too, for
+    gloo's threads wake a hundred times a second in them."""
+    me = psutil.Process()
+    times = (each.cpu_times() for each in (me, *me.children(recursive=True)))
+    return sum(each.user + each.system for each in times)
 
 
 def _wait(process: subprocess.Popen) -> None:

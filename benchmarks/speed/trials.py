@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.speed.case import Row, Variant, choices
+from benchmarks.speed.case import ALONE, Row, Variant, choices
 from benchmarks.speed.peers import PeerMissing, install
 from benchmarks.speed.rounds import PeerTrial
 from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideTooSlow
@@ -42,7 +42,8 @@ def rivals(row: Row, tools: Sequence[str], trials: "Trials") -> tuple[list[Rival
         if tool not in tools:
             continue
         if tool == "ptdmpi":
-            found.append(Rival(tool, f"ptdmpi {way}", replace(row, layout=way), None))
+            theirs = row.alone if way == ALONE else replace(row, layout=way)
+            found.append(Rival(tool, f"ptdmpi {way}", theirs, None))
             continue
         try:
             install(tool)

@@ -31,9 +31,11 @@ class Trainer(Protocol):
         """Train one step; its mean loss in nats, None on a rank that does not know it."""
 
 
-def serve(stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | None = None) -> None:
-    """Do what the commands say until there are no more. `gemm_time_s` measures the bare linear
-    GEMMs of this rank in one step; one side's are enough."""
+def serve(
+    stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
+) -> None:
+    """Do what the commands say until there are no more. `limits_s` measures what this rank's step
+    cannot do without, linear GEMMs and attention, alone; one side's are enough."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -41,14 +43,11 @@ def serve(stream: TextIO, trainer: Trainer, gemm_time_s: Callable[[], float] | N
                 _say(stream, _train(trainer, range(first, first + count)))
             case {"profile": step}:
                 _say(stream, {"table": _profile(trainer, step)})
-            case {"gemms": _} if gemm_time_s is not None:
-                cpu_s = time.process_time()
-                seconds = gemm_time_s()
-                _say(stream, {"gemm_time_s": seconds, "cpu_s": time.process_time() - cpu_s})
+            case {"limits": _} if limits_s is not None:
+                _say(stream, {"limits_s": limits_s()})
 
 
 def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
-    cpu_s = time.process_time()
     batches = [trainer.batch(step) for step in steps]
     begin_s = time.perf_counter()  # CLOCK_MONOTONIC: the same for all processes of a machine
     losses = [trainer.step(step, batch) for step, batch in zip(steps, batches, strict=True)]
@@ -56,7 +55,6 @@ def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
     return {
         "begin_s": begin_s,
         "end_s": end_s,
-        "cpu_s": time.process_time() - cpu_s,
         "losses": losses,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -120,7 +118,7 @@ def main() -> None:
         if side == "ptdmpi":
             from benchmarks.speed import ours
 
-            ours.run(row, lambda trainer: serve(stream, trainer, trainer.gemm_time_s))
+            ours.run(row, lambda trainer: serve(stream, trainer, trainer.limits_s))
         else:
             from benchmarks.speed import plain_torch
 

@@ -2,16 +2,21 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 from dataclasses import fields, replace
 from typing import ClassVar
 
 import pytest
 
 from benchmarks.data.tokenize import rates_between
+from benchmarks.speed import bench
 from benchmarks.speed.bench import RESULTS, check_losses
 from benchmarks.speed.case import (
     LAYOUTS,
+    WEAK,
     GptSizes,
     Row,
     Variant,
@@ -32,7 +37,8 @@ from benchmarks.speed.rounds import (
     table,
     write,
 )
-from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, TimedSteps
+from benchmarks.speed.shown import picture, scaling
+from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, TimedSteps, family_cpu_s
 from benchmarks.speed.trials import Trials
 from ptdmpi.config import InputError
 
@@ -48,14 +54,23 @@ def test_only_the_asked_side_is_reproducible():
     assert Row.from_json(replace(plain, reproducible=True).to_json()).config.run.reproducible
 
 
-def test_all_sixteen_rows():
+def test_all_rows():
     rows = select(None)
     assert [row.layout for row in rows[::2]] == [
         *("single", "d=2", "t=2", "p=2", "p=2,v=2", "p=2,v=2,zb-v"),
-        *("d=2,zero=1", "d=2,zero=3"),
+        *("d=2,zero=1", "d=2,zero=3", "d=2,weak", "t=2,weak", "p=2,weak"),
     ]
     assert {row.precision for row in rows} == {"fp32", "bf16"}
-    assert len({row.id for row in rows}) == 16
+    assert len({row.id for row in rows}) == 22
+
+
+def test_in_weak_scaling_a_rank_has_as_much_to_do_as_one_alone():
+    for row in select("d2weak-fp32 t2weak-fp32 p2weak-fp32"):
+        assert row.alone == Row("single", "fp32", GptSizes())
+        work = row.case.global_size * row.case.layers
+        assert work == row.sizes.ranks * row.alone.case.global_size * row.alone.case.layers
+    tiny = Row("t=2", "fp32", TINY)
+    assert tiny.alone == replace(tiny, layout="single")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,10 @@ def test_an_unknown_row_is_refused_with_what_is_legal():
         select("t2 t3")
 
 
-@pytest.mark.parametrize("row", select(None), ids=lambda row: row.id)
+STRONG = [row for row in select(None) if row.layout not in WEAK]
+
+
+@pytest.mark.parametrize("row", STRONG, ids=lambda row: row.id)
 def test_the_configuration_of_a_row_is_the_case(row):
     config = row.config
     sizes = LAYOUTS[row.layout]
@@ -179,6 +197,20 @@ def test_busy_time_is_that_of_processes_and_of_other_guests():
     assert busy_cpu_s() > 0.0
 
 
+def test_the_sides_and_what_they_started_are_no_strangers():
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = family_cpu_s()
+    launch = [
+        sys.executable,
+        "-c",
+        f"import os\nif os.fork() == 0:\n  exec({spin!r})\nelse: os.wait()",
+    ]
+    with subprocess.Popen(launch, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert family_cpu_s() - before >= 0.25
+        child.communicate(b"\n", timeout=30)
+
+
 def test_foreign_share_is_what_others_used_of_a_core():
     assert foreign_share(busy_s=7.0, own_s=4.0, wall_s=2.0) == 1.5
     assert foreign_share(busy_s=3.99, own_s=4.0, wall_s=2.0) == 0.0
@@ -204,6 +236,8 @@ def test_quiet_rounds_count_and_all_are_kept():
     assert [r["ratio"] for r in result.rounds] == [9.0, 2.0, 3.0]
     # GEMMs of 8 s in a step of 20 tokens at 2.5 tokens/s
     assert result.gemm_share == 1.0
+    # and 4 s of attention
+    assert result.limit_share == 1.5
 
 
 def test_results_are_written_row_by_row(tmp_path):
@@ -228,11 +262,36 @@ def test_results_are_written_row_by_row(tmp_path):
 
 
 def test_the_table_has_a_line_for_each_row():
-    result = _result([Round(2000.0, 1000.0, QUIET)] * 2)
+    # on whatever processor this is tested
+    result = replace(_result([Round(2000.0, 1000.0, QUIET)] * 2), scalar=False)
     lines = table([result, result]).splitlines()
     assert lines[0].endswith(f"for bf16: {machine()['bf16']}")
     assert len(lines) == 4
     assert " 2.000 " in lines[2]
+    # who runs scalar code is no rival that one could be twice as fast as
+    (line,) = table([replace(result, scalar=True)]).splitlines()[2:]
+    assert " scalar " in line and " 2.000 " not in line
+
+
+def test_scaling_is_told_in_shares_of_ideal():
+    quiet = [Round(1800.0, 1000.0, QUIET)] * 2
+    strong = replace(_result(quiet), layout="d=2", tool="ptdmpi", peer="ptdmpi single")
+    weak = replace(strong, layout="t=2,weak")
+    assert scaling.share(strong) == pytest.approx(0.9)
+    # twice the layers, but one head: a token is less than twice the work
+    assert 1.6 < scaling.share(weak) < 1.8
+    assert list(scaling.lines([_result(quiet)])) == []
+    told = list(scaling.lines([strong, weak]))
+    assert told[2].split() == ["d=2", "bf16", "90%", "-"]
+    assert told[3].split()[:3] == ["t=2", "bf16", "-"]
+
+
+def test_the_picture_has_a_panel_for_each_type(tmp_path):
+    result = _result([Round(2.0, 1.0, QUIET), Round(3.0, 1.0, QUIET)])
+    order = [("t=2", "bf16", "torch")]
+    write(tmp_path / "latest.json", [result], order)
+    picture.draw(tmp_path / "latest.json", tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_no_ratio_without_the_same_losses():
@@ -268,12 +327,12 @@ def test_a_worker_ends_with_its_commands():
     with ours, theirs:
         trainer = type("Trainer", (), {"rank": 3})()
         stream, other = ours.makefile("rw"), theirs.makefile("rw")
-        other.write(json.dumps({"gemms": True}) + "\n")
+        other.write(json.dumps({"limits": True}) + "\n")
         other.flush()
         theirs.shutdown(socket.SHUT_WR)
-        serve(stream, trainer, lambda: 0.5)
+        serve(stream, trainer, lambda: (0.5, 0.25))
         assert json.loads(other.readline())["rank"] == 3
-        assert json.loads(other.readline())["gemm_time_s"] == 0.5
+        assert json.loads(other.readline())["limits_s"] == [0.5, 0.25]
 
 
 def _result(done: list[Round]) -> Result:
@@ -281,6 +340,7 @@ def _result(done: list[Round]) -> Result:
         peak_memory_bytes=1,
         peer_peak_memory_bytes=2,
         gemm_time_s=8.0,
+        attention_time_s=4.0,
         losses=[9.0],
         peer_losses=[9.0],
         peer_trials={"masters": PeerTrial(2.0, finished=True)},
@@ -294,3 +354,27 @@ def test_the_results_in_the_project_follow_the_schema():
         result = Result(**row)
         assert result.ratio_min <= result.ratio_median <= result.ratio_max
         assert len(result.rounds) >= 1
+
+
+@pytest.mark.parametrize("rows", [[], ["--rows", "bf16"]])
+def test_without_units_for_bf16_the_time_is_spent_on_fp32(monkeypatch, capsys, rows):
+    """Unless somebody asks for the others."""
+    asked: list[str] = []
+
+    def rivals(row, tools, trials):
+        asked.append(row.precision)
+        return [], []
+
+    here = machine() | {"bf16": "none"}
+    monkeypatch.setattr(bench, "rivals", rivals)
+    monkeypatch.setattr(bench.measuring, "machine", lambda: here)
+    monkeypatch.setattr(bench.measuring, "write", lambda *given: None)
+    monkeypatch.setattr(bench.picture, "draw", lambda *given: None)
+    monkeypatch.setattr(sys, "argv", ["bench", *rows])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        bench.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert set(asked) == {"bf16" if rows else "fp32"}
+    assert ("left out on a processor without bf16" in capsys.readouterr().out) == (not rows)

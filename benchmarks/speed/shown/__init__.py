@@ -1,0 +1,1 @@
+"""What of the measurements is shown beside their table."""

@@ -40,7 +40,7 @@ $(READY): requirements.lock setup.py
 	    n = MPI.COMM_WORLD.size; n == 2 or sys.exit(f"mpirun -n 2 gave a world of {n}")' \
 	    || echo "make setup: mpirun and mpi4py do not work together here: see 'Which MPI' in jobs/README.md" >&2
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import click, h5py, matplotlib.pyplot, mpi4py, \
-	    numpy, pydantic, pytest, safetensors.torch, tokenizers, torch, torch._dynamo'
+	    numpy, pydantic, pytest, safetensors.torch, tokenizers, tomlkit, torch, torch._dynamo, jinja2.sandbox'
 	@touch $@
 
 setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarrow, wandb, ...)
@@ -68,7 +68,7 @@ test-slurm: setup ## the job templates on a real Slurm, installed and started he
 demo: setup ## text to trained model in minutes (CORPUS=path: on your own text)
 	CORPUS='$(CORPUS)' bash jobs/demo.sh
 
-bench: setup ## this project, plain torch, DeepSpeed and torchtitan side by side
+bench: setup ## this project and five other trainers side by side (at most 45 minutes)
 	$(BIN)/python -m benchmarks.speed.bench
 
 parity: setup ## the same training in every layout, compared

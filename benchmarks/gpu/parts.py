@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu import peers
+from benchmarks.gpu.peers import Skipped
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, resolve
@@ -45,10 +48,6 @@ MODELS = {
     ),
 }
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
-
-
-class Skipped(Exception):
-    """A part, or a row of it, that was not measured; the text says why."""
 
 
 def configuration(
@@ -205,7 +204,7 @@ def training(
     config = fitting(model, vocab_size, device, compiled)
     engine, placing = engine_on(config, vocab_size, device), Placing(device)
     times = []
-    with choice.attention_by(choice.offered(device)):
+    with choice.computing_by({"attention": choice.offered(device)}):
         for step in range(steps):
             placed = placing.place(batches(config, vocab_size, step))
             begin = time.perf_counter()
@@ -245,53 +244,16 @@ def trace(device: torch.device, folder: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size}
 
 
-def transformers_side(
-    device: torch.device, model: dict[str, Any], vocab_size: int
+def _beside(
+    side: peers.Side, device: torch.device, fits: Callable[[], Config], vocab_size: int
 ) -> dict[str, Any]:
-    """The same shape by transformers with torch.compile and SDPA, float32 weights under autocast,
-    torch's fused AdamW."""
-    try:
-        import transformers
-    except ImportError:
-        raise Skipped("transformers is not installed") from None
-    config = fitting(model, vocab_size, device)
-    sizes = config.model
-    if sizes.kind == "llama":
-        shape = transformers.LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.ffn_hidden,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-        )
-    else:
-        shape = transformers.GPT2Config(
-            vocab_size=vocab_size,
-            n_embd=sizes.hidden,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            n_positions=sizes.seq_length,
-        )
-    with device:
-        made = transformers.AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
-    update = torch.optim.AdamW(made.parameters(), fused=True)
-    forward = torch.compile(made)
-    times = []
-    for step in range(6):
-        ids = [one.inputs.t().contiguous().to(device) for one in batches(config, vocab_size, step)]
-        torch.get_device_module(device).synchronize()
-        begin = time.perf_counter()
-        for one in ids:
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = forward(input_ids=one, labels=one, use_cache=False).loss
-            (loss / len(ids)).backward()
-        update.step()
-        update.zero_grad()
-        torch.get_device_module(device).synchronize()
-        times.append(time.perf_counter() - begin)
-    step_s = statistics.median(times[2:])
-    tokens = config.batch.global_size * sizes.seq_length
-    return {"step_s": step_s, "tokens_per_s": tokens / step_s, "version": transformers.__version__}
+    """What another trainer makes of the same shape, in microbatches of the same size."""
+    config = fits()
+    ids = (
+        [one.inputs.t().contiguous().to(device) for one in batches(config, vocab_size, step)]
+        for step in itertools.count()
+    )
+    return side(device, config.model, vocab_size, ids)
 
 
 def parts(device: torch.device, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -306,8 +268,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[tuple[str, Callable[[]
                 name + more,
                 partial(training, device, model, vocab_size, compiled=compiled),
             )
-        yield (
-            f"{name} by transformers",
-            lambda model=model, size=vocab_size: transformers_side(device, model, size),
-        )
+        fits = partial(fitting, model, vocab_size, device)
+        for peer, side in peers.SIDES.items():
+            if peer != "torchtitan" or model.get("kind") == "llama":  # it has no GPT
+                yield f"{name} by {peer}", partial(_beside, side, device, fits, vocab_size)
     yield "trace", lambda: trace(device, folder)

@@ -78,7 +78,8 @@ def one_part(name: str, folder: Path) -> dict[str, Any]:
     device = gpu()
     if device is None:
         return {"skipped": "there is no GPU here"}
-    from benchmarks.gpu.parts import Skipped, parts
+    from benchmarks.gpu.parts import parts
+    from benchmarks.gpu.peers import Skipped
 
     try:
         return dict(parts(device, folder))[name]()

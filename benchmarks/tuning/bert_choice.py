@@ -19,10 +19,11 @@ from benchmarks.tuning import continuations
 
 DEPTHS, ORDERS = (2, 6), ("pre", "post")
 VOCAB_SIZE, SAMPLE_BYTES = 2048, 4_000_000
-MODEL = {"kind": "bert", "hidden": 64, "heads": 4, "ffn_hidden": 128, "seq_length": 64}
+MODEL = {"kind": "bert", "hidden": 64, "heads": 4, "ffn_hidden": 128, "seq_length": 128}
 # at this width the usual 0.02 leaves the residual stream almost alone
 MODEL |= {"init_std": 0.08}
-QUESTIONS, STEPS, VALIDATED = 16, 400, 500
+QUESTIONS, STEPS, VALIDATED = 16, 2000, 1000
+LIMIT_S = 4 * 3600.0
 
 
 def configuration(folder: Path, depth: int, order: str, steps: int) -> Mapping[str, Any]:
@@ -40,7 +41,7 @@ def configuration(folder: Path, depth: int, order: str, steps: int) -> Mapping[s
             "global_size": QUESTIONS * continuations.CHOICES,
             "micro_size": QUESTIONS * continuations.CHOICES,
         },
-        "optimizer": {"learning_rate": 2e-3, "warmup_steps": steps // 10, "weight_decay": 0.01},
+        "optimizer": {"learning_rate": 1.5e-3, "warmup_steps": steps // 10, "weight_decay": 0.01},
         "task": {
             "kind": "choice",
             "choices": continuations.CHOICES,
@@ -50,7 +51,7 @@ def configuration(folder: Path, depth: int, order: str, steps: int) -> Mapping[s
             "train": [{"path": str(folder / "train.jsonl")}],
             "valid": str(folder / "valid.jsonl"),
         },
-        "checkpoint": {"every_minutes": 0.0},
+        "checkpoint": {"every_minutes": 0.0, "resume": "auto"},
         "log": {"validate_every_steps": steps // 4, "validate_samples": VALIDATED},
     }
 
@@ -62,7 +63,7 @@ def trained(folder: Path, depth: int, order: str, count: int) -> dict[str, Any]:
     path = folder / f"{order}-{depth}.toml"
     path.write_text(tomlkit.dumps(configuration(folder, depth, order, count)), encoding="utf-8")
     if not (folder / f"{order}-{depth}" / "done").is_file():
-        answer(1, ["-m", "ptdmpi", "train", str(path)])
+        answer(1, ["-m", "ptdmpi", "train", str(path)], LIMIT_S)
     lines = (folder / f"{order}-{depth}" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     steps = [one for one in records if "loss" in one]

@@ -1,8 +1,8 @@
-"""A multiple-choice task made from a corpus: which of four lines follows this passage?
+"""A multiple-choice task made from a corpus: which of four ways does this passage go on?
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The same files give the same task.
-A passage is some lines of a document; the right answer is the line behind it, the wrong ones stand
-in other documents. Questions for training and for validation are of different documents.
+A passage is some lines of a document; the right answer are the lines behind it, the wrong ones
+stand in other documents. Questions for training and for validation are of different documents.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHOICES = 4
-PASSAGE_LINES, ANSWER_LINES = 4, 1
+PASSAGE_LINES, ANSWER_LINES = 5, 3
 MOST = 20  # questions of a document
 HELD_OUT = 10  # one of so many documents is for validation
 LEAST = 12  # characters that a line must have to be of use

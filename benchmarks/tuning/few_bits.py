@@ -1,8 +1,8 @@
 """`python -m benchmarks.tuning.few_bits [MODEL DATA]`: what few bits cost a model, in perplexity.
 
 Of the demo's model (jobs/demo.toml, `make demo` has made its shards), or of any MODEL with the
-directory DATA of shards (`train` and `valid` in it): int8, int4 and nf4, rounded and by GPTQ; of
-the demo's also after a further training with and without rounded weights. Writes the tables between
+directory DATA of shards (`train` and `valid` in it): int8, int4, uint4 and nf4, rounded and by
+GPTQ, and then after a further training with and without rounded weights. Writes the tables between
 the marks of docs/quantization.md. What was trained or measured already is not done again: it stands
 in runs/few-bits.
 """
@@ -10,18 +10,28 @@ in runs/few-bits.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ROOT, answer
+from benchmarks.tuning import smol
 from ptdmpi.base.disk import write_whole
 
 PAGE = ROOT / "docs/quantization.md"
 WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate
-FORMS = {"int8": ["--bits", "8"], "int4": ["--bits", "4"], "nf4": ["--bits", "4", "--nf4"]}
+LENGTH, BATCH, RATE = 256, 8, 1e-4  # of a pretrained model's
+FORMS = {  # codes and their block
+    "int8, 64": ["--bits", "8"],
+    "int4, 64": ["--bits", "4"],
+    "int4, 32": ["--bits", "4", "--block", "32"],
+    "uint4, 64": ["--bits", "4", "--asymmetric"],
+    "uint4, 32": ["--bits", "4", "--asymmetric", "--block", "32"],
+    "nf4, 64": ["--bits", "4", "--nf4"],
+}
 METHODS = ("absmax", "gptq")
 
 
@@ -39,11 +49,28 @@ def train(name: str, steps: int, *settings: str) -> Path:
     return folder
 
 
+def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
+    """A further training of a pretrained model on two data ranks; its run directory."""
+    folder = WORK / f"{base.name}-{name}"
+    tree = {
+        "run": {"steps": steps},
+        "model": {**smol.sizes(base), "seq_length": LENGTH},
+        "parallel": {"data": 2},
+        "precision": {"compute": "bf16"},
+        "batch": {"global_size": BATCH, "micro_size": 1},
+        "optimizer": {"learning_rate": RATE, "warmup_steps": steps // 10},
+        "data": {"train": [{"path": str(data / "train")}]},
+        "checkpoint": {"initial": str(base), "every_minutes": 0.0},
+    }
+    smol.train(folder, 2, tree, settings)
+    return folder
+
+
 def quantized(
     model: Path, data: Path, form: str, method: str, more: Sequence[str]
 ) -> dict[str, Any]:
     """What `ptdmpi quantize` says, perplexities in bf16 among it."""
-    target = WORK / f"{model.name}-{form}-{method}"
+    target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
     if not known.is_file():
         words = [*FORMS[form], "--method", method, "--evaluate", str(data / "valid"), "--json"]
@@ -72,20 +99,23 @@ def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
             ]
 
 
-def after_training(base: Path) -> Iterator[list[str]]:
+def demo_on(base: Path, name: str, *settings: str) -> Path:
+    """A further training of the demo's model."""
+    further = ["optimizer.learning_rate=1e-3", "optimizer.warmup_steps=20"]
+    return train(name, MORE_STEPS, *further, f"checkpoint.initial={base}", *settings)
+
+
+def after_training(
+    trained: Callable[..., Path], data: Path, more: Sequence[str]
+) -> Iterator[list[str]]:
     """As many steps more with rounded weights and without, then int4 of both."""
-    further = [
-        "optimizer.learning_rate=1e-3",
-        "optimizer.warmup_steps=20",
-        f"checkpoint.initial={base}",
-    ]
     for title, name, settings in (
         ("without", "plain", []),
         ('with `quantize.weights = "int4"`', "aware", ["quantize.weights=int4"]),
     ):
-        model = train(name, MORE_STEPS, *further, *settings)
+        model = trained(name, *settings)
         for method in METHODS if name == "plain" else METHODS[:1]:
-            (one,) = quantized(model, DATA, "int4", method, [])["perplexity"]
+            (one,) = quantized(model, data, "int4, 64", method, more)["perplexity"]
             yield [title, method, f"{one['before']:.3f}", f"{one['after']:.3f}"]
 
 
@@ -96,7 +126,7 @@ def table(head: Sequence[str], lines: Iterator[list[str]]) -> Iterator[str]:
     yield from (f"| {' | '.join(line)} |" for line in lines)
 
 
-HEAD = ("codes", "method", "bits an element", "MB", "perplexity in bf16", "then", "more")
+HEAD = ("codes, block", "method", "bits an element", "MB", "perplexity in bf16", "then", "more")
 
 
 def written(mark: str, lines: list[str]) -> None:
@@ -117,6 +147,7 @@ def main() -> None:
     parser.add_argument("--mark", default="demo", help="where in the page the table stands")
     parser.add_argument("--samples", default="128", help="of calibration")
     parser.add_argument("--length", help="their tokens")
+    parser.add_argument("--steps", type=int, default=60, help="that a MODEL is trained on for")
     given = parser.parse_args()
     if not (given.data / "valid").is_dir():
         sys.exit(f"{given.data} has no valid/: make demo makes that of the demo's model")
@@ -125,9 +156,10 @@ def main() -> None:
     more += ["--length", given.length] if given.length else []
     model = given.model or train("demo", STEPS)
     written(given.mark, list(table(HEAD, rows(model, given.data, more))))
-    if given.model is None:
-        head = (f"{MORE_STEPS} steps more", "method", "perplexity in bf16", "then, in int4")
-        written("aware", list(table(head, after_training(model))))
+    steps = given.steps if given.model else MORE_STEPS
+    on = partial(train_on, model, given.data, steps) if given.model else partial(demo_on, model)
+    head = (f"{steps} steps more", "method", "perplexity in bf16", "then, in int4")
+    written(f"{given.mark}-aware", list(table(head, after_training(on, given.data, more))))
 
 
 if __name__ == "__main__":

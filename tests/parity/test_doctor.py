@@ -1,5 +1,6 @@
 """`ptdmpi doctor` on real ranks: what it prints, its exit codes, and sums that are wrong."""
 
+import errno
 import json
 import re
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
 from ptdmpi.commands.doctor import report_text
-from ptdmpi.config import SharedInputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
 from tests.parallel import mpirun, parallel
@@ -107,6 +108,15 @@ def test_parity_on_two_ranks():
     assert lines[-2].endswith("rows, all ok")
     assert lines[-1] == "Layouts of 3 to 16 ranks were left out."
     assert "parity:" in result.stderr
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(doctor, "write_whole", full)
+    with pytest.raises(InputError, match=r"--report .*x: No space left on device"):
+        doctor._save(tmp_path / "x", "text")
 
 
 def test_report_has_versions_and_no_secrets():

@@ -34,7 +34,7 @@ def test_table_of_all_layouts_is_markdown_of_120_columns():
     lines = table.text(ROWS, 8, 20).splitlines()
     assert max(map(len, lines)) <= table.WIDTH
     in_table = [line for line in lines if line.startswith("|")]
-    assert len(in_table) == len(ROWS) + 2 * 5  # each of five tables has a head and a rule
+    assert len(in_table) == len(ROWS) + 2 * 6  # each of six tables has a head and a rule
     assert len({line.count("|") for line in in_table}) == 1
     assert lines[-1] == f"{len(ROWS)} rows, all ok"
     assert "RED" not in "\n".join(lines)
@@ -53,6 +53,15 @@ def test_a_broken_bar_is_red_and_named(value):
     printed = json.loads(json.dumps(table.as_json(rows, 8, 20), allow_nan=False))
     assert printed["red"] == 1
     assert printed["rows"][0]["red"] == rows[0].red()
+
+
+def test_muon_has_wider_bars_in_float32():
+    first = next(one for one in COMPARISONS if one.section == suite.MUON)
+    found = [row(first, value) for value in (2e-5, 2e-4)]
+    # all four of float64, and of float32 at first the gradients of the first step alone
+    assert [len(one.red()) for one in found] == [5, 7]
+    assert "Of Muon, whose iteration is in bfloat16: fp32 1e-04" in table.text(ROWS, 8, 20)
+    assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(found, 8, 20)
 
 
 @pytest.mark.parametrize(

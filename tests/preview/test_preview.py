@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from ptdmpi.commands.init import command as init
 from ptdmpi.commands.plan import command as plan
 from ptdmpi.commands.train import command as train
-from ptdmpi.config import InputError, resolve
+from ptdmpi.config import InputError, ModelConfig, resolve
 from ptdmpi.data.batches import TrainBatches
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
@@ -197,6 +197,34 @@ def wish(corpus: Path, **changes: Any) -> Wish:
 def test_init_finds_a_legal_layout_for_any_number_of_ranks(corpus, ranks):
     config = resolve(tomllib.loads(draft(wish(corpus, ranks=ranks))), ranks)
     assert config.data_size == ranks and config.batch.global_size % ranks == 0
+
+
+def test_init_keeps_all_that_is_said_of_the_model(corpus):
+    def model(text: str) -> ModelConfig:
+        return resolve(tomllib.loads(draft(wish(corpus, model=text, ranks=1))), 1).model
+
+    found = model("qwen3-0.6b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64")
+    assert (found.layers, found.hidden, found.head_size, found.qk_norm) == (2, 64, 128, True)
+    assert found.rope_theta == 1e6 and found.tie_embeddings
+    found = model("llama3.2-1b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64,head_size=16")
+    assert (found.rope_theta, found.rope_scaling) == (5e5, "llama3")
+    found = model("l=2,h=32,a=4,s=32,bias=false,positions=rope")
+    assert (found.bias, found.positions) == (False, "rope")
+
+
+def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    Path("c.toml").write_text(tomlkit.dumps(configured(corpus)))
+    for wrong in (
+        ["--lora", "8"],
+        ["--layout", "t=1"],
+        ["--no-scatter-gather"],
+        ["--png", "x.png"],
+    ):
+        with pytest.raises(InputError, match=f"^{wrong[0].replace('no-', '')}: c.toml says what"):
+            CliRunner().invoke(plan, ["c.toml", "--ranks", "1", *wrong], catch_exceptions=False)
+    fine = CliRunner().invoke(plan, ["c.toml", "--ranks", "1", "--json", "--quiet"])
+    assert fine.exit_code == 0, fine.output
 
 
 def test_init_divides_a_model_that_is_too_large_for_a_rank(corpus):

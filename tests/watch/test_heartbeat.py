@@ -1,5 +1,6 @@
 """A hang and a crash, as a user meets them: who is named, who waits for it, and that all end."""
 
+import math
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import pytest
 
 from ptdmpi.comm.world import World
 from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.watch import heartbeat
 from ptdmpi.watch.heartbeat import Heartbeat, Judge
 from ptdmpi.watch.requests import StopRequest
 from ptdmpi.watch.stopwatch import Place
@@ -86,6 +88,31 @@ def test_rank_0_is_missed_too(tmp_path):
     assert line in done.stderr and line in log(tmp_path / "run")
     stacks = {path.name for path in (tmp_path / "run/stacks").glob("rank-*.txt")}
     assert stacks >= {f"rank-{rank:05d}.txt" for rank in (1, 2, 3)}
+
+
+@parallel(ranks=[3])
+def test_rank_0_is_missed_from_the_start_on(comm, tmp_path):
+    """By rank 1 alone, and though rank 0 stops before its first beat."""
+    axes, ranks = World(comm).split(training_grid(data=3)), Ranks(training_grid(data=3), [HOST] * 3)
+    heart = Heartbeat(axes, ranks, Place(), StopRequest(), tmp_path, None, 60.0)
+    assert heart.start()
+    missed = heart.deputy.replaces(time.monotonic() + 61.0)
+    heart.close()
+    assert missed == (comm.rank == 1)
+
+
+@parallel(ranks=[2])
+def test_an_end_waits_for_nobody_who_has_said_goodbye(comm, tmp_path):
+    """Rank 1 is done first, and rank 0's thread hears it while rank 0 still trains."""
+    grid, host = training_grid(data=2), [HOST] * 2
+    axes, one = World(comm).split(grid), judge(60.0)[0] if comm.rank == 0 else None
+    heart = Heartbeat(axes, Ranks(grid, host), Place(), StopRequest(), tmp_path, one, 60.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "COLLECT_S", math.inf)  # the test's own limit ends it instead
+        assert heart.start()
+        while one and not one.table[1].report.leaves:
+            time.sleep(0.01)
+        heart.finish()
 
 
 @pytest.mark.long

@@ -232,6 +232,8 @@ def fail_together(world: World) -> Iterator[None]:
         # Ranks that read the same bytes fail alike: the first one speaks and ends the others.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
+        if MPI.COMM_WORLD.Get_size() == 1:  # there an abort would only add words of its own
+            raise SystemExit(2) from None
         time.sleep(0.2)  # the launcher forwards the line before it hears of the abort
         world.control.Abort(2)
     except KeyboardInterrupt:

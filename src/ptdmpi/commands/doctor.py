@@ -158,9 +158,16 @@ def check_machine(world: "World", *, as_json: bool, report: Path | None = None) 
             click.echo("\n".join(_line(finding) for finding in found))
     if report is not None:
         text = report_text([_line(finding) for finding in found], os.environ)
-        world.on_root(lambda: write_whole(report, text))
+        world.on_root(partial(_save, report, text))
         note(f"wrote {report}")
     return world.on_root(lambda: all(finding.status != "bad" for finding in found))
+
+
+def _save(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"--report {path}: {error.strerror}") from None
 
 
 def report_text(findings: list[str], environ: Mapping[str, str]) -> str:

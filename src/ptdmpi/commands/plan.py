@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import AdaptConfig, InputError, QuantizeConfig, load
@@ -39,6 +40,7 @@ from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
 MOST_DRAWN = 10_000  # microbatches of a step
+BESIDE_CONFIG = ("config", "ranks", "cluster", "as_json")
 SETTINGS = (
     "schedule",
     "recompute",
@@ -176,7 +178,7 @@ def command(
     """
     as_json: bool = options.pop("as_json")
     if config is not None:
-        _preview(config, model or batch, cluster, options["ranks"], as_json)
+        _preview(config, cluster, options["ranks"], as_json)
         return
     if model is None or cluster is None:
         raise InputError("give --model and --cluster, or a configuration to preview")
@@ -237,11 +239,20 @@ def _adapted(shape: Model, rank: int | None, codes: CodesName | None, block: int
     return replace(shape, config=shape.config.adapted(adapt, quantize))
 
 
-def _preview(
-    config: Path, other: Any, cluster: str | None, ranks: int | None, as_json: bool
-) -> None:
-    if other:
-        raise InputError("--model and --batch stand in the configuration that is previewed")
+def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool) -> None:
+    context = click.get_current_context()
+    given = [
+        one.opts[0]
+        for one in context.command.params
+        if one.expose_value
+        and one.name not in BESIDE_CONFIG
+        and context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: {config} says what is previewed; legal beside a configuration: "
+            "--ranks, --cluster, --json"
+        )
     note("ptdmpi plan: checking configuration, data and memory")
     from ptdmpi.preview.dry_run import show
 

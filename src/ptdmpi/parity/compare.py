@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptdmpi.parity.layouts import ComparedModel
+from ptdmpi.parity.layouts import ComparedModel, MuonModel
 from ptdmpi.parity.run import Training
 
 # Greatest relative difference from one rank. Adam divides by the root of a small second moment and
@@ -15,8 +15,16 @@ BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
 }
+# Muon's iteration is in bfloat16, but for fp64: where the last bit of a gradient has that round the
+# other way, an update differs by much more than the bit.
+MUON_BARS = {**BARS, "fp32": {**BARS["fp32"], "loss": 1e-4, "norm": 1e-4}}
 BITWISE = ("fp32", "bf16")
 KEY_BIAS = "attention.qkv.bias"
+
+
+def bars_of(model: ComparedModel) -> dict[str, dict[str, float]]:
+    """The bars of the trainings of a model, by compute type."""
+    return MUON_BARS if isinstance(model, MuonModel) else BARS
 
 
 @dataclass(frozen=True)

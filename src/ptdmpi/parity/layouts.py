@@ -106,6 +106,11 @@ class AdaptedModel(ComparedModel):
 
 
 @dataclass(frozen=True)
+class MuonModel(ComparedModel):
+    """The same, its matrices made orthogonal."""
+
+
+@dataclass(frozen=True)
 class ComparedLayout(Layout):
     """How it is trained. The defaults are the plainest layout: one rank, nothing recomputed."""
 
@@ -344,4 +349,18 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
     ]
     models = [lora, lora, replace(lora, dropout=False), replace(lora, method="ia3")]
     cases = [Case(*both) for both in zip(layouts, models, strict=True)]
+    return [case for case in cases if refusal(case, ranks) is None]
+
+
+def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
+    """Matrices that are updated as wholes, where the tensor axis divides them and shards cut them:
+    in one group, in groups with copies, and by microbatch."""
+    model = MuonModel("llama", layers=4)
+    layouts = [
+        ComparedLayout(data=2, zero=1, micro_size=2),
+        ComparedLayout(2, 1, 2, zero=3, recompute="full", micro_size=8),
+        ComparedLayout(data=4, zero=2, shard_group=2, micro_size=2),
+        ComparedLayout(2, 2, 2, schedule="1f1b", sequence_parallel=True, zero=1, micro_size=2),
+    ]
+    cases = [Case(layout, model) for layout in layouts]
     return [case for case in cases if refusal(case, ranks) is None]

@@ -16,7 +16,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
-from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, AdaptedModel, Case
+from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, AdaptedModel, Case, MuonModel
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
 SEED = 1234
@@ -70,7 +70,11 @@ def configuration(task: TrainingTask) -> Config:
         },
         batch={"global_size": GLOBAL_SIZE},
         precision={"compute": task.compute},
-        optimizer={"warmup_steps": min(5, task.steps), "eps": EPSILON},
+        optimizer={
+            "kind": "muon" if isinstance(model, MuonModel) else "adamw",
+            "warmup_steps": min(5, task.steps),
+            "eps": EPSILON,
+        },
         adapt=model.adapt if isinstance(model, AdaptedModel) else {},
     )
 

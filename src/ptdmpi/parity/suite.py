@@ -7,7 +7,14 @@ from ptdmpi.base.words import counted
 from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.parity import layouts
-from ptdmpi.parity.compare import BARS, BITWISE, Greatest, differences, first_other_bit
+from ptdmpi.parity.compare import (
+    BARS,
+    BITWISE,
+    Greatest,
+    bars_of,
+    differences,
+    first_other_bit,
+)
 from ptdmpi.parity.layouts import Case
 from ptdmpi.parity.run import Blocks, Training, TrainingTask
 
@@ -18,6 +25,7 @@ COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
 MODERN = "Windows, caps, and a key head that all tensor ranks share"
 ADAPTED = "Adapters beside a frozen model"
+MUON = "Matrices made orthogonal as wholes"
 TWICE = "A second run of one layout"
 
 
@@ -62,11 +70,12 @@ class Verdict:
 
     def red(self) -> list[str]:
         """Each bar that is broken, in words."""
+        bars = bars_of(self.comparison.case.model)
         found = [
-            f"{compute} {name} {one.value:.1e} at {one.where}, bar {BARS[compute][name]:.0e}"
+            f"{compute} {name} {one.value:.1e} at {one.where}, bar {bars[compute][name]:.0e}"
             for compute, of_type in self.differences.items()
             for name, one in of_type.items()
-            if not one.within(BARS[compute][name])
+            if not one.within(bars[compute][name])
         ]
         found += [f"{compute} bits: {where}" for compute, where in self.bits.items() if where]
         found += [
@@ -82,14 +91,14 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
     time; `exact` false: none of runs that need a wire which is."""
     covering = layouts.covering_set(ranks)
     reproducible, modern = layouts.reproducible_cases(ranks), layouts.modern_cases(ranks)
-    adapted = layouts.adapted_cases(ranks)
+    adapted, muon = layouts.adapted_cases(ranks), layouts.muon_cases(ranks)
     # most ranks, and of these most effects: as much as possible can go wrong
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
     if short:
         covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
-        modern, adapted = modern[:1], adapted[:1]
+        modern, adapted, muon = modern[:1], adapted[:1], muon[:1]
     if not exact:
         reproducible = []
     sections = {
@@ -97,6 +106,7 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         REPRODUCIBLE: reproducible,
         MODERN: modern,
         ADAPTED: adapted,
+        MUON: muon,
     }
     return [
         *(

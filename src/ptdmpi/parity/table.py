@@ -3,17 +3,18 @@
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ptdmpi.config import Layout
-from ptdmpi.parity.compare import BARS, Greatest, left_out
+from ptdmpi.parity.compare import BARS, MUON_BARS, Greatest, bars_of, left_out
 from ptdmpi.parity.layouts import (
     LAYOUT_FACTORS,
     MODEL_FACTORS,
     AdaptedModel,
     ComparedModel,
+    MuonModel,
     Pair,
     missing_pairs,
 )
@@ -79,8 +80,8 @@ def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
 
 
 def _measured(row: Verdict, compute: str) -> str:
-    of_type = row.differences[compute]
-    fine = all(one.within(BARS[compute][name]) for name, one in of_type.items())
+    of_type, bars = row.differences[compute], bars_of(row.comparison.case.model)
+    fine = all(one.within(bars[compute][name]) for name, one in of_type.items())
     fine = fine and not row.torn[compute]
     return " ".join([*(_short(one.value) for one in of_type.values()), "ok" if fine else "RED"])
 
@@ -114,8 +115,13 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "tensor, greatest",
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",
-        f"Bars: {'; '.join(f'{compute} {_bars(compute)}' for compute in BARS)}; bits: equal "
+        f"Bars: {'; '.join(f'{compute} {_bars(BARS[compute])}' for compute in BARS)}; bits: equal "
         "(-: this wire promises none).",
+        *(
+            [f"Of Muon, whose iteration is in bfloat16: fp32 {_bars(MUON_BARS['fp32'])}."]
+            if any(isinstance(model, MuonModel) for model in models)
+            else []
+        ),
         "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
         "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
@@ -128,6 +134,7 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
             "masked tokens" if model.masked else "no masks",
             "documents" if model.documents else "no documents",
             *([f"frozen, with {model.method}"] if isinstance(model, AdaptedModel) else ()),
+            *(["Muon"] if isinstance(model, MuonModel) else ()),
         ]
         lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(words)}.")
     if names := left_out(models):
@@ -136,8 +143,7 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
     return lines
 
 
-def _bars(compute: str) -> str:
-    bars = BARS[compute]
+def _bars(bars: Mapping[str, float]) -> str:
     return f"{bars['loss']:.0e} (params {bars['parameters']:.0e})"
 
 

@@ -11,12 +11,12 @@ import tomlkit
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
-from ptdmpi.config.model import default_ffn_hidden
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.near import divisors
-from ptdmpi.config.presets import model_presets, recipe
+from ptdmpi.config.presets import DEFAULTS, model_presets, recipe
 from ptdmpi.data.shards import Dataset
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.machine.cluster import load_cluster, load_model, preset_and_keys
 from ptdmpi.plan.search import choose
 
 SMALL = "l=4,h=128,a=4,s=128"  # minutes on a laptop
@@ -128,11 +128,15 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 
 
 def _sizes(text: str) -> dict[str, Any]:
-    """Keys of [model] for sizes such as "l=4,h=128,a=4", without those that follow from others."""
-    keys = load_model(text).config.model_dump(exclude_defaults=True)
-    implied = {"kv_heads": keys["heads"], "ffn_hidden": default_ffn_hidden(keys)}
-    wanted = ("kind", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "seq_length")
-    return {key: keys[key] for key in wanted if key in keys and keys[key] != implied.get(key)}
+    """Keys of [model] for sizes such as "l=4,h=128,a=4", or a preset with sizes such as
+    "llama3-8b,s=512": all that are given, and what a configuration needs. The vocabulary comes from
+    the data."""
+    preset, keys = preset_and_keys(text)
+    keys.pop("vocab_size", None)
+    if preset is not None:
+        return {"preset": preset, **keys}
+    keys = {"seq_length": DEFAULTS["seq_length"], **keys}
+    return {key: keys[key] for key in ModelConfig.model_fields if key in keys}
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:

@@ -11,8 +11,8 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 class Deputy:
     """When rank 0 was heard last, and what follows from its silence.
 
-    Every rank has one; rank 0 tells rank 1 alone that it is alive, and what was never heard is
-    never missed, so on all other ranks nothing comes of it. `stall_s` 0: it warns, and no more.
+    Every rank has one; rank 1 alone listens, from the heart's start on, and what was never heard
+    is never missed, so on all other ranks nothing comes of it. `stall_s` 0: it warns, and no more.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:

@@ -84,6 +84,9 @@ class Heartbeat:
             return False
         # MPI is finalised at exit, and no thread may call it then
         atexit.register(self.close)
+        if self.axes.world.rank == 1:
+            # rank 0 made this with all others: it is missed from now on, not from its first beat on
+            self.deputy.hear(time.monotonic())
         self._thread.start()
         return True
 
@@ -103,8 +106,12 @@ class Heartbeat:
             return
         self.close()
         self.mailbox.send(self._report(leaves=True), 0)
-        waiting, end_s = set(range(self.axes.world.size)), time.monotonic() + COLLECT_S
-        while self.axes.world.rank == 0 and waiting and time.monotonic() < end_s:
+        if self.judge is None:
+            return
+        # the thread may have heard some while this rank was still training
+        waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
+        end_s = time.monotonic() + COLLECT_S
+        while waiting and time.monotonic() < end_s:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:

@@ -52,14 +52,22 @@ setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarr
 	    --no-compile --no-deps --requirement requirements-extras.lock
 	@touch $@
 
+# Tests of one process are shared out over two; those of several ranks have all cores to themselves.
+# `make test UNTIL=TIME` begins no test after that time (seconds since 1970), and names what it left.
+UNTIL ?=
+TOGETHER = $(BIN)/python -m pytest $(if $(UNTIL),--until $(UNTIL))
+APART = OMP_NUM_THREADS=1 $(TOGETHER) --numprocesses 2
+
 test: setup ## lint, import rules, types, all tests but the long ones
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(APART) -m "not together and not long and not slurm"
+	$(TOGETHER) -m "together and not long and not slurm"
 
 test-long: setup ## what is exhaustive or slow by nature, and not in `make test`
-	$(BIN)/python -m pytest -m long
+	$(APART) -m "not together and long"
+	$(TOGETHER) -m "together and long"
 
 test-slurm: setup ## the job templates on a real Slurm, installed and started here (root, Debian)
 	bash jobs/install_slurm.sh

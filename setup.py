@@ -18,6 +18,7 @@ TEST = [
     "mypy>=2.4",
     "psutil>=5.9",
     "pytest>=8.1",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
     "transformers>=4.45",
 ]

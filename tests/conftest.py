@@ -1,9 +1,14 @@
 """Settings that every test shares."""
 
+import ast
+import functools
+import re
 import signal
+import time
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import parallel
 
@@ -11,6 +16,12 @@ from tests import parallel
 # per example would fail on a busy machine.
 settings.register_profile("ptdmpi", deadline=None, derandomize=True)
 settings.load_profile("ptdmpi")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--until", type=float, help="no test begins after this time (seconds since 1970)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,10 +33,56 @@ def _stop(number: int, frame: object) -> None:
     pytest.exit("ended by SIGTERM", returncode=128 + number)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    return ByRoom(config, log)
+
+
+class ByRoom(LoadScopeScheduling):
+    """Deals tests to workers by their room."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return room_of(nodeid)
+
+
+def room_of(nodeid: str) -> str:
+    """One worker has all tests of a room, so two of them never have several ranks at work at once:
+    those that start programs under mpirun are one room, parallel ones of one rank another. The
+    others go by file, for their fixtures."""
+    file, _, name = nodeid.partition("::")
+    of_ranks, starts_ranks = _kinds(file)
+    if name.partition("[")[0] in of_ranks:
+        return "one rank"
+    return "mpirun" if starts_ranks else file
+
+
+@functools.cache
+def _kinds(file: str) -> tuple[set[str], bool]:
+    """The parallel tests of a file, and whether others of it start ranks by themselves."""
+    text = (parallel.ROOT / file).read_text(encoding="utf-8")
+    of_ranks = {
+        node.name
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+        and any(ast.unparse(one).startswith("parallel(") for one in node.decorator_list)
+    }
+    return of_ranks, re.search(r"\bmpirun\b|tests\._killed", text) is not None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.option.until
+    if until is not None and time.time() > until and not hasattr(item.obj, "parallel_body"):
+        pytest.skip(parallel.NO_TIME)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With --durations, also the parallel tests, each with its own time."""
+    """With --durations, also the parallel tests, each with its own time. (pytest's own give the
+    whole mpirun to the first test of it.)"""
+    stats = terminalreporter.stats
+    reports = [report for kind in ("passed", "failed") for report in stats.get(kind, ())]
+    seconds = {r.nodeid: s for r in reports if (s := dict(r.user_properties).get(parallel.SECONDS))}
     count = terminalreporter.config.option.durations
-    lines = [] if count is None else parallel.slowest(terminalreporter.config, count)
-    if lines:
+    if count is not None and seconds:
+        ranked = sorted(seconds, key=lambda name: -seconds[name])[: count or None]
         terminalreporter.section("slowest parallel tests")
-        terminalreporter.write_line("\n".join(lines))
+        terminalreporter.write_line("\n".join(f"{seconds[name]:6.2f}s {name}" for name in ranked))

@@ -21,73 +21,31 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import pickle
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests._mpirun import (
+    ROOT,
+    MpirunError,
+    MpirunTimeout,
+    command_of,
+    launch,
+    mpi_environment,
+    mpirun,
+)
+
+__all__ = ["ROOT", "MpirunError", "MpirunTimeout", "mpi_environment", "mpirun", "parallel"]
+
 STARTUP_LIMIT_S = 120.0  # until every rank has imported the test module, on a busy machine
 MANY = 4  # more ranks than this take most of a minute to start on two cores
-GRACE_S = 5.0  # for dying ranks to write their stacks, for mpirun to tidy up
-
-
-class MpirunError(AssertionError):
-    """The program under mpirun failed; the message holds all that it wrote."""
-
-
-class MpirunTimeout(MpirunError):
-    """The program was ended by its time limit; the message holds the stacks of all ranks."""
-
-
-@functools.cache
-def mpi_environment() -> dict[str, str]:
-    """The environment of this process with the settings of jobs/mpi-env.sh."""
-    environment = dict(os.environ)
-    # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
-    environment.pop("PYTHONUNBUFFERED", None)
-    if sys.prefix != sys.base_prefix:
-        environment["VIRTUAL_ENV"] = sys.prefix
-    dump = "import json, os; print(json.dumps(dict(os.environ)))"
-    script = f'. "$0" && exec "{sys.executable}" -c "{dump}"'
-    command = ["bash", "-c", script, str(ROOT / "jobs" / "mpi-env.sh")]
-    found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    # A crash, or SIGABRT from the time limit, then prints the stacks of all Python threads.
-    return json.loads(found.stdout) | {"PYTHONFAULTHANDLER": "1"}
-
-
-def mpirun(
-    ranks: int,
-    args: Sequence[str],
-    *,
-    timeout_s: float = 120.0,
-    env: Mapping[str, str] | None = None,
-    check: bool = True,
-    cwd: Path | None = None,
-    options: Sequence[str] = (),
-) -> subprocess.CompletedProcess[str]:
-    """Run `mpirun OPTIONS -n RANKS python ARGS...` and return its exit code and text output.
-
-    `env` is added to the environment. Raises MpirunError when the exit code is not 0 (unless
-    `check` is false), and MpirunTimeout, with the stacks of all ranks, when it takes longer than
-    `timeout_s`.
-    """
-    end = time.monotonic() + timeout_s
-    return _launch(
-        _command(ranks, args, options),
-        env=env or {},
-        cwd=cwd,
-        check=check,
-        overdue=lambda: f"time limit of {timeout_s:g} s" if time.monotonic() > end else None,
-    )
+SECONDS = "seconds on the slowest rank"  # a property of a parallel test's report
+NO_TIME = "no time was left for it"
 
 
 def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callable], Callable]:
@@ -116,15 +74,21 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
         run.__signature__ = inspect.Signature([*fixed, *passed])
         run.parallel_body = function
         run.parallel_limit_s = limit_s
-        return pytest.mark.parametrize("ranks", [_short_or_long(one) for one in ranks])(run)
+        return pytest.mark.parametrize("ranks", [_marked(one) for one in ranks])(run)
 
     return decorate
 
 
-def _short_or_long(ranks: object) -> object:
-    """A number of ranks, marked where it is above MANY; what is a pytest.param stays as it is."""
-    many = isinstance(ranks, int) and ranks > MANY
-    return pytest.param(ranks, marks=pytest.mark.long) if many else ranks
+def _marked(ranks: object) -> object:
+    """A number of ranks (or a pytest.param of one), marked: several of them use all cores together,
+    and take long above MANY."""
+    plain = ranks if isinstance(ranks, int) else ranks.values[0]
+    marks = [] if isinstance(ranks, int) else list(ranks.marks)
+    if plain > 1:
+        marks.append(pytest.mark.together)
+    if plain > MANY and isinstance(ranks, int):
+        marks.append(pytest.mark.long)
+    return pytest.param(plain, marks=marks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,15 +101,6 @@ class Outcome:
 
 
 _OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
-_SECONDS = pytest.StashKey[dict[str, float]]()
-
-
-def slowest(config: pytest.Config, count: int) -> list[str]:
-    """One line for each of the parallel tests that took longest. (pytest's own durations give the
-    whole mpirun to the first test of it.)"""
-    seconds = config.stash.get(_SECONDS, {})
-    ranked = sorted(seconds, key=lambda name: -seconds[name])
-    return [f"{seconds[name]:6.2f}s {name}" for name in ranked[: count or None]]
 
 
 def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
@@ -156,10 +111,11 @@ def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
     if item.nodeid not in outcomes:
         waiting = request.session.items[request.session.items.index(item) + 1 :]
         batch = [item, *(other for other in waiting if _runs_with(other, item, ranks))]
-        for other, outcome in zip(batch, _run_batch(ranks, batch), strict=False):
+        until = getattr(item.config.option, "until", None)
+        for other, outcome in zip(batch, _run_batch(ranks, batch, until), strict=False):
             outcomes[other.nodeid] = outcome
     outcome = outcomes.pop(item.nodeid)
-    request.config.stash.setdefault(_SECONDS, {})[item.nodeid] = outcome.seconds
+    item.user_properties.append((SECONDS, outcome.seconds))
     if outcome.kind == "failed":
         pytest.fail(outcome.text, pytrace=False)
     if outcome.kind == "skipped":
@@ -193,17 +149,19 @@ def _check_arguments(item: pytest.Function) -> None:
         )
 
 
-def _run_batch(ranks: int, batch: Sequence[pytest.Function]) -> list[Outcome]:
-    """Run tests under one mpirun: their outcomes, up to the first failure."""
+def _run_batch(ranks: int, batch: Sequence[pytest.Function], until: float | None) -> list[Outcome]:
+    """Run tests under one mpirun: their outcomes, up to the first failure. None begins after the
+    time `until`."""
     with tempfile.TemporaryDirectory(prefix="ptdmpi-tests-") as folder:
         place = Path(folder)
         tests = [_describe(item, place / f"tmp{i}") for i, item in enumerate(batch)]
-        (place / "job.pickle").write_bytes(pickle.dumps({"path": sys.path, "tests": tests}))
+        job = {"path": sys.path, "tests": tests, "until": until, "late": NO_TIME}
+        (place / "job.pickle").write_bytes(pickle.dumps(job))
         limits_s = [item.obj.parallel_limit_s for item in batch]
         error = ""
         try:
-            _launch(
-                _command(ranks, [str(ROOT / "tests" / "parallel_worker.py"), folder]),
+            launch(
+                command_of(ranks, [str(ROOT / "tests" / "parallel_worker.py"), folder]),
                 env={},
                 cwd=None,
                 check=True,
@@ -304,98 +262,3 @@ def _output(place: Path, events: list[list[dict]], test: int) -> str:
             rule = "-" * 16
             parts.append(f"{rule} rank {rank} of {len(events)} {rule}\n{written}")
     return "\n".join(parts)
-
-
-def _command(ranks: int, args: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    program = shutil.which("mpirun", path=mpi_environment()["PATH"])
-    if program is None:
-        raise MpirunError("no mpirun: run `make setup`, or load the site's MPI")
-    return [program, *options, "-n", str(ranks), sys.executable, *args]
-
-
-def _launch(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    cwd: Path | None,
-    check: bool,
-    overdue: Callable[[], str | None],
-) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own until it ends or `overdue` gives a reason to end it."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command,
-            env={**mpi_environment(), **env},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        reason = None
-        try:
-            while process.poll() is None and (reason := overdue()) is None:
-                time.sleep(0.1)
-            if reason:
-                _show_stacks(process)
-        finally:
-            if process.poll() is None:  # also after Ctrl-C; mpirun ends its ranks and tidies up
-                process.terminate()
-                _wait(lambda: process.poll() is not None)
-            for pid in _session(process):
-                _send(pid, signal.SIGKILL)
-            process.wait()
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read())
-    result = subprocess.CompletedProcess(command, process.returncode, *texts)
-    if reason or (check and result.returncode):
-        how = f"ended by the {reason}" if reason else f"exit code {result.returncode}"
-        message = "\n".join([f"{' '.join(command)}: {how}", *texts])
-        raise MpirunTimeout(message) if reason else MpirunError(message)
-    return result
-
-
-def _show_stacks(process: subprocess.Popen) -> None:
-    """Have every rank print its stacks and end.
-
-    mpirun sleeps meanwhile: it kills all ranks as soon as one has died, and the others would not
-    get to print.
-    """
-    ranks = [pid for pid in _session(process) if pid != process.pid]
-    _send(process.pid, signal.SIGSTOP)
-    for pid in ranks:
-        _send(pid, signal.SIGABRT)
-    _wait(lambda: not any(_is_alive(pid) for pid in ranks))
-    _send(process.pid, signal.SIGCONT)
-    _wait(lambda: process.poll() is not None)  # it passes on what the ranks wrote
-
-
-def _session(process: subprocess.Popen) -> list[int]:
-    """What the command started: Open MPI gives each rank a process group, but no session."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
-                members.append(int(entry.name))
-    return members
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended in the meantime
-        os.kill(pid, number)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        status = Path("/proc", str(pid), "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return "State:\tZ" not in status  # Z: it has ended, and its parent has not yet looked
-
-
-def _wait(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + GRACE_S
-    while not done() and time.monotonic() < end:
-        time.sleep(0.05)

@@ -40,6 +40,9 @@ def main() -> None:
                 _report(events, test=test, kind="start", offset=offset)
                 since = time.monotonic()
                 body = getattr(sys.modules[module], name).parallel_body
+                if _is_late(world, job["until"]):
+                    _report(events, test=test, kind="skipped", reason=job["late"], seconds=0.0)
+                    continue
                 try:
                     end = _call(body, world.Dup(), pickle.loads(arguments))
                 except BaseException:
@@ -65,6 +68,11 @@ def _load(name: str, file: Path) -> None:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
+
+
+def _is_late(world: object, until: float | None) -> bool:
+    """Whether no test begins any more, as one rank sees it."""
+    return until is not None and world.bcast(time.time() > until)
 
 
 def _call(body: Callable, comm: object, arguments: dict[str, object]) -> dict[str, str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
+from tests import parallel as harness
 from tests.parallel import ROOT, MpirunError, MpirunTimeout, mpirun, parallel
 
 MODULE = """
@@ -143,6 +145,22 @@ def test_siblings_share_one_mpirun(tmp_path):
 def test_selected_test_runs_alone(tmp_path):
     code, output, words = run_pytest(tmp_path, "-k", "test_before[2]")
     assert code == 0 and words == {"test_before[2]": "PASSED"}, output
+
+
+def test_none_begins_after_its_time(tmp_path):
+    options = "-p", "tests.conftest", "--until", "0", "-k", "test_after"
+    code, output, words = run_pytest(tmp_path, *options)
+    assert code == 0 and words == {"test_after[1]": "SKIPPED", "test_after[2]": "SKIPPED"}, output
+    assert "no time was left for it" in output and "pid " not in output
+
+
+def test_each_kind_of_test_has_a_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    (tmp_path / "test_sample.py").write_text(MODULE + "\n\ndef test_starts():\n    mpirun(2)\n")
+    (tmp_path / "test_plain.py").write_text("def test_plain():\n    pass\n")
+    names = ["test_sample.py::test_after[1]", "test_sample.py::test_starts"]
+    rooms = [conftest.room_of(name) for name in [*names, "test_plain.py::test_plain"]]
+    assert rooms == ["one rank", "mpirun", "test_plain.py"]
 
 
 def test_only_functions_of_a_module_that_take_comm():

@@ -170,6 +170,21 @@ def test_prepare_keeps_what_the_user_set():
     assert "OMPI_MCA_mpi_yield_when_idle" not in alone
 
 
+def test_several_communicators_of_nccl_on_a_gpu_start_in_one_order():
+    environment = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "PYTORCH_ALLOC_CONF": "backend:native"}
+    launch.prepare(environment)
+    assert environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
+    assert environment["PYTORCH_ALLOC_CONF"] == "backend:native"
+    older = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    launch.prepare(older)
+    assert "PYTORCH_ALLOC_CONF" not in older and older["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    alone: dict[str, str] = {}
+    launch.prepare(alone)
+    assert alone["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert alone["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert alone["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 START = """
 import sys, time
 from ptdmpi.commands import convert

@@ -42,10 +42,29 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
     # GPU-aware MPI beside NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
+    _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):
         # A spinning rank keeps the core from the rank it waits for: 4 ms a message otherwise.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
+    """What CUDA, NCCL and the allocator of PyTorch read when they start; without a GPU nobody does.
+
+    A rank has a communicator of NCCL for each group, and two for each neighbour in the pipeline.
+    """
+    # Kernels of two communicators that ranks launch in different orders wait for each other for
+    # ever; so NCCL (2.26 on) runs them in the order of the host's calls, which all ranks share.
+    # From CUDA 12.3 on they still overlap (NCCL user guide, environment variables).
+    environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    # Streams share the device's queues, 8 by default: what comes behind a message that waits for
+    # its other end, in the same queue, waits too. 32 is the most (CUDA programming guide).
+    environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Tensors of many sizes leave gaps in fixed blocks of memory; blocks that grow have fewer
+    # (PyTorch, CUDA semantics). The older name still counts, where the user has set that one.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import combine
 from ptdmpi.comm.nccl.library import Described
-from ptdmpi.comm.nccl.wire import NcclCommunicator, WireError
+from ptdmpi.comm.nccl.wire import NcclCommunicator
+from ptdmpi.comm.traits import WireError
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.plan.schedule.ops import Op
 

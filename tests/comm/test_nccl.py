@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ptdmpi.comm.nccl import library as real
-from ptdmpi.comm.nccl.wire import NcclCommunicator, WireError
+from ptdmpi.comm.nccl.wire import NcclCommunicator
+from ptdmpi.comm.traits import WireError
 from ptdmpi.comm.wires import Wire, preferred, wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError

@@ -52,6 +52,6 @@ def where_now() -> str:
     frames = []
     for one in traceback.extract_stack():
         _, found, file = one.filename.rpartition(f"src{PROJECT}")
-        if found and file not in ("comm/clock.py", "comm/queues.py"):
+        if found and file not in ("comm/clock.py", "comm/queues.py", "comm/world.py"):
             frames.append(f"{file}:{one.name}")
     return frames[-1] if frames else "?"

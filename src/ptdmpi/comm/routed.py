@@ -35,6 +35,12 @@ class Carrier(Protocol):
 
     def irecv(self, flat: Tensor, peer: int) -> Handle: ...
 
+    def pending(self) -> str:
+        """As of a Communicator."""
+
+    def failure(self) -> str:
+        """As of a Communicator."""
+
     def abort(self) -> None:
         """End what is under way, on this rank; nothing can be begun any more."""
 
@@ -59,6 +65,12 @@ class RoutedCommunicator(Communicator):
 
     def _reaching(self, flat: Tensor) -> Carrier | None:
         return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
+
+    def pending(self) -> str:
+        return "" if self._carrier is None else self._carrier.pending()
+
+    def failure(self) -> str:
+        return "" if self._carrier is None else self._carrier.failure()
 
     def abort(self) -> None:
         """End what is under way on the device, from any thread."""

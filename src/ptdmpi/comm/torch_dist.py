@@ -212,6 +212,11 @@ class TorchCarrier:
             self.session.attendants.append(self.attendants[pair])
         return self.attendants[pair].attend(work)
 
+    def pending(self) -> str:
+        return ""  # what was begun and not waited for is its watchdog's, which ends what hangs
+
+    failure = pending
+
     def abort(self) -> None:
         for group in (self.whole, *self.pairs.values()):
             group.abort()

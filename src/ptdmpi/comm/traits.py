@@ -8,6 +8,10 @@ if TYPE_CHECKING:  # the import initialises MPI
     from mpi4py import MPI
 
 
+class WireError(RuntimeError):
+    """An operation cannot be done any more; its words say which."""
+
+
 class WireTraits:
     """What differs between wires beside how they move tensors.
 
@@ -26,6 +30,16 @@ class WireTraits:
         """Called on all ranks of a world, which compute on `device`, before its groups are
         connected: for what a wire needs of all of them. Returns what the log should say of it;
         raises SharedInputError on every rank where it cannot serve them."""
+        return ""
+
+    def pending(self) -> str:
+        """The collective that this rank's device is in, as `busy` names it; empty while it is in
+        none, or computes what stands before it. Never waits; any thread may ask."""
+        return ""
+
+    def failure(self) -> str:
+        """Why nothing that was begun can be trusted any more; empty while all is well. Never
+        waits; any thread may ask."""
         return ""
 
     def abort(self) -> None:

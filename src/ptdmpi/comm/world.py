@@ -20,6 +20,7 @@ from ptdmpi.comm.clock import Clock
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.traits import WireError
 from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
@@ -55,6 +56,17 @@ class Axes:
     def world(self) -> Communicator:
         """All ranks of the grid."""
         return self.groups[WORLD]
+
+    def settle(self) -> None:
+        """Wait for this rank's device. Raises WireError if what it waited for is not to be trusted:
+        a connection that was aborted ends with whatever stood in its tensors."""
+        self.clock.settle()
+        if reason := self.failure():
+            raise WireError(reason)
+
+    def failure(self) -> str:
+        """What has failed of the wires, in words; empty while nothing has. For any thread."""
+        return next(filter(None, (group.failure() for group in self.groups.values())), "")
 
     def abort(self) -> None:
         """End what is under way on this rank's device, in all groups and from any thread."""

@@ -179,7 +179,7 @@ class Engine:
             asked = self._arriving(*own, self.reduction.global_norm())
             # The one place of a step where the host waits for the device: what it decides now
             # needs loss and norm. Before the update, which must not run on what an abort has left.
-            self.axes.clock.settle()
+            self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
             *losses, norm = asked.tolist()
@@ -252,7 +252,7 @@ class Engine:
         with torch.no_grad():
             self.runner.run(schedule, _program(self.axes["pipeline"], schedule), self.stopwatch())
         asked = self._arriving()
-        self.axes.clock.settle()
+        self.axes.settle()
         loss, order_loss, right = self._summed(asked.tolist())
         tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
         return Sums(loss, tokens, order_loss, orders, right)

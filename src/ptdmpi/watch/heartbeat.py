@@ -39,6 +39,7 @@ from ptdmpi.watch.whereabouts import (
     idle_s,
     rows,
 )
+from ptdmpi.watch.wires import Wires
 
 # A stall is at least so many steps long, and in a save, a validation or the start-up (where ranks
 # rightly sit for long in one thing) this many times longer.
@@ -66,7 +67,7 @@ class Heartbeat:
         stall_s: float,
     ) -> None:
         self.axes, self.ranks, self.place = axes, ranks, place
-        self.signals, self.directory, self.judge = signals, directory, judge
+        self.signals, self.judge, self.wires = signals, judge, Wires(axes)
         self.deputy = Deputy(ranks, directory, stall_s)
         self.mailbox = Mailbox(axes.world.control)
         self._beat_s = time.monotonic()
@@ -95,7 +96,9 @@ class Heartbeat:
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        self._failure = (time.time(), f"{type(error).__name__}: {first}{where}")
+        wires = self.wires.failed  # of which this came
+        behind = f"; {wires}" if wires not in first else ""
+        self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{behind}")
         if self._thread.is_alive():
             self.signals.wake()
             self._thread.join(COLLECT_S + 3 * BEAT_S)
@@ -141,6 +144,8 @@ class Heartbeat:
         for number in came:
             if not self._noted or now_s - self._noted[-1][1] > DUPLICATE_S:
                 self._noted.append((int(number), now_s))
+        if not self._failure and (stuck := self.wires.stuck(now_s)):
+            self._failure = (time.time(), f"its device hangs behind what has failed: {stuck}")
         if came or (self._failure and not self._shown) or now_s >= self._due_s:
             self._due_s = now_s + self.ranks.beat_s
             self.mailbox.send(self._report(), 0)
@@ -177,17 +182,13 @@ class Heartbeat:
         if judge.stop_at_once:
             self.mailbox.abort(STOPPED_EXIT_CODE)
         if judge.verdict is not None and judge.complete(now_s):
-            judge.pronounce(self.directory)
+            judge.pronounce(self.deputy.directory)
             time.sleep(0.2)  # the launcher forwards the lines before it hears of the abort
             self.mailbox.abort(1)
 
     def _report(self, leaves: bool = False) -> Report:
         doing, now_s = self.place.now(), time.monotonic()
-        axis, collective = "", ""
-        for name, group in self.axes.groups.items():
-            if busy := group.busy:  # read once: the other thread may leave it meanwhile
-                axis, collective = self.axes.grid.called(name), busy
-                break
+        axis, collective = self.wires.inside()
         known = len(self.place.compute_s) == COMPUTE_STEPS
         return Report(
             phase=self.place.phase,
@@ -208,7 +209,7 @@ class Heartbeat:
     def _write_stacks(self) -> None:
         """Best effort: a full disk must not keep the table from being told."""
         with contextlib.suppress(OSError):
-            self._write_stack_file(self.directory / "stacks")
+            self._write_stack_file(self.deputy.directory / "stacks")
 
     def _write_stack_file(self, folder: Path) -> None:
         world = self.axes.world

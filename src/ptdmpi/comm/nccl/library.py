@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,9 @@ class NcclConnection:
         self.core, self.communicator = core, communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
+        self._asking = (
+            threading.Lock()
+        )  # the watch asks beside whoever aborts: nothing is left then
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         self.communicator.allreduce(flat, flat, self.ops[op], stream=stream)
@@ -153,14 +157,16 @@ class NcclConnection:
         self.communicator.recv(flat, peer, stream=stream)
 
     def error(self) -> str:
-        if self._aborted:
-            return "aborted"
-        state = self.communicator.get_async_error()
+        with self._asking:
+            if self._aborted:
+                return "aborted"
+            state = self.communicator.get_async_error()
         return "" if state.name in ("Success", "InProgress") else str(state.name)
 
     def abort(self) -> None:
-        if not self._aborted:
-            self._aborted = True
+        with self._asking:
+            before, self._aborted = self._aborted, True
+        if not before:
             self.communicator.abort()
 
 

@@ -5,8 +5,9 @@ computed so far, by a mark of the stream that it computes in. Waiting for an ope
 the other way: that stream waits for a mark behind it, and the host goes on.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -15,13 +16,10 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.nccl.library import Connection, Described, Event, Library, Nccl
 from ptdmpi.comm.routed import Pair, RoutedCommunicator
+from ptdmpi.comm.traits import WireError
 from ptdmpi.config import InputError, SharedInputError
 
 ELSE = 'legal: comm.wire = "mpi", "torch"'
-
-
-class WireError(RuntimeError):
-    """An operation cannot be done any more; its words say which."""
 
 
 class Queued:
@@ -42,12 +40,22 @@ class Queued:
         return self._event.query()
 
 
+class _Placed(NamedTuple):
+    """An operation between two marks: of the computes before it, and of its own end."""
+
+    what: str
+    computed: Event
+    ended: Event
+
+
 class Line:
     """A connection and its stream."""
 
     def __init__(self, library: Library, connection: Connection, name: str) -> None:
         self.library, self.connection, self.name = library, connection, name
         self.stream = library.stream()
+        self._placed: deque[_Placed] = deque()
+        self._failed = ""
 
     def begin(self, what: str, work: Callable[..., None], *arguments: Tensor | str | int) -> Handle:
         """Put `work` into the stream, behind all that this rank has computed."""
@@ -57,13 +65,32 @@ class Line:
             if not one.is_contiguous():  # what is sent is memory, whatever stands in the gaps
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
-        self.stream.wait_event(self.library.computes_in().record_event())
+        computed = self.library.computes_in().record_event()
+        self.stream.wait_event(computed)
         work(*arguments, self.stream)
-        return Queued(self, self.stream.record_event(), label, tensors)
+        ended = self.stream.record_event()
+        while self._placed and self._placed[0].ended.query():
+            self._placed.popleft()
+        self._placed.append(_Placed(what, computed, ended))
+        return Queued(self, ended, label, tensors)
+
+    def pending(self) -> str:
+        """What the stream is in; nothing while it waits for computes. For any thread."""
+        # a copy, in one operation of the interpreter: the other thread changes it meanwhile
+        for what, computed, ended in list(self._placed):
+            if not ended.query():
+                # the host may be far ahead: a rank that still computes is not in what follows
+                return what if computed.query() else ""
+        return ""
+
+    def failure(self) -> str:
+        """What has gone wrong first, which is more than that it was aborted for that."""
+        self._failed = self._failed or self.connection.error()
+        return self._failed
 
     def check(self, label: str) -> None:
         """Raises WireError if the connection has failed."""
-        if error := self.connection.error():
+        if error := self.failure():
             raise WireError(f"{label}: {error}")
 
 
@@ -118,6 +145,15 @@ class NcclCarrier:
         """The line of a directed pair, or that of the group; and who `peer` is on it."""
         line = self.pairs.get(pair)
         return (self.whole, peer) if line is None else (line, pair.index(peer))
+
+    def pending(self) -> str:
+        return self.whole.pending()  # who waits for a neighbour's message says so as its place
+
+    def failure(self) -> str:
+        for line in (self.whole, *self.pairs.values()):
+            if error := line.failure():
+                return f"{line.name}: {error}"
+        return ""
 
     def abort(self) -> None:
         for line in (self.whole, *self.pairs.values()):

@@ -64,6 +64,6 @@ class Compressed(DataParallel):
         # of NaN it is NaN; takes no memory
         found = on_its_way(torch.stack(torch.aminmax(gradients)))
         # nothing may be told of a gradient that overflows: a wait of the host besides the step's
-        self.replica.axes.clock.settle()
+        self.replica.axes.settle()
         least, greatest = found.tolist()
         return not (greatest < most and least > -most)

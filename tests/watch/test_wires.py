@@ -1,0 +1,86 @@
+"""What hangs or fails on a device, while the host waits in nothing that would tell of it."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from ptdmpi.comm.traits import WireError
+from ptdmpi.comm.wires import Wire
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.watch import heartbeat, wires
+from ptdmpi.watch.heartbeat import Heartbeat
+from ptdmpi.watch.requests import StopRequest
+from ptdmpi.watch.stopwatch import Place
+from ptdmpi.watch.whereabouts import Ranks, Seen, culprits, describe, waits_for
+from tests.comm._stand_in import Marked, StandInCommunicator
+from tests.parallel import parallel
+
+GRID = training_grid(tensor=2)
+RANKS = Ranks(GRID, [socket.gethostname()] * 2)
+
+
+def watched(comm, folder) -> tuple[Axes, Heartbeat]:
+    """A tensor axis of two ranks on the stand-in, and a heart that does not beat yet."""
+    axes = World(comm).split(GRID, Wire(StandInCommunicator))
+    return axes, Heartbeat(axes, RANKS, Place(), StopRequest(), folder, None, 60.0)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_that_does_not_enter_an_all_reduce_is_named(comm, tmp_path, ahead):
+    """Rank 1 computes, its host in the same place or, `ahead`, with the all-reduce handed over."""
+    axes, heart = watched(comm, tmp_path)
+    group, ones = axes["tensor"], torch.ones(3)
+    computed = Marked(group.library)
+    with pytest.MonkeyPatch.context() as patched:
+        if comm.rank == 1:
+            patched.setattr(group.library.host, "record_event", lambda: computed)
+        handle = group.all_reduce_begin(ones) if ahead or comm.rank == 0 else None
+    assert group.busy == ""
+    table = {rank: Seen(one, 0.0) for rank, one in enumerate(comm.allgather(heart._report()))}
+    assert describe(table[0].report).endswith(", in all_reduce (tensor)")
+    assert waits_for(0, table, RANKS) == [1] and culprits(table, RANKS, 0.0) == [1]
+    computed.reached.set()
+    (handle or group.all_reduce_begin(ones)).wait()
+    assert group.pending() == "" and heart._report().collective == ""
+    assert torch.equal(ones, torch.full((3,), 2.0))
+
+
+@parallel(ranks=[2])
+def test_a_connection_that_fails_while_the_host_waits_ends_the_wait(comm, tmp_path):
+    """Rank 1 does not come, rank 0 asks nothing: its heart does, and says why if nobody else does.
+
+    Where nobody asks, the stand-in lets it wait for 20 s, and a GPU for ever.
+    """
+    axes, heart = watched(comm, tmp_path)
+    group = axes["tensor"]
+    assert axes.failure() == ""
+    comm.Barrier()
+    if comm.rank == 0:
+        connection = group._carrier.whole.connection
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(heartbeat, "BEAT_S", 0.05)
+            patched.setattr(wires, "PATIENCE_S", 0.3)
+            assert heart.start()
+            handle, start_s = group.all_reduce_begin(torch.ones(3)), time.monotonic()
+            threading.Timer(0.1, setattr, (connection, "failed", "RemoteError")).start()
+            with pytest.raises(WireError, match="a compute waits for a message: aborted"):
+                handle.wait()
+            assert time.monotonic() - start_s < 10.0
+            # nothing is decided on what an abort has left
+            with pytest.raises(WireError, match=r"^tensor: RemoteError$") as found:
+                axes.settle()
+            assert heart._report().failure is None  # the main thread has its time to say so itself
+            while heart._report().failure is None:
+                time.sleep(0.01)
+            heart.close()
+        assert heart._report().failure[1].endswith("what has failed: tensor: RemoteError")
+        heart.failed(found.value)
+        assert heart._report().failure[1] == "WireError: tensor: RemoteError"
+        heart.failed(WireError("aborted"))  # what comes of the abort says why it was
+        assert heart._report().failure[1] == "WireError: aborted; tensor: RemoteError"
+    comm.Barrier()

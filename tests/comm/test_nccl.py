@@ -1,8 +1,10 @@
 """The `nccl` wire: its own class on a stand-in for the library, and the library as far as it goes
 without a GPU."""
 
+import inspect
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -235,6 +237,78 @@ def test_one_libnccl_in_a_process():
     assert len(real.libraries([*once, line.format("b")])) == 2
 
 
+NCCL4PY = pytest.mark.skipif(not real.installed(), reason="the extra nccl is not installed")
+
+
+@NCCL4PY
+def test_without_libnccl_the_reason_is_clear():
+    core = real.importlib.import_module("nccl.core")
+    nothing = SimpleNamespace(libnccl=None)
+    words = r"no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13"
+    with patch.object(core, "get_version", lambda: nothing):
+        with pytest.raises(ValueError, match=words):
+            real.loaded()
+        assert real.told().startswith("nccl4py, but no libnccl: ")
+
+
+class Signed:
+    """A communicator of nccl4py that takes what its own methods take, and does nothing."""
+
+    def __init__(self, core):
+        self.kind, self.called, self.state = core.Communicator, [], "Success"
+
+    def init(self, *given):
+        inspect.signature(self.kind.init).bind(*given)
+        self.called.append(given)
+        return self
+
+    def get_async_error(self):
+        bindings = real.importlib.import_module("nccl.bindings.nccl")
+        return bindings.Result[self.state]
+
+    def __getattr__(self, name):
+        signature = inspect.signature(getattr(self.kind, name))
+
+        def call(*given, **named):
+            signature.bind(self, *given, **named)
+            self.called.append(name)
+
+        return call
+
+
+@NCCL4PY
+def test_every_call_is_one_that_nccl4py_takes():
+    core = real.importlib.import_module("nccl.core")
+    signed, flat, stream = Signed(core), torch.ones(2), object()
+    known = {name: getattr(core, name) for name in ("NCCLConfig", "UniqueId", "SUM", "MAX")}
+    library = object.__new__(real.Nccl)
+    library.device, library.core = "cuda:0", SimpleNamespace(Communicator=signed, **known)
+    with patch.object(torch.cuda, "set_device"):
+        for name in ("tensor", "pair 0->1"):
+            connection = library.connect(bytes(range(128)), 2, 1, name)
+    whole, pair = signed.called
+    assert whole[2].as_bytes == bytes(range(128)) and whole[:2] == (2, 1)
+    assert (whole[3].comm_name, whole[3].max_ctas) == ("tensor", None)
+    assert (pair[3].comm_name, pair[3].max_ctas) == ("pair 0->1", real.PAIR_CTAS)
+    signed.called.clear()
+    for op in ("sum", "max"):
+        connection.all_reduce(flat, op, stream)
+    connection.all_gather(flat, flat, stream)
+    connection.reduce_scatter(flat, flat, stream)
+    connection.broadcast(flat, 1, stream)
+    connection.send(flat, 1, stream)
+    connection.receive(flat, 1, stream)
+    for signed.state, said in (("Success", ""), ("InProgress", ""), ("RemoteError", "RemoteError")):
+        assert connection.error() == said
+    connection.abort()
+    connection.abort()
+    assert connection.error() == "aborted" and signed.called.count("abort") == 1
+    assert len(set(signed.called)) == 7
+    signed.state = "Success"  # and a method that is not there is told
+    with pytest.raises(AttributeError):
+        signed.all_reduce(flat)
+
+
 IDS = """
 import sys
 from mpi4py import MPI
@@ -260,7 +334,7 @@ print(library.loaded()[0], flush=True)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not real.installed(), reason="the extra nccl is not installed")
+@NCCL4PY
 def test_ids_of_nccl_itself():
     """nccl4py makes ids without a driver, MPI hands them on, and without a driver a connection is
     refused at once; where rank 0 has none, all ranks say so."""

@@ -195,9 +195,11 @@ def told() -> str:
 
 
 def loaded() -> tuple[str, str]:
-    """Version and path of the libnccl of this process. Raises ValueError if it has several: torch
-    and this wire would use different ones."""
+    """Version and path of the libnccl of this process. Raises ValueError if it has none, or
+    several: torch and this wire would use different ones."""
     found = importlib.import_module("nccl.core").get_version().libnccl
+    if found is None:
+        raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")
     several = libraries(Path("/proc/self/maps").read_text().splitlines())
     if len(several) > 1:
         raise ValueError(f"this process has loaded several libnccl: {', '.join(several)}")

@@ -64,7 +64,7 @@ def test_rows_by_name(comm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1, 1000, 100_000])
 def test_a_right_sum_is_right(comm, dtype, elements):
-    right, seconds = doctor._sum_known(MpiCommunicator(comm), elements, dtype)
+    right, seconds = doctor._sum_known(MpiCommunicator(comm), elements, dtype, torch.device("cpu"))
     assert right
     assert seconds > 0
 

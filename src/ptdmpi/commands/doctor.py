@@ -17,7 +17,7 @@ import click
 from ptdmpi.base.disk import write_whole
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from ptdmpi.comm.communicator import Communicator
+    from ptdmpi.comm.wires import Wire
     from ptdmpi.comm.world import World
 
 T = TypeVar("T")
@@ -313,31 +314,60 @@ def _placed(world: "World") -> list[ReportLine]:
 
 
 def _all_reduce(world: "World") -> list[ReportLine]:
-    import torch
+    """Sums of the host's tensors; and of the device's, by the wire that training takes."""
+    from ptdmpi.comm.wires import preferred, wire_named
+    from ptdmpi.inference.model import device_of
 
+    found, device = _sums(world, wire_named(), "{} sum"), device_of(world)
+    if device.type != "cpu":
+        found += _sums(world, wire_named(device=device), preferred(device)[0] + " {}")
+    return found
+
+
+def _sums(world: "World", wire: "Wire", name: str) -> list[ReportLine]:
+    """A row for each type and size, called `name` of the type; or one: why it does not connect."""
     from ptdmpi.plan.layout.grid import training_grid
 
-    comm = world.split(training_grid(data=world.size))["data"]
+    wrong, comm = "", None
+    try:
+        comm = world.split(training_grid(data=world.size), wire)["data"]
+    except InputError as error:
+        wrong = str(error)
+        if not isinstance(error, SharedInputError):  # the others may wait for this rank for ever
+            note(f"rank {world.rank}: {wrong}")
+    if failed := list(filter(None, _everyone(world, wrong))):
+        return [ReportLine(name.format("wire"), failed[0], "bad")]
+    assert comm is not None, "it has connected"
+    return _measured_sums(world, comm, wire.device, name)
+
+
+def _measured_sums(
+    world: "World", comm: "Communicator", device: "torch.device", name: str
+) -> list[ReportLine]:
+    import torch
+
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         for size in ALL_REDUCE_BYTES:
-            right, seconds = _sum_known(comm, size // dtype.itemsize, dtype)
-            name = f"{str(dtype).removeprefix('torch.')} sum"
+            right, seconds = _sum_known(comm, size // dtype.itemsize, dtype, device)
+            row = name.format(str(dtype).removeprefix("torch."))
             if not all(_everyone(world, right)):
                 wrong = [str(rank) for rank, r in enumerate(_everyone(world, right)) if not r]
                 value = f"{size / 2**20:g} MiB: WRONG on ranks {', '.join(wrong)}"
-                found.append(ReportLine(name, value, "bad"))
+                found.append(ReportLine(row, value, "bad"))
                 continue
             # what each rank must send at least (Thakur et al. 2005): 2 (n - 1) / n of the bytes
             rate = 2 * (world.size - 1) / world.size * size / seconds
             value = f"{size / 2**20:g} MiB in {seconds * 1e3:.3g} ms, right"
             if world.size > 1:
                 value += f", {rate / 1e9:.3g} GB/s per rank"
-            found.append(ReportLine(name, value))
+            found.append(ReportLine(row, value))
     return found
 
 
-def _sum_known(comm: "Communicator", elements: int, dtype: "torch.dtype") -> tuple[bool, float]:
+def _sum_known(
+    comm: "Communicator", elements: int, dtype: "torch.dtype", device: "torch.device"
+) -> tuple[bool, float]:
     """(whether every element of an all-reduce is right on this rank, seconds of the best trial).
 
     Rank r gives (r + i) mod PERIOD at place i, so neighbouring places and ranks differ.
@@ -345,7 +375,7 @@ def _sum_known(comm: "Communicator", elements: int, dtype: "torch.dtype") -> tup
     import torch
 
     places = torch.arange(elements)
-    given = ((places + comm.rank) % PERIOD).to(dtype)
+    given = ((places + comm.rank) % PERIOD).to(dtype).to(device)
     expected = torch.zeros(elements, dtype=torch.float32)
     for rank in range(comm.size):
         expected += (places + rank) % PERIOD
@@ -354,9 +384,11 @@ def _sum_known(comm: "Communicator", elements: int, dtype: "torch.dtype") -> tup
     right, best = True, float("inf")
     for _ in range(TRIALS):
         tensor = given.clone()
+        comm.clock.settle()  # a device may be behind: what is timed is the sum, all of it
         comm.barrier()
         start = time.perf_counter()
         comm.all_reduce(tensor)
+        comm.clock.settle()
         best = min(best, time.perf_counter() - start)
-        right = right and torch.equal(tensor, expected)
+        right = right and torch.equal(tensor.cpu(), expected)
     return right, max(comm.all_gather_object(best))

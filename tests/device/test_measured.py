@@ -1,16 +1,24 @@
-"""What doctor measures of a device: its own wire, when its work is done."""
+"""What doctor and probe measure of a device: its own wire, when its work is done."""
 
+from collections.abc import Callable
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
 
 from ptdmpi.comm import wires
-from ptdmpi.comm.clock import DeviceClock
+from ptdmpi.comm.clock import HOST, DeviceClock
+from ptdmpi.comm.communicator import DONE
 from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
+from ptdmpi.probe import messages
+from ptdmpi.probe.bench import Bench
 from tests.device import _pretend
 from tests.device._pretend import is_pretended, pretended
+from tests.device._seen import SEEN
+from tests.device._streams import MODULE
 from tests.parallel import parallel
 
 PROCESS = "device"
@@ -67,3 +75,42 @@ def test_a_wire_that_does_not_connect_is_bad_and_says_why(comm):
         host, (row,) = sums(comm, device).values()
     assert (row.name, row.status) == ("nccl wire", "bad") and {one.status for one in host} == {"ok"}
     assert "rank 0: NCCL connects NVIDIA's GPUs; this rank computes on pretend" in row.value
+
+
+class Queues(MpiCommunicator):
+    """A wire as of a device, on which nothing overlaps: a receive is over when the device is waited
+    for, and a message leaves when its sender waits for it."""
+
+    arriving: ClassVar[list[Callable[[], None]]] = []
+
+    def _irecv(self, flat, peer):
+        self.arriving.append(super()._irecv(flat, peer).wait)
+        return DONE
+
+    def _isend(self, flat, peer):
+        return Leaves(lambda: super(Queues, self)._isend(flat, peer).wait())
+
+    @classmethod
+    def synchronise(cls, device=None):
+        while cls.arriving:
+            cls.arriving.pop()()
+
+
+class Leaves:
+    def __init__(self, work):
+        self.wait = work
+
+
+@parallel(ranks=[2])
+def test_a_message_has_arrived_when_the_device_says_so(comm):
+    """And the work beside it is the device's."""
+    with (
+        pretended() as device,
+        patch.object(messages, "wire_named", lambda device: Wire(Queues, HOST, device)),
+        patch.object(messages, "OVERLAP_TRIALS", 1),
+        patch.object(messages, "OVERLAP_BYTES", 64),  # so little leaves its sender at once
+        patch.object(MODULE, "synchronize", Queues.synchronise),
+    ):
+        bench = Bench(MpiCommunicator(comm), device, comm.size)
+        assert not messages.overlaps(bench, World(comm))
+        assert comm.rank == 1 or SEEN.launches["mm"] > 1

@@ -84,8 +84,8 @@ class Bench:
 
     def finish(self) -> None:
         """Wait for what the device has been given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
 
     def check(self, right: bool, what: str) -> None:
         """Raises ProbeError on every rank if `right` is false on any."""

@@ -24,6 +24,7 @@ from ptdmpi.probe import kernels, messages, ways
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
+from ptdmpi.train.meter import device_name
 
 # What is measured is reached; `Layers.fit` finds what whole layers reach of it.
 WHOLE = {
@@ -61,7 +62,7 @@ def probe(
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
     if effort is None:
-        effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
+        effort = CPU_EFFORT if device.type == "cpu" else GPU_EFFORT
     axes = world.split(training_grid(data=world.size), wire_named(device=device))
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
     compute, extent = PRECISIONS[precision].compute, effort.extent
@@ -93,7 +94,7 @@ def probe(
             "efficiency": dict(WHOLE),
             "kernels": own,
             "measured": {
-                "asynchronous": device.type == "cuda",
+                "asynchronous": device.type != "cpu",
                 "step_s": 0.0,
                 "update_s_per_element": 0.0,
                 "gemm": gemm,
@@ -136,8 +137,8 @@ def _device(
 ) -> dict[str, Any]:
     """The keys of a data sheet; what the measured tables stand for is without limit here."""
     device = bench.device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        name = device_name(device)
     else:
         name = f"{counted(os.cpu_count() or 1, 'core')}, "
         name += f"{counted(torch.get_num_threads(), 'thread')} per rank"

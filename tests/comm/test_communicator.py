@@ -344,6 +344,23 @@ def test_one_rank_hands_the_tensor_back(comm, wire):
     assert torch.equal(x, torch.arange(4.0))
 
 
+OPERATIONS = {
+    "all_reduce": test_all_reduce_sums,
+    "all_reduce max": test_all_reduce_max,
+    "gathers and scatters": test_all_gather_and_reduce_scatter,
+    "in place": test_all_gather_and_reduce_scatter_in_place,
+    "broadcast": test_broadcast,
+    "messages": test_messages_arrive_in_order,
+}
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_on_torchs_own_groups(comm, operation):
+    """One case of each operation of what is long on this wire: gloo, started through MPI."""
+    OPERATIONS[operation].parallel_body(comm, "torch", torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.int32])
 def test_mpi_works_on_the_memory_of_the_tensor(dtype):
     tensor = torch.zeros(6, dtype=dtype)

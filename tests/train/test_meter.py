@@ -85,12 +85,19 @@ NAMES = {
     "NVIDIA H200": 989e12,
     "NVIDIA H200 NVL": 835.5e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA GB200": 2500e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
     "AMD Instinct MI250X": 191.5e12,
     "AMD Instinct MI300X": 1307.4e12,
     "Tesla V100-SXM2-16GB": None,  # it has no bfloat16
     "NVIDIA H100 96GB HBM3e": None,
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb": None,
+    "NVIDIA A100-SXM-64GB": None,  # made to order, with more of the chip
+    "NVIDIA GB300": None,
+    "NVIDIA H200-141C": None,  # a virtual part of one
     "NVIDIA GeForce RTX 4090": None,
 }
 

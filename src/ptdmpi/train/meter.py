@@ -35,10 +35,14 @@ RECENT_STEPS = 20  # of one of so many last steps the timeline is kept
 
 
 def known_peak(name: str, precision: str) -> float | None:
-    """The data sheet's dense peak of a GPU in FLOP/s; None where no table of ours has it."""
+    """The data sheet's dense peak of a GPU in FLOP/s; None where no table of ours has it, and of a
+    part of a GPU."""
     text = files("ptdmpi").joinpath("presets", "peaks.toml").read_text(encoding="utf-8")
+    words = f" {name} "
+    if " MIG " in words:
+        return None
     for entry in tomllib.loads(text)["gpu"]:
-        if entry["name"] in name:
+        if any(f" {known} " in words for known in entry["names"]):
             peak = entry["peak_flops"].get(precision)
             return None if peak is None else float(peak)
     return None

@@ -19,11 +19,12 @@ def start(
     *,
     cwd: Path = ROOT,
     extra: Mapping[str, str] | None = None,
+    errors: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a program in a session of its own, so that all that it starts can be found.
 
     `extra` is added to the environment. Standard input is empty; `output` takes standard output,
-    and standard error too unless it is a pipe.
+    and standard error too, unless it is a pipe; then `errors` takes it, where given.
     """
     # `-m benchmarks...` is found from any folder; what runs here also runs there.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -37,7 +38,7 @@ def start(
         env={**environment, **(extra or {})},
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=None if output == subprocess.PIPE else subprocess.STDOUT,
+        stderr=errors if output == subprocess.PIPE else subprocess.STDOUT,
         start_new_session=True,
         text=True,
     )

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from benchmarks.gpu.reasons import WORDS, done, reasons
+
 HEAD = """# On one GPU
 
 Written by `make gpu`, on {date}, commit {commit}, {libraries}.
@@ -18,6 +20,9 @@ def page(found: dict[str, Any]) -> str:
         date=found["date"], commit=found["commit"], libraries=libraries, device=device
     )
     lines = [head]
+    left = [name for name, values in found["parts"].items() if not done(values)]
+    if left:
+        lines.append(f"Not done yet, and gone on with by the same command: {'; '.join(left)}.\n")
     for name, values in found["parts"].items():
         lines.append(f"## {name[0].upper()}{name[1:]}\n")
         lines.append(_part(values))
@@ -25,15 +30,25 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _part(values: dict[str, Any]) -> str:
-    for word in ("skipped", "failed"):
-        if word in values:
-            return f"Not measured: {values[word]}.\n"
-    rows = values if all(isinstance(one, dict) for one in values.values()) else {"": values}
-    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    why = reasons(values)
+    said = f"Not measured: {why.pop('')}.\n" if "" in why else ""
+    rows = {key: one for key, one in values.items() if isinstance(one, dict)}
+    if not rows:
+        rows = {} if said else {"": values}
+    # what lacks has its reason in one column, whichever it is
+    told = {name: _told(row, why.get(name)) for name, row in rows.items()}
+    if not told:
+        return said
+    keys = list(dict.fromkeys(key for row in told.values() for key in row))
     lines = ["| | " + " | ".join(keys) + " |", "|---|" + "---|" * len(keys)]
-    for name, row in rows.items():
+    for name, row in told.items():
         lines.append(f"| {name} | " + " | ".join(_shown(row.get(key)) for key in keys) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(filter(None, [said, *lines])) + "\n"
+
+
+def _told(row: dict[str, Any], why: str | None) -> dict[str, Any]:
+    shown = {key: value for key, value in row.items() if key not in WORDS}
+    return shown if why is None else {**shown, "not measured": why}
 
 
 def _shown(value: Any) -> str:
@@ -41,4 +56,4 @@ def _shown(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return ", ".join(_shown(one) for one in value)
-    return "" if value is None else str(value)
+    return "" if value is None else str(value).replace("|", "\\|")

@@ -1,38 +1,32 @@
 """The parts of a measurement of one GPU, each of which leaves numbers, or says why not"""
 
-import contextlib
-import importlib
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks.gpu import peers
-from benchmarks.gpu.peers import Skipped
-from ptdmpi.comm.wires import wire_named
-from ptdmpi.comm.world import World
-from ptdmpi.config import Config, resolve
-from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
-from ptdmpi.model.batch import Batch, Placing
-from ptdmpi.model.kernels import choice
-from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.plan.shape.flops import model_flops
-from ptdmpi.train.capacity import rank_memory_bytes
-from ptdmpi.train.meter import device_name, known_peak, peak_memory_bytes
+from benchmarks.gpu import kernels, peers
+from benchmarks.gpu.reasons import LATEST, Skipped
+from benchmarks.gpu.timing import Measurement, Row, seconds_of, vendor
+from benchmarks.gpu.training import (
+    WAYS,
+    batches,
+    configuration,
+    engine_on,
+    fitting,
+    in_turn,
+    quickest,
+    training,
+)
+from ptdmpi.model.batch import Placing
+from ptdmpi.train.meter import device_name, known_peak
 
+COMPILED = ", compiled"
 PARITY_STEPS = 5
 GEMM_SIZE = 8192
-# largest first: the first that fits is measured
-WAYS = ((4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
 MODELS = {
     "gpt 1.3b": ({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
     "llama 6.7b": (
@@ -50,52 +44,6 @@ MODELS = {
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
 
 
-def configuration(
-    model: dict[str, Any], precision: str, micro_size: int, mode: str, compiled: bool = False
-) -> Config:
-    """A step of four microbatches."""
-    tree = {
-        "run": {"steps": 100, "compile": compiled},
-        "model": model,
-        "batch": {"global_size": 4 * micro_size, "micro_size": micro_size},
-        "precision": {"compute": precision},
-        "recompute": {"mode": mode},
-        "data": {"train": [{"path": "unused"}]},
-    }
-    return resolve(tree, 1)
-
-
-def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
-    """Random tokens, on the host."""
-    generator = torch.Generator().manual_seed(step)
-    shape = (config.model.seq_length + 1, config.batch.global_size)
-    ids = torch.randint(vocab_size, shape, generator=generator)
-    samples = torch.arange(config.batch.global_size).split(config.batch.micro_size)
-    parts = ids.split(config.batch.micro_size, dim=1)
-    return [
-        Batch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
-        for part, numbers in zip(parts, samples, strict=True)
-    ]
-
-
-def engine_on(config: Config, vocab_size: int, device: torch.device) -> Engine:
-    axes = World().split(grid_of(config), wire_named("auto", device))
-    return Engine(config, axes, vocab_size, device)
-
-
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """The median of some calls, each waited for, behind two that warm up."""
-    module, times = torch.get_device_module(device), []
-    for number in range(repeats + 2):
-        module.synchronize()
-        begin = time.perf_counter()
-        work()
-        module.synchronize()
-        times.append(time.perf_counter() - begin)
-        del times[: 1 if number < 2 else 0]
-    return statistics.median(times)
-
-
 def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
     """What it is, its data sheet's peak, and the rate of one large product."""
     a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
@@ -106,7 +54,7 @@ def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
         "peak_flops": known_peak(name, "bf16"),
         "gemm_size": size,
         "gemm_flops": rate,
-        "capability": f"{device.type} {capability}",
+        "capability": f"{vendor(device)} {capability}",
     }
 
 
@@ -129,103 +77,6 @@ def parity(device: torch.device, steps: int = PARITY_STEPS) -> dict[str, Any]:
     return rows
 
 
-def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
-    """A weight's gradient added in float32 by the product itself, and by a second kernel: seconds,
-    and how far each is from the product in float32."""
-    generator = torch.Generator().manual_seed(1)
-    dy, x = (torch.randn(size // 2, size, generator=generator).bfloat16() for _ in "ab")
-    dy, x = dy.to(device), x.to(device)
-    exact = dy.float().t() @ x.float()
-    rows = {}
-    for way, add in {
-        "adds": lambda total: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total),
-        "rounds": lambda total: total.add_(dy.t() @ x),
-        "as chosen": lambda total: kernels.add_weight_gradient(total, dy, x),
-    }.items():
-        total = torch.zeros(size, size, device=device)
-        add(total)
-        apart = float((total - exact).abs().max() / exact.abs().max())
-        rows[way] = {"s": seconds_of(partial(add, total), device), "apart": apart}
-    return rows
-
-
-def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)) -> dict[str, Any]:
-    """Causal attention in bfloat16, forward and backward, by each way that the library has here:
-    seconds, and how far its result is from that in float32."""
-    attention: Any = importlib.import_module("torch.nn.attention")
-    q, k, v = (torch.randn(shape).bfloat16().to(device) for _ in "qkv")
-    with attention.sdpa_kernel(attention.SDPBackend.MATH):
-        wide = (one.float() for one in (q, k, v))
-        exact = F.scaled_dot_product_attention(*wide, is_causal=True)
-    for one in (q, k, v):
-        one.requires_grad_()
-
-    def there() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    rows: dict[str, Any] = {}
-    ways = {**choice.BACKENDS, "efficient": "EFFICIENT_ATTENTION"}
-    for way, name in ways.items():
-        with contextlib.ExitStack() as restored:
-            try:
-                if way == "fa3":
-                    attention.activate_flash_attention_impl("FA3")
-                    restored.callback(attention.restore_flash_attention_impl)
-                restored.enter_context(attention.sdpa_kernel(getattr(attention.SDPBackend, name)))
-                apart = float((there().detach().float() - exact).abs().max() / exact.abs().max())
-                s = seconds_of(lambda: there().sum().backward(), device)
-                rows[way] = {"s": s, "apart": apart}
-            except (RuntimeError, ImportError, ValueError) as error:
-                rows[way] = {"skipped": str(error).partition("\n")[0]}
-    return rows
-
-
-def fitting(
-    model: dict[str, Any], vocab_size: int, device: torch.device, compiled: bool = False
-) -> Config:
-    """The largest microbatch that fits, with full recomputation only where it must be."""
-    capacity = rank_memory_bytes(device, 1)
-    for micro_size, mode in WAYS:
-        config = configuration(model, "bf16", micro_size, mode, compiled)
-        memory = MemoryModel.of(config, vocab_size, on_host=False)
-        if memory.fits(config.layout, config.microbatches, capacity):
-            return config
-    raise Skipped(f"it does not fit into {capacity / 2**30:.0f} GiB, whatever is recomputed")
-
-
-def training(
-    device: torch.device,
-    model: dict[str, Any],
-    vocab_size: int,
-    steps: int = 6,
-    compiled: bool = False,
-) -> dict[str, Any]:
-    """Steps of a model on the one device: tokens a second, MFU, memory."""
-    config = fitting(model, vocab_size, device, compiled)
-    engine, placing = engine_on(config, vocab_size, device), Placing(device)
-    times = []
-    with choice.computing_by({"attention": choice.offered(device)}):
-        for step in range(steps):
-            placed = placing.place(batches(config, vocab_size, step))
-            begin = time.perf_counter()
-            engine.step(step, placed)
-            engine.axes.clock.settle()
-            times.append(time.perf_counter() - begin)
-    step_s = statistics.median(times[2:])
-    tokens = config.batch.global_size * config.model.seq_length
-    peak = known_peak(device_name(device), "bf16")
-    rate = model_flops(config.model, vocab_size, tokens) / step_s
-    return {
-        "micro_size": config.batch.micro_size,
-        "recompute": config.recompute.mode,
-        "step_s": step_s,
-        "tokens_per_s": tokens / step_s,
-        "model_flops_per_s": rate,
-        "mfu": None if peak is None else rate / peak,
-        "peak_memory_bytes": peak_memory_bytes(device),
-    }
-
-
 def trace(device: torch.device, folder: Path) -> dict[str, Any]:
     """Two steps of a small model as a Chrome trace."""
     from torch.profiler import ProfilerActivity, profile
@@ -244,32 +95,69 @@ def trace(device: torch.device, folder: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size}
 
 
-def _beside(
-    side: peers.Side, device: torch.device, fits: Callable[[], Config], vocab_size: int
-) -> dict[str, Any]:
-    """What another trainer makes of the same shape, in microbatches of the same size."""
-    config = fits()
-    ids = (
-        [one.inputs.t().contiguous().to(device) for one in batches(config, vocab_size, step)]
-        for step in itertools.count()
+def _in_turn(
+    device: torch.device, name: str, folder: Path, shape: tuple[dict[str, Any], int]
+) -> Iterator[Row]:
+    """The quickest way of ours and of transformers, as far as they are known by now, in turn."""
+    known = json.loads((folder / LATEST).read_text(encoding="utf-8"))["parts"]
+    ours = quickest({one: known.get(one, {}) for one in (name, name + COMPILED)})
+    theirs = quickest(known.get(f"{name} by transformers", {}))
+    model, vocab_size = shape
+    beside = _beside(model, vocab_size, device)
+    return in_turn(
+        partial(training, device, model, vocab_size, compiled=ours.endswith(COMPILED)),
+        lambda: dict(peers.transformers_side(beside, only=theirs))[theirs],
+        {"ours": ours, "theirs": theirs},
     )
-    return side(device, config.model, vocab_size, ids)
 
 
-def parts(device: torch.device, folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """All parts by name, in the order in which they are worth most."""
-    yield "machine", lambda: machine(device)
-    yield "parity", lambda: parity(device)
-    yield "weight gradients", lambda: weight_gradients(device)
-    yield "attention", lambda: attentions(device)
-    for name, (model, vocab_size) in MODELS.items():
-        for more, compiled in (("", False), (", compiled", True)):
-            yield (
-                name + more,
-                partial(training, device, model, vocab_size, compiled=compiled),
-            )
-        fits = partial(fitting, model, vocab_size, device)
-        for peer, side in peers.SIDES.items():
-            if peer != "torchtitan" or model.get("kind") == "llama":  # it has no GPT
-                yield f"{name} by {peer}", partial(_beside, side, device, fits, vocab_size)
-    yield "trace", lambda: trace(device, folder)
+def _beside(model: dict[str, Any], vocab_size: int, device: torch.device) -> peers.Workload:
+    """What another trainer is asked for: the shape, and as many sequences a step as ours takes, or
+    as it would where ours does not fit."""
+    try:
+        config = fitting(model, vocab_size, device)[0]
+    except Skipped:
+        config = configuration(model, "bf16", *WAYS[-1])
+    batch = config.batch
+    return peers.Workload(device, config.model, vocab_size, batch.global_size, batch.micro_size)
+
+
+def _of_shape(
+    device: torch.device, folder: Path, name: str, shape: tuple[dict[str, Any], int]
+) -> Iterator[Measurement]:
+    """Ours, the others, and ours in turn with the best of them."""
+    model, vocab_size = shape
+    yield Measurement(name, 25, partial(training, device, model, vocab_size))
+    yield Measurement(
+        name + COMPILED, 40, partial(training, device, model, vocab_size, compiled=True)
+    )
+    for peer, side in peers.SIDES.items():
+        if peer == "torchtitan" and model.get("kind") != "llama":  # it has no GPT
+            continue
+        yield Measurement(
+            f"{name} by {peer}",
+            100 if peer == "transformers" else 50,
+            lambda side=side: side(_beside(model, vocab_size, device)),
+        )
+    yield Measurement(f"{name} in turn", 90, partial(_in_turn, device, name, folder, shape))
+
+
+def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
+    """All parts of one process, in the order in which they are worth most; those that come behind
+    others find in `folder` what these measured."""
+    yield Measurement("machine", 15, lambda: machine(device))
+    yield Measurement("parity", 30, lambda: parity(device))
+    yield Measurement("weight gradients", 15, lambda: kernels.weight_gradients(device))
+    yield Measurement("attention", 20, lambda: kernels.attentions(device))
+    for name, shape in MODELS.items():
+        yield from _of_shape(device, folder, name, shape)
+    yield Measurement("small kernels", 40, lambda: _small_kernels(device))
+    yield Measurement("trace", 15, lambda: trace(device, folder))
+
+
+def _small_kernels(device: torch.device) -> Iterator[Row]:
+    """Those of a LLaMA, whichever stands among the models."""
+    model, vocab_size = next(one for one in MODELS.values() if one[0].get("kind") == "llama")
+    return kernels.small_kernels(
+        device, configuration(model, "bf16", 2, "none").model, 2, vocab_size
+    )

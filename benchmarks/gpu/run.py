@@ -8,17 +8,18 @@ import argparse
 import datetime
 import importlib.metadata
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.page import page
+from benchmarks.gpu.process import answer
+from benchmarks.gpu.reasons import LATEST, done, reasons, why_not
 from benchmarks.gpu.table import filled
-from benchmarks.launch import mpirun, start
+from benchmarks.launch import mpirun
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
 
@@ -28,20 +29,27 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 LIMIT_S = 540.0
-LEAST_S = 10.0  # less is not worth a start
-WIRE_S = 40.0  # what ranks on one GPU may take that wait for each other for ever
-WIRES = "wires,"  # the parts of these names are programs of several ranks
+LEAST_S = 15.0  # less is not worth a start
+# programs of several ranks: what is started, on how many, and what it takes at most, roughly
+PROGRAMS = {
+    "wires, 1 rank": ("benchmarks.gpu.wires", 1, 30.0),
+    "wires, 2 ranks": ("benchmarks.gpu.wires", 2, 40.0),
+    "wires, 4 ranks": ("benchmarks.gpu.wires", 4, 50.0),
+}
+# where ranks share a GPU: few thread blocks each, or they wait for each other's for ever
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 LIBRARIES = ("torch", "nccl4py", "transformers", "torchtitan")
 
 
-def names() -> list[str]:
-    """The parts by name."""
+def asked() -> dict[str, float]:
+    """The parts by name, with the seconds that each takes at most where all is well."""
     import torch
 
     from benchmarks.gpu.parts import parts
 
-    own = [name for name, _ in parts(torch.device("cpu"), RESULTS)]
-    return [*own[:2], *(f"{WIRES} {ranks} ranks" for ranks in (1, 2, 4)), *own[2:]]
+    own = [(one.name, one.s) for one in parts(torch.device("cpu"), RESULTS)]
+    wires = [(name, s) for name, (_, _, s) in PROGRAMS.items()]
+    return dict([*own[:2], *wires, *own[2:]])
 
 
 def identity() -> dict[str, Any]:
@@ -72,75 +80,55 @@ def gpu() -> "torch.device | None":
     return torch.device("cuda", 0) if torch.cuda.is_available() else None
 
 
-def one_part(name: str, folder: Path) -> dict[str, Any]:
-    """A part on this process's GPU: its numbers, or why there are none."""
+def one_part(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """A part on this process's GPU, as far as it got, after each row of it; or why there is none of
+    it."""
     launch.prepare()
     device = gpu()
     if device is None:
-        return {"skipped": "there is no GPU here"}
+        yield {"skipped": "there is no GPU here"}
+        return
     from benchmarks.gpu.parts import parts
-    from benchmarks.gpu.peers import Skipped
 
+    rows: dict[str, Any] = {}
     try:
-        return dict(parts(device, folder))[name]()
-    except Skipped as reason:
-        return {"skipped": str(reason)}
-    except (RuntimeError, ValueError) as error:
-        return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        found = {one.name: one.measure for one in parts(device, folder)}[name]()
+        for key, row in found.items() if isinstance(found, dict) else found:
+            rows[key] = row
+            if not isinstance(found, dict):
+                yield rows
+        yield rows
+    except Exception as error:  # whatever a library raises: the others can be measured
+        yield rows | why_not(error)
 
 
-def wires(ranks: int, limit_s: float) -> dict[str, Any]:
-    """The contract of wires on so many ranks: by NCCL, and staged through the host by MPI."""
-    rows = {}
-    # where ranks share a GPU: few thread blocks each, or they wait for each other's for ever
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
-    for wire in ("nccl", "mpi"):
-        command = mpirun(ranks, ["-m", "benchmarks.gpu.wires", wire])
-        process = start(command, subprocess.PIPE, extra=shared if ranks > 1 else None)
-        rows[wire] = _said(process, min(WIRE_S, limit_s / 2))
+def program(name: str, limit_s: float) -> dict[str, Any]:
+    """A program of several ranks, by NCCL, and staged through the host by MPI."""
+    module, ranks, _ = PROGRAMS[name]
+    end_s, rows = time.monotonic() + limit_s, {}
+    for wire, share in (("nccl", 0.6), ("mpi", 1.0)):
+        command = mpirun(ranks, ["-m", module, wire])
+        left_s = share * (end_s - time.monotonic())
+        rows[wire] = answer(command, left_s, SHARED if ranks > 1 else None)
     return rows
 
 
-def _said(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any]:
-    """The JSON that a program prints last, or why there is none."""
-    try:
-        text, _ = process.communicate(timeout=max(1.0, limit_s))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return {"skipped": f"not over after {limit_s:.0f} s"}
-    if process.returncode or not text.strip():
-        return {"skipped": f"exit code {process.returncode}"}
-    return json.loads(text.strip().splitlines()[-1])
-
-
-def _finished(command: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | None:
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, limit_s)
-        )
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def measured(name: str, left_s: float) -> dict[str, Any]:
+def measured(name: str, limit_s: float) -> dict[str, Any]:
     """A part in a process of its own: what it leaves in the memory of the GPU ends with it."""
-    if name.startswith(WIRES):
-        return wires(int(name.split()[-2]), left_s)
-    command = [sys.executable, "-m", "benchmarks.gpu.run", "--part", name]
-    done = _finished(command, left_s)
-    if done is None:
-        return {"skipped": f"not over after {left_s:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        why = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        return {"failed": f"exit code {done.returncode}: {why}"}
-    return json.loads(lines[-1])
+    if name in PROGRAMS:
+        return program(name, limit_s)
+    return answer([sys.executable, "-m", "benchmarks.gpu.run", "--part", name], limit_s)
+
+
+def share_s(left_s: float, mine_s: float, others_s: float) -> float:
+    """What a part may take of the time that is left: twice its share by what it and those behind it
+    ask for, for most need less than that. So none takes all that the others would need."""
+    return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 
 def run(results: Path, docs: Path, limit_s: float, anew: bool) -> dict[str, Any]:
     """All parts that are left, and the page."""
-    end_s, own, file = time.monotonic() + limit_s, identity(), results / "latest.json"
+    end_s, own, file = time.monotonic() + limit_s, identity(), results / LATEST
     found: dict[str, Any] = {**own, "parts": {}}
     if file.is_file() and not anew:
         before = json.loads(file.read_text(encoding="utf-8"))
@@ -148,25 +136,33 @@ def run(results: Path, docs: Path, limit_s: float, anew: bool) -> dict[str, Any]
             found = before
     results.mkdir(parents=True, exist_ok=True)
     found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for name in names():
-        kept = found["parts"].get(name, {})
-        if kept and not {"skipped", "failed"} & kept.keys():
-            continue
+    parts = asked()
+    todo = [name for name in parts if not done(found["parts"].get(name, {}))]
+    for number, name in enumerate(todo):
         left_s = end_s - time.monotonic()
+        others_s = sum(parts[one] for one in todo[number + 1 :])
         if own["device"] is None:
-            answer = {"skipped": "there is no GPU here"}
+            fresh = {"skipped": "there is no GPU here"}
         elif left_s < LEAST_S:
-            answer = {"skipped": "no time was left: the same command goes on with it"}
+            fresh = {"left": "no time was left: the same command goes on with it"}
         else:
-            answer = measured(name, left_s)
+            fresh = measured(name, max(LEAST_S, share_s(left_s, parts[name], others_s)))
         gemm = found["parts"].get("machine", {}).get("gemm_flops")
-        if gemm and "model_flops_per_s" in answer:
-            answer["of_gemm"] = answer["model_flops_per_s"] / gemm
-        found["parts"][name] = answer
+        if gemm and "model_flops_per_s" in fresh:
+            fresh["of_gemm"] = fresh["model_flops_per_s"] / gemm
+        found["parts"][name] = better(found["parts"].get(name, {}), fresh)
         write_whole(file, json.dumps(found, indent=1) + "\n")
-        print(f"{name}: {answer.get('skipped') or answer.get('failed') or 'measured'}", flush=True)
+        said = [": ".join(filter(None, one)) for one in reasons(found["parts"][name]).items()]
+        print(f"{name}: {'; '.join(said) or 'measured'}", flush=True)
     write_whole(docs, page(found))
     return found
+
+
+def better(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a part that was measured again: now, but rows that only the time before had
+    stay."""
+    rows = {key: one for key, one in before.items() if isinstance(one, dict) and done(one)}
+    return {**rows, **{key: one for key, one in now.items() if key not in rows or done(one)}}
 
 
 def fill(found: dict[str, Any], path: Path) -> None:
@@ -185,10 +181,11 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true", help="nothing of what was measured is kept")
     chosen = parser.parse_args()
     if chosen.part:
-        print(json.dumps(one_part(chosen.part, RESULTS)))
+        for found in one_part(chosen.part, RESULTS):
+            print(json.dumps(found), flush=True)
         return
-    found = run(RESULTS, ROOT / "docs" / "gpu.md", chosen.limit_s, chosen.anew)
-    fill(found, ROOT / "src/ptdmpi/presets/kernels.toml")
+    everything = run(RESULTS, ROOT / "docs" / "gpu.md", chosen.limit_s, chosen.anew)
+    fill(everything, ROOT / "src/ptdmpi/presets/kernels.toml")
 
 
 if __name__ == "__main__":

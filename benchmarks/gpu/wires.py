@@ -2,6 +2,7 @@
 mpirun has started: `python -m benchmarks.gpu.wires nccl` prints JSON on rank 0."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,16 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.nccl.library import loaded
 from ptdmpi.comm.nccl.wire import NcclCarrier, NcclCommunicator
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
+from ptdmpi.config import SharedInputError
 from ptdmpi.inference.model import device_of
 from ptdmpi.plan.layout.grid import training_grid
 
 ELEMENTS = 100_003  # of each rank; no power of two divides it
+SHARING = (2, 30)  # the first libnccl that has several ranks on one GPU
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Check = tuple[str, Callable[[], bool]]
 
@@ -100,7 +104,8 @@ def alone(device: torch.device) -> Iterator[Check]:
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """What is wrong of each operation on `wire`, and how long a sum takes; equal on all ranks.
+    """What is wrong of each operation on `wire` ("failed" says so, too), and how long a sum takes;
+    equal on all ranks.
 
     Raises InputError, on all ranks, where the wire cannot connect them.
     """
@@ -129,14 +134,54 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
         "wrong": wrong,
         "all_reduce_16_MiB_s": min(times),
         "said": axes.carried_by,
-    }
+    } | ({"failed": f"wrong: {', '.join(wrong)}"} if wrong else {})
+
+
+def too_many(ranks: int, gpus: int) -> str:
+    """Why NCCL has not so many ranks on so many GPUs; empty: it has. Raises ImportError without
+    `nccl4py`, ValueError for a libnccl that cannot serve."""
+    version, path = loaded()
+    numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+    if ranks <= gpus or numbers >= SHARING:
+        return ""
+    needed = ".".join(map(str, SHARING))
+    return (
+        f"libnccl {version} ({path}) has one rank on a GPU, and here are {ranks} for {gpus}: "
+        f"several need libnccl {needed}"
+    )
+
+
+def refusal(world: World, wire: str, device: torch.device) -> str:
+    """Why a wire does not connect these ranks on their GPUs, in words; empty: nothing is known that
+    is against it. All ranks call it."""
+    if wire != "nccl":
+        return ""
+    try:
+        gpus = torch.get_device_module(device).device_count()
+        mine = too_many(world.size, gpus)
+    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        mine = f"no NCCL: {error}"
+    return next(filter(None, world.control.allgather(mine)), "")
+
+
+def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) -> None:
+    """What several ranks measure on a wire as a line of JSON of rank 0, or why they do not."""
+    found: dict[str, object]
+    device = device_of(world)
+    if why := refusal(world, wire, device):
+        found = {"skipped": why}
+    else:
+        try:
+            found = measure()
+        except SharedInputError as error:
+            found = {"failed": str(error)}
+    if world.rank == 0:
+        print(json.dumps(found), flush=True)
 
 
 def main() -> None:
-    world = World()
-    found = conformance(world, sys.argv[1], device_of(world))
-    if world.rank == 0:
-        print(json.dumps(found), flush=True)
+    world, wire = World(), sys.argv[1]
+    reported(world, wire, lambda: conformance(world, wire, device_of(world)))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,12 @@ class _Module:
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return (0, 1)
 
+    def empty_cache(self) -> None:
+        pass
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        SEEN.peak_bytes = SEEN.held_bytes
+
     def max_memory_allocated(self, device: Any = None) -> int:
         return SEEN.peak_bytes
 

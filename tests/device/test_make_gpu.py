@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 
-from benchmarks.gpu import parts, peers, run, wires
+from benchmarks.gpu import kernels, parts, peers, run, timing, training, wires
 from benchmarks.gpu.page import page
+from benchmarks.gpu.reasons import Skipped
 from benchmarks.gpu.wires import conformance
 from ptdmpi.comm.communicator import DONE
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
+from ptdmpi.model import buffer
+from tests._engines import whole_weights
 from tests.device import _pretend
 from tests.device._pretend import pretended
 from tests.parallel import parallel
@@ -28,23 +31,48 @@ def test_every_part(comm, tmp_path):
         assert found["machine"]["peak_flops"] is None and found["machine"]["gemm_flops"] > 0
         apart = {row: values["apart"] for row, values in found["parity"].items()}
         assert all(apart[row] < (1e-5 if "fp32" in row else 1e-2) for row in apart), apart
-        found["weight gradients"] = ways = parts.weight_gradients(device, 64)
+        found["weight gradients"] = ways = kernels.weight_gradients(device, 64)
         assert ways["adds"]["apart"] < 1e-5 < ways["rounds"]["apart"]
         assert ways["as chosen"]["apart"] == ways["adds"]["apart"]
-        found["attention"] = parts.attentions(device, (1, 2, 32, 8))
+        found["attention"] = kernels.attentions(device, (1, 2, 32, 8))
         assert found["attention"]["cudnn"]["apart"] < 0.02
         assert "skipped" in found["attention"]["fa3"]
-        found["small"] = step = parts.training(device, *parts.MODELS["small"], steps=4)
+        found["small"] = step = training.training(device, *parts.MODELS["small"], steps=4)
         assert step["mfu"] is None and step["tokens_per_s"] > 0 and step["recompute"] == "none"
         found["trace"] = parts.trace(device, tmp_path)
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        with pytest.raises(parts.Skipped, match="does not fit"):
-            patch.setattr(parts, "rank_memory_bytes", lambda device, ranks: 1000)
-            parts.fitting(parts.SMALL, 97, device)
+        with pytest.raises(Skipped, match="does not fit"):
+            patch.setattr(training, "rank_memory_bytes", lambda device, ranks: 1000)
+            training.fitting(parts.SMALL, 97, device)
     said = {"device": "pretended", "commit": "0", "libraries": {"torch": "2"}, "date": "today"}
     text = page({**said, "parts": {**found, "peer": {"skipped": "it is not installed"}}})
     assert "## Peer\n\nNot measured: it is not installed." in text
     assert "| llama bf16 |" in text and "tokens_per_s" in text
+
+
+@parallel(ranks=[1])
+def test_small_kernels_have_the_values_of_their_formulas(comm):
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "compiled", lambda one: one)
+        patch.setattr(kernels, "seconds_of", lambda work, device: work() or 1.0)
+        model = parts.configuration({**parts.SMALL, "kind": "llama"}, "bf16", 1, "none").model
+        found = dict(kernels.small_kernels(device, model, 1, 97))
+    assert len(found) == 12 and all(row["s"] for row in found.values()), found
+    assert all(row["apart"] < 2e-2 for row in found.values()), found
+
+
+@parallel(ranks=[1])
+def test_weights_of_a_measurement_are_drawn_on_the_device(comm):
+    """None on the host, of the same distribution; what is one at first is one."""
+    config = training.configuration(parts.SMALL, "bf16", 2, "none")
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "initial", lambda *arguments: pytest.fail("drawn on the host"))
+        with training.drawn_there():
+            engine = training.engine_on(config, 97, device)
+        weights = whole_weights(engine)
+    drawn = weights["embedding.word.weight"]
+    assert drawn.std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(weights["final_norm.weight"], torch.ones(64))
 
 
 @pytest.mark.long
@@ -52,7 +80,7 @@ def test_every_part(comm, tmp_path):
 @pytest.mark.parametrize("peer", peers.SIDES)
 def test_who_stands_beside_has_the_same_shape(comm, peer):
     """Random tokens cost each of them log V at first: what is not installed says so."""
-    config = parts.configuration({**parts.SMALL, "kind": "llama"}, "bf16", 2, "none")
+    config = training.configuration({**parts.SMALL, "kind": "llama"}, "bf16", 2, "none")
     if peer == "torchtitan" and not (peers.PEERS / peer).is_dir():
         pytest.skip("torchtitan is not in .peers")
     if peer == "torchtitan":
@@ -60,16 +88,23 @@ def test_who_stands_beside_has_the_same_shape(comm, peer):
     if peer == "transformers":
         pytest.importorskip(peer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "compiled", lambda one: one)
-        found = parts._beside(peers.SIDES[peer], torch.device("cpu"), lambda: config, 97)
-    assert found["first_loss"] == pytest.approx(math.log(97), rel=0.05)
-    assert found["tokens_per_s"] * found["step_s"] == pytest.approx(8 * 32)
+        patch.setattr(timing, "compiled", lambda one: one)
+        asked = peers.Workload(torch.device("cpu"), config.model, 97, 8, 2)
+        rows = dict(peers.SIDES[peer](asked))
+        if peer == "transformers":
+            whole = peers.transformers_way(asked, peers.WAYS["autocast"], (2, "full"))
+            assert len(rows) == 4
+            assert whole["first_loss"] == pytest.approx(math.log(97), rel=0.05)
+    for found in rows.values():
+        assert found["first_loss"] == pytest.approx(math.log(97), rel=0.05)
+        assert found["tokens_per_s"] * found["step_s"] == pytest.approx(8 * 32)
+        assert found["micro_size"] == 4
 
 
 def test_a_peer_that_is_not_here_says_how_it_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PEERS", tmp_path)
-    with pytest.raises(peers.Skipped, match="--rows d2zero3-bf16 --peers torchtitan"):
-        peers.torchtitan_side(torch.device("cpu"), None, 97, iter(()))
+    with pytest.raises(Skipped, match="--rows d2zero3-bf16 --peers torchtitan"):
+        next(peers.torchtitan_side(peers.Workload(torch.device("cpu"), None, 97, 8, 2)))
 
 
 @parallel(ranks=[1, 2])
@@ -81,20 +116,21 @@ def test_wires_carry_tensors_of_the_device(comm):
         assert found["checks"] == 21 and found["wrong"] == []
         if comm.size > 1:
             patch.setattr(MpiCommunicator, "_broadcast", lambda axis, flat, root: DONE)
-            wrong = conformance(World(comm), "mpi", device)["wrong"]
-            assert [one.split()[0] for one in wrong] == ["broadcast"] * 3
+            wrong = conformance(World(comm), "mpi", device)
+            assert [one.split()[0] for one in wrong["wrong"]] == ["broadcast"] * 3
+            assert wrong["failed"].startswith("wrong: broadcast float32, ")
 
 
 @parallel(ranks=[1])
 def test_a_part_by_its_name(comm, tmp_path):
     """As the process does that is started for it."""
-    assert run.one_part("machine", tmp_path) == {"skipped": "there is no GPU here"}
+    assert list(run.one_part("machine", tmp_path)) == [{"skipped": "there is no GPU here"}]
     with pretended() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "gpu", lambda: device)
-        assert run.one_part("trace", tmp_path)["file"] == "trace.json"
+        assert next(run.one_part("trace", tmp_path))["file"] == "trace.json"
         patch.setattr(parts, "MODELS", {"small": (parts.SMALL, 97)})
-        patch.setattr(parts, "rank_memory_bytes", lambda device, ranks: 1000)
-        assert "does not fit" in run.one_part("small", tmp_path)["skipped"]
+        patch.setattr(training, "rank_memory_bytes", lambda device, ranks: 1000)
+        assert "does not fit" in next(run.one_part("small", tmp_path))["skipped"]
 
 
 def test_without_a_gpu_nothing_is_invented(tmp_path, monkeypatch):
@@ -109,11 +145,11 @@ def test_without_a_gpu_nothing_is_invented(tmp_path, monkeypatch):
 def test_it_goes_on_where_it_was_cut_short(tmp_path, monkeypatch):
     own, asked = {"device": "some", "commit": "1", "libraries": {}}, []
     monkeypatch.setattr(run, "identity", lambda: own)
-    monkeypatch.setattr(run, "names", lambda: ["machine", "parity"])
+    monkeypatch.setattr(run, "asked", lambda: {"machine": 15, "parity": 30})
 
     def measured(name: str, left_s: float) -> dict:
         asked.append(name)
-        return {"skipped": "cut short"} if name == "parity" and len(asked) < 3 else {"s": 1.0}
+        return {"left": "cut short"} if name == "parity" and len(asked) < 3 else {"s": 1.0}
 
     monkeypatch.setattr(run, "measured", measured)
     for _ in range(2):

@@ -30,11 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 LIMIT_S = 540.0
 LEAST_S = 15.0  # less is not worth a start
-# programs of several ranks: what is started, on how many, and what it takes at most, roughly
+# programs of several ranks: what is started on how many, by which wires, and what it takes at most
 PROGRAMS = {
-    "wires, 1 rank": ("benchmarks.gpu.wires", 1, 30.0),
-    "wires, 2 ranks": ("benchmarks.gpu.wires", 2, 40.0),
-    "wires, 4 ranks": ("benchmarks.gpu.wires", 4, 50.0),
+    "wires, 1 rank": ("wires", 1, ("nccl", "mpi"), 30.0),
+    "wires, 2 ranks": ("wires", 2, ("nccl", "mpi"), 40.0),
+    "wires, 4 ranks": ("wires", 4, ("nccl", "mpi"), 50.0),
+    "overlap, 2 ranks": ("overlap", 2, ("nccl",), 40.0),
 }
 # where ranks share a GPU: few thread blocks each, or they wait for each other's for ever
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
@@ -48,8 +49,8 @@ def asked() -> dict[str, float]:
     from benchmarks.gpu.parts import parts
 
     own = [(one.name, one.s) for one in parts(torch.device("cpu"), RESULTS)]
-    wires = [(name, s) for name, (_, _, s) in PROGRAMS.items()]
-    return dict([*own[:2], *wires, *own[2:]])
+    programs = [(name, s) for name, (*_, s) in PROGRAMS.items()]
+    return dict([*own[:2], *programs[:-1], *own[2:], programs[-1]])
 
 
 def identity() -> dict[str, Any]:
@@ -103,12 +104,12 @@ def one_part(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def program(name: str, limit_s: float) -> dict[str, Any]:
-    """A program of several ranks, by NCCL, and staged through the host by MPI."""
-    module, ranks, _ = PROGRAMS[name]
+    """A program of several ranks, by one wire after the other."""
+    module, ranks, wires, _ = PROGRAMS[name]
     end_s, rows = time.monotonic() + limit_s, {}
-    for wire, share in (("nccl", 0.6), ("mpi", 1.0)):
-        command = mpirun(ranks, ["-m", module, wire])
-        left_s = share * (end_s - time.monotonic())
+    for number, wire in enumerate(wires):
+        command = mpirun(ranks, ["-m", f"benchmarks.gpu.{module}", wire])
+        left_s = (end_s - time.monotonic()) / (len(wires) - number)
         rows[wire] = answer(command, left_s, SHARED if ranks > 1 else None)
     return rows
 

@@ -32,18 +32,23 @@ WAYS = ((4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
 
 
 def configuration(
-    model: dict[str, Any], precision: str, micro_size: int, mode: str, compiled: bool = False
+    model: dict[str, Any],
+    precision: str,
+    micro_size: int,
+    mode: str,
+    compiled: bool = False,
+    ranks: int = 1,
 ) -> Config:
-    """A step of four microbatches."""
+    """A step of four microbatches of each rank."""
     tree = {
         "run": {"steps": 100, "compile": compiled},
         "model": model,
-        "batch": {"global_size": 4 * micro_size, "micro_size": micro_size},
+        "batch": {"global_size": 4 * micro_size * ranks, "micro_size": micro_size},
         "precision": {"compute": precision},
         "recompute": {"mode": mode},
         "data": {"train": [{"path": "unused"}]},
     }
-    return resolve(tree, 1)
+    return resolve(tree, ranks)
 
 
 def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
@@ -59,8 +64,15 @@ def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
     ]
 
 
-def engine_on(config: Config, vocab_size: int, device: torch.device) -> Engine:
-    axes = World().split(grid_of(config), wire_named("auto", device))
+def engine_on(
+    config: Config,
+    vocab_size: int,
+    device: torch.device,
+    wire: str = "auto",
+    world: World | None = None,
+) -> Engine:
+    world = World() if world is None else world
+    axes = world.split(grid_of(config), wire_named(wire, device))
     return Engine(config, axes, vocab_size, device)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu import parts, peers, run, timing, wires
+from benchmarks.gpu import overlap, parts, peers, run, timing, wires
 from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer, last_words
 from benchmarks.gpu.reasons import Left, done, reasons
@@ -106,6 +106,24 @@ def test_several_ranks_on_a_gpu_need_a_libnccl_that_has_them(monkeypatch):
     assert wires.too_many(2, 2) == ""
     monkeypatch.setattr(wires, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
     assert wires.too_many(4, 1) == ""
+
+
+def test_how_much_is_said_under_kernels():
+    def kernel(name: str, ts: float, dur: float, cat: str = "kernel") -> dict:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    said = [kernel("ncclDevKernel_AllReduce", 0, 10), kernel("ncclDevKernel_AllReduce", 20, 10)]
+    others = [
+        kernel("gemm", 5, 10),
+        kernel("gemm", 8, 4),  # on another stream, at the same time
+        kernel("norm", 28, 1),
+        kernel("aten::mm", 0, 99, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = overlap.under_kernels(said + others)
+    assert found["communication_s"] == pytest.approx(20e-6)
+    assert found["share_under_kernels"] == pytest.approx(6 / 20)
+    assert overlap.under_kernels(others)["skipped"] == "no kernel of NCCL among the 3 of the trace"
 
 
 def test_ours_and_the_best_other_in_turn():

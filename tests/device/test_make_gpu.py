@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.gpu import kernels, parts, peers, run, timing, training, wires
+from benchmarks.gpu import kernels, overlap, parts, peers, run, timing, training, wires
 from benchmarks.gpu.page import page
 from benchmarks.gpu.reasons import Skipped
 from benchmarks.gpu.wires import conformance
@@ -119,6 +119,20 @@ def test_wires_carry_tensors_of_the_device(comm):
             wrong = conformance(World(comm), "mpi", device)
             assert [one.split()[0] for one in wrong["wrong"]] == ["broadcast"] * 3
             assert wrong["failed"].startswith("wrong: broadcast float32, ")
+
+
+@pytest.mark.long
+@parallel(ranks=[2])
+def test_replicas_are_traced(comm, tmp_path):
+    """Staged by `mpi`, they say nothing by kernels of NCCL."""
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "VOCAB_SIZE", 97)
+        file = tmp_path / "trace.json"
+        found = overlap.overlap(World(comm), "mpi", device, file, parts.SMALL)
+    assert bool(found) == (comm.rank == 0)
+    if comm.rank == 0:
+        assert found["skipped"] == "no kernel of NCCL among the 0 of the trace"
+        assert json.loads(file.read_text())["traceEvents"]
 
 
 @parallel(ranks=[1])

@@ -1,4 +1,4 @@
-"""How much of what replicas say to each other lies under kernels: two steps of two ranks, as a trace:
+"""What replicas say to each other, and how much of it lies under kernels: steps of two, as a trace:
 `python -m benchmarks.gpu.overlap nccl`, which mpirun has started, prints JSON on rank 0."""
 
 import json

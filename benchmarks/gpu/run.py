@@ -5,6 +5,7 @@ that are left; another device, torch or commit begins anew (and so does --anew).
 """
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer
 from benchmarks.gpu.reasons import LATEST, done, reasons, why_not
-from benchmarks.gpu.table import filled
+from benchmarks.gpu.table import filled, with_weight_gradients
 from benchmarks.launch import mpirun
 from ptdmpi.base.disk import write_whole
 from ptdmpi.comm import launch
@@ -58,12 +59,35 @@ def identity() -> dict[str, Any]:
     import torch
 
     found = torch.cuda.is_available()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    commit = _said(["git", "rev-parse", "--short", "HEAD"])
     libraries = {one: importlib.metadata.version(one) for one in LIBRARIES if _installed(one)}
     device = torch.cuda.get_device_name() if found else None
-    return {"device": device, "commit": commit, "libraries": libraries}
+    return {"device": device, "commit": commit, "libraries": libraries | machinery()}
+
+
+def machinery() -> dict[str, str]:
+    """The versions of what stands under torch, as far as it is here."""
+    import torch
+
+    from ptdmpi.comm.nccl.library import loaded
+
+    found = {
+        "CUDA": torch.version.cuda,
+        "HIP": torch.version.hip,
+        "driver": _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "cuDNN": torch.backends.cudnn.version(),
+    }
+    with contextlib.suppress(ImportError, ValueError, RuntimeError, OSError):  # there is none
+        found["libnccl"] = loaded()[0]
+    return {name: str(version) for name, version in found.items() if version}
+
+
+def _said(command: list[str]) -> str:
+    """The first line that a program prints; empty where there is no such program."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+        return next(iter(done.stdout.splitlines()), "") if done.returncode == 0 else ""
+    return ""
 
 
 def _installed(name: str) -> bool:
@@ -167,12 +191,15 @@ def better(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(found: dict[str, Any], path: Path) -> None:
-    """Put what was measured of attention into the table of kernel choices."""
-    device = found["parts"].get("machine", {}).get("capability", "")
-    rows = found["parts"].get("attention", {})
+    """Put what was measured of attention and of gradients of weights into the table of kernel
+    choices."""
+    parts = found["parts"]
+    device = parts.get("machine", {}).get("capability", "")
     if device:
         said = f"{found['device']}, torch {found['libraries'].get('torch')}, {found['date']}"
-        write_whole(path, filled(path.read_text(encoding="utf-8"), device, rows, said))
+        text = filled(path.read_text(encoding="utf-8"), device, parts.get("attention", {}), said)
+        rows = parts.get("weight gradients", {})
+        write_whole(path, with_weight_gradients(text, device, rows, said))
 
 
 def main() -> None:

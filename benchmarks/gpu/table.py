@@ -1,9 +1,10 @@
-"""What was measured of attention, as an entry of presets/kernels.toml."""
+"""What was measured of attention and of gradients of weights, as entries of the table of kernels."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tomlkit
+from tomlkit.items import AoT, Table
 
 WAYS = ("fa3", "cudnn", "flash")  # that the table may name
 APART = 0.02  # of the largest value: what is further from float32 is no way
@@ -26,8 +27,35 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], said: 
     entry["measured"] = f"{times}, there and back ({said})"
     known = table["device_attention"]
     others = [one for one in known if (one["device"], one["capability"]) != (vendor, capability)]
-    entries = tomlkit.aot()
-    for one in (entry, *others):
-        entries.append(one)
-    table["device_attention"] = entries
+    table["device_attention"] = _entries(entry, others)
     return tomlkit.dumps(table)
+
+
+def with_weight_gradients(
+    text: str, device: str, rows: Mapping[str, Mapping[str, Any]], said: str
+) -> str:
+    """The table with the entry of a device "cuda 9.0" for gradients of weights, by the quicker of
+    the two ways in `rows`; adding is none where it is further from float32. Where rounding was not
+    measured, the table as it is, and so where there is no entry yet: from which torch on a library
+    can add is not measured."""
+    vendor, table = device.partition(" ")[0], tomlkit.parse(text)
+    known = [one for one in table["weight_gradient"] if one["device"] == vendor]
+    rounds, adds = rows.get("rounds", {}), rows.get("adds", {})
+    if not known or "s" not in rounds:
+        return text
+    right = "s" in adds and adds["apart"] <= rounds["apart"]
+    entry = tomlkit.table()
+    entry.update({"device": vendor, "torch": known[0]["torch"]})
+    entry["way"] = "adds" if right and adds["s"] < rounds["s"] else "rounds"
+    told = f"adds {1e3 * adds['s']:.3g} ms" if "s" in adds else "adds: not there"
+    entry["measured"] = f"{told}, rounds {1e3 * rounds['s']:.3g} ms ({said})"
+    others = [one for one in table["weight_gradient"] if one["device"] != vendor]
+    table["weight_gradient"] = _entries(entry, others)
+    return tomlkit.dumps(table)
+
+
+def _entries(first: Table, others: Iterable[Table]) -> AoT:
+    entries = tomlkit.aot()
+    for one in (first, *others):
+        entries.append(one)
+    return entries

@@ -1,6 +1,7 @@
 """`make gpu` without a GPU: what is kept, what is asked for again, and every reason on the page."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer, last_words
 from benchmarks.gpu.reasons import Left, done, reasons
 from benchmarks.gpu.training import in_turn, quickest
+from ptdmpi.comm.nccl import library
 
 SAID = {"device": "some", "commit": "0", "libraries": {"torch": "2"}, "date": "today"}
 
@@ -124,6 +126,22 @@ def test_how_much_is_said_under_kernels():
     assert found["communication_s"] == pytest.approx(20e-6)
     assert found["share_under_kernels"] == pytest.approx(6 / 20)
     assert overlap.under_kernels(others)["skipped"] == "no kernel of NCCL among the 3 of the trace"
+
+
+def test_versions_of_what_stands_under_torch(tmp_path, monkeypatch):
+    """On the page and in the JSON, whose numbers are worth nothing under others."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91200)
+    monkeypatch.setattr(library, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
+    found = run.identity()
+    under = {"CUDA": "13.0", "driver": "580.65.06", "cuDNN": "91200", "libnccl": "2.30.1"}
+    assert run.machinery() == under and found["libraries"].items() >= under.items()
+    text = page({**found, "date": "today", "parts": {}})
+    assert "CUDA 13.0, driver 580.65.06, cuDNN 91200, libnccl 2.30.1" in text
 
 
 def test_ours_and_the_best_other_in_turn():

@@ -15,7 +15,8 @@ import tomlkit
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.gpu.table import filled
+from benchmarks.gpu import run
+from benchmarks.gpu.table import filled, with_weight_gradients
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model import kernels
@@ -220,3 +221,26 @@ def test_the_table_is_filled_with_what_was_measured():
     table = kernels.tomllib.loads(made)
     with mock.patch.object(choice, "table", lambda: table), on((9, 0), True):
         assert choice.offered(CUDA) == ["cudnn", "flash"]
+
+
+def test_the_table_is_filled_with_gradients_of_weights(tmp_path):
+    rows = {"adds": {"s": 1e-3, "apart": 1e-6}, "rounds": {"s": 2e-3, "apart": 1e-3}}
+    slow, wrong = {**rows["adds"], "s": 3e-3}, {**rows["adds"], "apart": 0.5}
+    ways = {
+        "adds": rows,
+        "rounds": rows | {"adds": slow},
+        "rounds ": rows | {"adds": wrong},
+        "rounds  ": rows | {"adds": {"skipped": "no out_dtype"}},
+    }
+    path = tmp_path / "kernels.toml"
+    for way, measured in ways.items():
+        path.write_text(TABLE.read_text())
+        parts = {"machine": {"capability": "cuda 9.0"}, "weight gradients": measured}
+        run.fill({"device": "G", "libraries": {"torch": "2"}, "date": "D", "parts": parts}, path)
+        (entry,) = tomllib.loads(path.read_text())["weight_gradient"]
+        assert entry["way"] == way.strip() and entry["torch"] == [2, 8], way
+        assert entry["measured"].endswith("rounds 2 ms (G, torch 2, D)")
+    assert "adds: not there" in entry["measured"]
+    text = TABLE.read_text()
+    assert with_weight_gradients(text, "cuda 9.0", {"rounds": {"skipped": "none"}}, "") == text
+    assert with_weight_gradients(text, "rocm 9.4", rows, "") == text

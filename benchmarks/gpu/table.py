@@ -1,4 +1,4 @@
-"""What was measured of attention and of gradients of weights, as entries of the table of kernels."""
+"""What was measured of attention and of weights' gradients, as entries of the table of kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,16 @@ def test_versions_of_what_stands_under_torch(tmp_path, monkeypatch):
     assert run.machinery() == under and found["libraries"].items() >= under.items()
     text = page({**found, "date": "today", "parts": {}})
     assert "CUDA 13.0, driver 580.65.06, cuDNN 91200, libnccl 2.30.1" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it has a libnccl")
+def test_a_machine_without_libnccl_says_so():
+    pytest.importorskip("nccl.core")
+    assert "libnccl" not in run.machinery()
+    assert library.told() == "nccl4py, but no libnccl"
+    axis = SimpleNamespace(size=2, control=SimpleNamespace(allgather=lambda one: [one, one]))
+    assert wires.refusal(axis, "nccl", torch.device("cpu")) == "no NCCL: no libnccl"
+    assert wires.refusal(axis, "mpi", torch.device("cpu")) == ""
 
 
 def test_ours_and_the_best_other_in_turn():

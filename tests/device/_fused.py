@@ -1,10 +1,14 @@
 """Operations of a pretended device that the host has otherwise, or not at all."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+from ptdmpi.model import kernels
 
 aten = torch.ops.aten
 
@@ -83,3 +87,25 @@ OWN: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
     "addmm": _addmm,
 }
+
+
+@contextlib.contextmanager
+def adding() -> Iterator[None]:
+    """The host adds products of half types to sums in float32 as a GPU of CUDA does, for as long as
+    it lasts: by the operation of the library that only CUDA has a kernel of."""
+    always = {"adds_wide": lambda device_type: True, "widens": lambda device_type, dtype: False}
+    with (
+        torch.library._scoped_library("aten", "IMPL") as library,
+        mock.patch.multiple(kernels, **always),
+    ):
+        library.impl("addmm.dtype", _wide, "CPU")
+        library.impl("addmm.dtype_out", _wide, "CPU")
+        yield
+
+
+def _wide(total: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **named: Any) -> Tensor:
+    ADDED.append(tuple(total.shape))
+    return _addmm(total, a, b, dtype, **named)
+
+
+ADDED: list[tuple[int, ...]] = []  # the shapes of sums that were added to so

@@ -1,5 +1,6 @@
 """Layers as compiled graphs: one for all of a shape, with the bits of the layers themselves."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -11,18 +12,20 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model.kernels import compiler
 from tests._configs import small
 from tests._engines import build, steps_of, whole_weights
+from tests.device._fused import ADDED, adding
 from tests.parallel import mpirun, parallel
 
 PROCESS = "compiler"  # loading it, a backward comes before any pretended device
 LLAMA = {"model.kind": "llama", "model.kv_heads": 2}
 KINDS = {
     "llama bf16": LLAMA | {"precision.compute": "bf16", "model.layers": 4},
+    "llama bf16, as CUDA adds": LLAMA | {"precision.compute": "bf16", "model.layers": 4},
     "gpt": {"model.layers": 4},
     "recomputed": LLAMA | {"recompute.mode": "full"},
     "selective": {"recompute.mode": "selective"},
     "sandwich": LLAMA | {"model.block_norm": "sandwich", "model.qk_norm": True},
 }
-SHORT = ("llama bf16",)
+SHORT = ("llama bf16, as CUDA adds", "gpt")
 
 
 def compiled(comm, changes: dict) -> Engine:
@@ -41,16 +44,23 @@ def test_one_graph_for_all_layers_with_their_bits(comm, kind):
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 
-    expected = build(World(comm), KINDS[kind])
-    known = [(one.loss, one.grad_norm) for one in steps_of(expected, 2)]
-    reset()
-    counters.clear()
-    engine = compiled(comm, KINDS[kind])
-    assert [(one.loss, one.grad_norm) for one in steps_of(engine, 2)] == known
+    with adding() if "adds" in kind else contextlib.nullcontext():
+        ADDED.clear()
+        expected = build(World(comm), KINDS[kind])
+        known = [(one.loss, one.grad_norm) for one in steps_of(expected, 2)]
+        added = list(ADDED)
+        reset()
+        counters.clear()
+        engine = compiled(comm, KINDS[kind])
+        assert [(one.loss, one.grad_norm) for one in steps_of(engine, 2)] == known
     weights = whole_weights(expected)
     for name, values in whole_weights(engine).items():
         assert torch.equal(values, weights[name]), name
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # four matrices of each of four layers, and the head's, in two steps of four microbatches; by
+    # the graph as often
+    assert len(added) == (2 * 4 * (4 * 4 + 1) if "adds" in kind else 0)
+    assert 2 * added == ADDED
 
 
 @pytest.mark.long

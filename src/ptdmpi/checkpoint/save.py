@@ -30,7 +30,7 @@ from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
 from ptdmpi.checkpoint.manifest import Manifest, Progress, Written, write_manifest
 from ptdmpi.checkpoint.share import share
-from ptdmpi.comm.queues import Passed, copies_of
+from ptdmpi.comm.queues import Passed, copies_of, on_its_way
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
@@ -200,9 +200,13 @@ class Checkpoints:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Asked for one by one, as each is written: those before need no memory any more."""
+        """Asked for one by one, as each is written: those before need no memory any more. A device
+        copies them into memory that cannot be paged out, as it does what is copied beside it."""
         self.state.let_go()
-        return values.cpu().numpy()
+        with self._copies.behind(self._copies.computed()):
+            host = on_its_way(values)
+        self._copies.passed().host_waits()
+        return host.numpy()
 
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight

@@ -1,6 +1,7 @@
 """Too little memory: said before anything is allocated, or explained when an allocation fails."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.preview import preview
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.meter import peak_memory_bytes
@@ -85,3 +87,18 @@ def test_a_peak_can_be_forgotten():
     del taken
     capacity.forget_peak()
     assert peak_memory_bytes(CPU) < most - (200 << 20)
+
+
+def test_gpus_that_a_site_shows_one_by_one(monkeypatch):
+    """Four tasks of which each is shown one GPU do not share it; nor does a preview say so."""
+    module = SimpleNamespace(
+        device_count=lambda: 1,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=80 << 30),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for of_slurm, sharing, gpus in (("4", 1, "4 GPUs"), ("", 4, "1 GPU"), ("many", 4, "1 GPU")):
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_slurm)
+        assert capacity.expected_sharing(torch.device("cuda"), 4) == sharing
+        words = f"of a GPU of this host, 4 ranks sharing the {gpus} that it shows"
+        assert preview._here(4) == ((80 << 30) // sharing, words)

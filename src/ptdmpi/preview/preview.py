@@ -27,7 +27,7 @@ from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.preview import text
 from ptdmpi.report.compare import cluster_of, pricer_of
 from ptdmpi.report.status import Watched
-from ptdmpi.train.capacity import expected_sharing, rank_memory_bytes
+from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_bytes
 from ptdmpi.train.checks import checked
 from ptdmpi.train.feed import source_of
 from ptdmpi.train.standing import standing_of
@@ -177,8 +177,7 @@ def _memory(
     if price is not None:
         capacity, source = price.capacity_bytes, "of the cluster"
     elif ranks.local:
-        capacity = _here(ranks.local)
-        source = f"of this host, shared by {counted(ranks.local, 'rank')}"
+        capacity, source = _here(ranks.local)
     return {
         "pipeline_rank": rank,
         "parts_bytes": parts,
@@ -189,11 +188,17 @@ def _memory(
     }
 
 
-def _here(local_ranks: int) -> int:
+def _here(local_ranks: int) -> tuple[int, str]:
+    """What a rank has of this host or its GPUs, and by which reckoning."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return rank_memory_bytes(device, expected_sharing(device, local_ranks))
+    ranks = counted(local_ranks, "rank")
+    source = f"of this host, shared by {ranks}"
+    if device.type != "cpu":
+        gpus = counted(expected_gpus(device), "GPU")
+        source = f"of a GPU of this host, {ranks} sharing the {gpus} that it shows"
+    return rank_memory_bytes(device, expected_sharing(device, local_ranks)), source
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:

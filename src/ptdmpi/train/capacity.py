@@ -3,8 +3,9 @@
 import contextlib
 import ctypes
 import gc
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,12 +88,20 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
     return world.control.allgather(mine).count(mine)
 
 
+def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
+    """How many GPUs ranks to be started here have: those that this process is shown, or more by
+    Slurm, which may show each task one of them."""
+    shown = int(torch.get_device_module(device).device_count())
+    of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
+    return max(shown, int(of_slurm)) if of_slurm.isdecimal() else shown
+
+
 def expected_sharing(device: torch.device, local_ranks: int) -> int:
     """As `ranks_sharing`, of so many ranks to be started here: they take GPUs in turn, so the
     fullest one has the rounded share."""
     if device.type == "cpu":
         return local_ranks
-    return -(-local_ranks // torch.get_device_module(device).device_count())
+    return -(-local_ranks // expected_gpus(device))
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:

@@ -51,8 +51,8 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How long kernels of NCCL ran in a Chrome trace, whose times are microseconds, and for how much
-    of it others of the same rank did."""
+    """How long kernels of NCCL ran by a Chrome trace, whose times are microseconds, and for how
+    much of it others of the same rank did."""
     kernels = [one for one in events if one.get("ph") == "X" and one.get("cat") == "kernel"]
     times: dict[bool, list[Interval]] = {True: [], False: []}
     for one in kernels:

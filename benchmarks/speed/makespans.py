@@ -3,10 +3,13 @@
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
 prints for each schedule how long a step of the runner takes over what the simulator foresees, and
-of ops that do nothing the microseconds that the host needs for each. A sleep is short work that
-needs no core, so ranks may outnumber cores; whatever else runs on them is measured, too.
+of ops that do nothing the microseconds that the host needs for each: with activations of 128 bytes,
+where that is Python and latency, and of 1 MiB, as in training, where they are copied too. A sleep
+is short work that needs no core, so ranks may outnumber cores; whatever else runs on them is
+measured, too.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -28,22 +31,24 @@ from ptdmpi.watch.stopwatch import Place, Stopwatch
 
 OP_S = 0.03  # of F, I and W; a B is two of them
 MICROBATCHES = 8
+SHAPES = ((4, 1, 8), (512, 1, 512))  # of activations in float32: 128 bytes and 1 MiB
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 
 
 class Sleeper:
-    """A stage whose ops sleep for `op_s`; its activations are small."""
+    """A stage whose ops sleep for `op_s`, and hand over what was there before."""
 
     in_flight = 0
 
-    def __init__(self, number: int, stages: int, op_s: float) -> None:
+    def __init__(self, number: int, stages: int, op_s: float, shape: tuple[int, int, int]) -> None:
         self.first, self.last, self.op_s = number == 0, number == stages - 1, op_s
-        self.boundary = Boundary((4, 1, 8), TensorAxis(OneRank()), False)
+        self.boundary = Boundary(shape, TensorAxis(OneRank()), False)
+        self.output = torch.zeros(shape)
 
     def _slept(self, times: int, silent: bool) -> torch.Tensor | None:
         if self.op_s:
             time.sleep(times * self.op_s)
-        return None if silent else torch.zeros(self.boundary.shape)
+        return None if silent else self.output
 
     def forward_microbatch(self, microbatch: int, x: object) -> torch.Tensor | None:
         return self._slept(1, self.last)
@@ -65,6 +70,7 @@ class Makespan:
 
     schedule: str
     ranks: int
+    message_bytes: int
     taken_s: float
     simulated_s: float
     per_action_us: float
@@ -72,7 +78,8 @@ class Makespan:
     def __str__(self) -> str:
         over = self.taken_s / self.simulated_s - 1
         return (
-            f"{self.schedule:<12} p={self.ranks}  {self.taken_s:.4f} s, simulated "
+            f"{self.schedule:<12} p={self.ranks} {self.message_bytes:>8} bytes  "
+            f"{self.taken_s:.4f} s, simulated "
             f"{self.simulated_s:.4f} s: {over:+.2%}; {self.per_action_us:.0f} us per action"
         )
 
@@ -81,14 +88,14 @@ def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
     """The quickest of `repeats` steps of each schedule on all ranks; every rank calls it alike."""
     axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
     axis = axes["pipeline"]
-    for kind, virtual in SCHEDULES:
+    for (kind, virtual), shape in itertools.product(SCHEDULES, SHAPES):
         schedule = build(kind, comm.size, virtual, MICROBATCHES)
         program = programs(schedule)[axis.rank]
         program = post_early(program) if axis.posts_early else program
         taken = {OP_S: math.inf, 0.0: math.inf}
         for op_s in taken:
             own = schedule.stages_of(axis.rank)
-            stages = {number: Sleeper(number, schedule.stages, op_s) for number in own}
+            stages = {number: Sleeper(number, schedule.stages, op_s, shape) for number in own}
             runner = Runner(stages, axis, torch.float32, torch.device("cpu"))
             for _ in range(repeats):
                 watch = Stopwatch(comm.rank, Place(), axes.clock)
@@ -99,7 +106,8 @@ def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
                 taken[op_s] = min(taken[op_s], comm.allreduce(own_s, MPI.MAX))
         simulated_s = simulate(schedule, Costs(OP_S, 2 * OP_S)).makespan_s
         per_action_us = 1e6 * taken[0.0] / len(program)
-        yield Makespan(kind, comm.size, taken[OP_S], simulated_s, per_action_us)
+        message_bytes = 4 * math.prod(shape)
+        yield Makespan(kind, comm.size, message_bytes, taken[OP_S], simulated_s, per_action_us)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ A collective may be begun and waited for later: `all_reduce_begin(x)` returns a 
 does not need x goes on meanwhile. Every rank of a group begins the same ones in the same order.
 """
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -69,14 +68,10 @@ class Communicator(WireTraits, ABC):
         self.under_way: set[_UnderWay] = set()
         self.made: list[MPI.Comm] = []  # of `control`, by the wire, to be revoked with it
 
-    @contextlib.contextmanager
-    def counting(self, waits: Total) -> Iterator[None]:
-        """Collectives inside add their time to `waits`: it is mostly waiting, not work."""
+    def count(self, waits: Total | None) -> None:
+        """From now on collectives add their time to `waits`, if any: it is mostly waiting, not
+        work."""
         self._waits = waits
-        try:
-            yield
-        finally:
-            self._waits = None
 
     # -- tensors ---------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ every message already stands where it cannot deadlock, and the stages of this ra
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
-from ptdmpi.watch.stopwatch import Stopwatch
-
-T = TypeVar("T")
+from ptdmpi.watch.stopwatch import Spanned, Stopwatch
 
 
 class OpHook:
@@ -57,6 +54,7 @@ class Runner:
         # whose collectives are part of ops, by the group's name
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
+        self._counted: list[tuple[Communicator, Total]] = []
         self._watch: Stopwatch | None = None
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
@@ -69,6 +67,8 @@ class Runner:
         """
         self._watch = watch
         self._inside = {group: Total() for group in self.inside}
+        # a group of one exchanges nothing
+        self._counted = [(c, self._inside[group]) for group, c in self.inside.items() if c.size > 1]
         self.most_in_flight = 0
         for place, action in enumerate(program):
             try:
@@ -78,7 +78,8 @@ class Runner:
                 raise
         # a step is over when its messages are: the next one reuses what they were made of
         for handle, _, peer in self._leaving:
-            self._timed("send", "", handle.wait, peer)
+            with self._span("send", "", peer):
+                handle.wait()
         self._leaving = []
 
     @property
@@ -124,11 +125,13 @@ class Runner:
         if source in self._ready:
             return self._ready.pop(source)
         handle, buffer, peer = self._arriving.pop(source)
-        self._timed("receive", str(source), handle.wait, peer)
+        with self._span("receive", str(source), peer):
+            handle.wait()
         # nothing is exchanged then: no span, and no time to be told apart
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
-        return self._timed("gather", str(source), lambda: self.boundary.unpack(buffer))
+        with self._span("gather", str(source)):
+            return self.boundary.unpack(buffer)
 
     def _compute(self, op: Op, given: Tensor | None) -> None:
         work: Callable[[int, Tensor | None], Tensor | None] = getattr(
@@ -136,10 +139,14 @@ class Runner:
         )
         for hook in self.hooks:
             hook.begin(op)
-        with contextlib.ExitStack() as counting:
-            for group, comm in self.inside.items():
-                counting.enter_context(comm.counting(self._inside[group]))
-            result = self._timed(op.row.span, str(op), lambda: work(op.microbatch, given))
+        for comm, waits in self._counted:
+            comm.count(waits)
+        try:
+            with self._span(op.row.span, str(op)):
+                result = work(op.microbatch, given)
+        finally:
+            for comm, _ in self._counted:
+                comm.count(None)
         if result is not None:
             # kept until the next op on this rank asks for it, or a Send takes it away
             self._ready[op] = result
@@ -148,10 +155,9 @@ class Runner:
         for hook in self.hooks:
             hook.end(op)
 
-    def _timed(self, kind: str, op: str, work: Callable[[], T], peer: int | None = None) -> T:
+    def _span(self, kind: str, op: str, peer: int | None = None) -> Spanned:
         assert self._watch is not None, "only inside of run"
-        with self._watch.span(kind, op, peer):
-            return work()
+        return self._watch.span(kind, op, peer)
 
 
 def _here(program: Sequence[Action], place: int) -> str:

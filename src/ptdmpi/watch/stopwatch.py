@@ -1,9 +1,7 @@
 """Spans of what a rank does, and the place where it is, for its heartbeat to tell."""
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ptdmpi.comm.clock import Clock, Mark
@@ -66,6 +64,25 @@ class Place:
         self.doing = Doing("", "", None, time.perf_counter())
 
 
+class Spanned:
+    """The inside of a span. Not a generator: a rank has thousands of these in a second."""
+
+    __slots__ = ("_begin", "_doing", "_watch")
+
+    def __init__(self, watch: "Stopwatch", kind: str, op: str, peer: int | None) -> None:
+        self._watch = watch
+        self._doing = Doing(kind, op, peer, time.perf_counter())
+
+    def __enter__(self) -> None:
+        self._watch.place.doing = self._doing
+        self._begin = self._watch.clock.mark()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        # what raises leaves no span, and the place says for the table where it was
+        if kind is None:
+            self._watch.ended(self._doing, self._begin)
+
+
 class Stopwatch:
     """Collects the spans of one rank, by the clock of the device that does the work."""
 
@@ -73,15 +90,14 @@ class Stopwatch:
         self.rank, self.place, self.clock = rank, place, clock
         self._marked: list[tuple[str, str, Mark, Mark]] = []
 
-    @contextlib.contextmanager
-    def span(self, kind: str, op: str = "", peer: int | None = None) -> Iterator[None]:
+    def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
         """What is done inside is one span. The place is the host's: where it hangs, if it does."""
-        self.place.doing = Doing(kind, op, peer, time.perf_counter())
-        # no finally: what raises leaves no span, and `place` says for the table where it was
-        doing, begin = self.place.doing, self.clock.mark()
-        yield
+        return Spanned(self, kind, op, peer)
+
+    def ended(self, doing: Doing, begin: Mark) -> None:
+        """A span is over; its host goes on."""
         end = self.clock.mark()
-        self._marked.append((kind, op, begin, end))
+        self._marked.append((doing.kind, doing.op, begin, end))
         self.place.handed_over(doing, begin, end)
 
     @property

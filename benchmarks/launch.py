@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # what is imported is compiled once, as everybody's is
 PEERS = ROOT / ".peers"  # other trainers, each in a folder of its own
 
 

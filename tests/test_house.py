@@ -56,6 +56,7 @@ FULL_FOLDERS = {
 SAME_NAMES = {
     "Attention": "the trainer's and plain torch's",
     "Block": "the trainer's and plain torch's",
+    "Config": "a run's, and what torchtitan calls that of each module",
     "Embedding": "the trainer's and plain torch's",
     "Mlp": "the trainer's and plain torch's",
     "Norm": "a module, and its row in the table of parameters",

@@ -6,24 +6,28 @@ python -m benchmarks.speed.bench [--rows "t2 single-bf16"] [--peers "torch deeps
 
 import argparse
 import contextlib
+import math
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.speed import peers
 from benchmarks.speed import rounds as measuring
-from benchmarks.speed.case import TOOLS, Row, select, select_tools
-from benchmarks.speed.rounds import Constants, Result, Round
+from benchmarks.speed.case import TOOLS, WEAK, Row, Variant, every, select, select_tools
+from benchmarks.speed.rounds import Constants, LeastTimes, Result, Round
 from benchmarks.speed.shown import picture, scaling
-from benchmarks.speed.sides import Side, SideFailed, TimedSteps
+from benchmarks.speed.sides import Side, SideFailed, TimedSteps, TimeIsOver
 from benchmarks.speed.trials import WARM_STEPS, Rival, Trials, own_rate, rivals
 from benchmarks.turns import round_of
 from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
+ENDING_S = 60.0  # of the minutes, for ending processes that do not end by themselves
+TRIALS_SHARE = 0.4  # of a row's time
 # Greatest relative difference between two sides' losses in each step. The same computation in bf16
 # rounds at other places in the two sides.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
@@ -40,85 +44,125 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
             )
 
 
-def measure(
-    row: Row, wanted: int, steps: int, against: Sequence[Rival], until_s: float
-) -> list[Result]:
-    """Have all sides take turns, repeating what was disturbed: a result for each rival. From
-    `until_s` on (of time.monotonic) no round but the first begins."""
-    with contextlib.ExitStack() as stack:
-        sides = {OURS: stack.enter_context(Side(row, None))}
-        for rival in against:
-            if rival.at_most is None:
-                sides[rival.tool] = stack.enter_context(Side(rival.row, rival.variant))
-        losses: dict[str, list[float]] = {name: [] for name in sides}
-        # in weak scaling one rank trains another model, or another batch
-        same = [name for name, side in sides.items() if side.row.case == row.case]
+class Contest:
+    """All sides of a row on the same cores: they take turns, round by round.
 
-        def turns(number: int, count: int) -> dict[str, TimedSteps]:
-            found = round_of({n: partial(s.train, count) for n, s in sides.items()}, number)
-            for name, timed in found.items():
-                losses[name] += timed.losses
-            for name in same:
-                check_losses(row, name, losses[OURS], losses[name])
-            return found
+    Whoever fails, or computes something else, is out, and `out` says why; without this project
+    there is no row. `end_s` ends all waiting.
+    """
 
-        found = turns(0, WARM_STEPS)
-        gemm_time_s, attention_time_s = sides[OURS].limits()
-        done: dict[str, list[Round]] = {rival.tool: [] for rival in against}
-        rounds = 0
-        while not rounds or (
-            time.monotonic() < until_s and not measuring.enough(done[against[0].tool], wanted)
-        ):
-            found = turns(rounds, steps)
-            rounds += 1
-            for tool, of_rival in pairs(found, against, row, steps).items():
-                done[tool].append(of_rival)
-            report(done)
-    results = []
-    for rival in against:
-        theirs = found.get(rival.tool)
-        sample = Constants(
-            peak_memory_bytes=found[OURS].peak_memory_bytes,
-            peer_peak_memory_bytes=theirs.peak_memory_bytes if theirs else None,
-            gemm_time_s=gemm_time_s,
-            attention_time_s=attention_time_s,
-            losses=losses[OURS],
-            peer_losses=losses.get(rival.tool, []),
-            peer_trials=rival.tried,
+    def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
+        self.row, self.against, self.end_s = row, list(against), end_s
+        self.sides: dict[str, Side] = {}
+        self.losses: dict[str, list[float]] = {}
+        self.out: list[str] = []
+        self.limits = LeastTimes(math.inf, math.inf)
+        self.done: list[dict[str, TimedSteps]] = []
+
+    def run(self, wanted: int, steps: int, until_s: float) -> None:
+        """Rounds until `wanted` were undisturbed. None but the first begins that would not end
+        before `until_s` (of time.monotonic)."""
+        with contextlib.ExitStack() as stack:
+            self._enter(stack, OURS, self.row, None)
+            for rival in self.against:
+                if rival.at_most is None:
+                    self._enter(stack, rival.tool, rival.row, rival.variant)
+            try:
+                self._turns(0, WARM_STEPS)
+                round_s = 0.0
+                while not self.done or (
+                    time.monotonic() + round_s < until_s
+                    and not measuring.enough(self._rounds(OURS, steps), wanted)
+                ):
+                    begin_s = time.monotonic()
+                    self.done.append(self._turns(len(self.done), steps))
+                    self.limits = self.limits.least(self.sides[OURS].limits())
+                    round_s = time.monotonic() - begin_s
+                    self._report(steps)
+            except TimeIsOver:
+                if not self.done:
+                    raise
+
+    def _enter(
+        self, stack: contextlib.ExitStack, name: str, row: Row, variant: Variant | None
+    ) -> None:
+        with self._or_out(name):
+            self.sides[name] = stack.enter_context(Side(row, variant, self.end_s))
+            self.losses[name] = []
+
+    @contextlib.contextmanager
+    def _or_out(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except SideFailed as failure:
+            if name == OURS:
+                raise
+            self.sides.pop(name, None)
+            self.out.append(f"{self.row.id}, {name}: out: {failure}")
+            say(f"  {self.out[-1]}")
+
+    def _turns(self, number: int, count: int) -> dict[str, TimedSteps]:
+        """A round of those who are in."""
+        found: dict[str, TimedSteps] = {}
+
+        def train(name: str) -> None:
+            with self._or_out(name):
+                found[name] = self.sides[name].train(count)
+                self.losses[name] += found[name].losses
+
+        round_of({name: partial(train, name) for name in self.sides}, number)
+        for name in list(self.sides):
+            # in weak scaling one rank trains another model, or another batch
+            if self.sides[name].row.case == self.row.case:
+                with self._or_out(name):
+                    check_losses(self.row, name, self.losses[OURS], self.losses[name])
+        return found
+
+    def _rounds(self, tool: str, steps: int) -> list[Round]:
+        """As pairs of rates; a rival that never finished has its bound, and we have ourselves."""
+        rivals = {rival.tool: rival for rival in self.against}
+        rounds = []
+        for found in self.done:
+            ours = steps * self.row.case.tokens / found[OURS].time_s
+            foreign = max(timed.foreign_share for timed in found.values())
+            bound = rivals[tool].at_most if tool in rivals else None
+            case = rivals[tool].row.case if tool in rivals else self.row.case
+            rate = bound or steps * case.tokens / found[tool].time_s
+            rounds.append(Round(ours, rate, foreign))
+        return rounds
+
+    def _report(self, steps: int) -> None:
+        tools = [rival.tool for rival in self.against if rival.at_most or rival.tool in self.sides]
+        last = {tool: self._rounds(tool, steps)[-1] for tool in tools}
+        ours = self._rounds(OURS, steps)[-1]
+        others = ", ".join(
+            f"{tool} {each.peer_tokens_per_s:.1f} (ratio {each.ratio:.3f})"
+            for tool, each in last.items()
         )
-        names = (row.layout, row.precision, rival.tool, rival.name)
-        results.append(
-            measuring.summarise(names, done[rival.tool], wanted, sample, row.case.tokens)
+        say(
+            f"  round {len(self.done)}: {ours.tokens_per_s:.1f} tokens/s, {others}; other "
+            f"processes {ours.foreign_share:.2f} cores" + (", disturbed" if ours.disturbed else "")
         )
-    return results
 
-
-def pairs(
-    found: Mapping[str, TimedSteps], against: Sequence[Rival], row: Row, steps: int
-) -> dict[str, Round]:
-    """A round as one pair of rates for each rival; a rival that never finished has its bound."""
-    foreign = max(timed.foreign_share for timed in found.values())
-    ours = steps * row.case.tokens / found[OURS].time_s
-    rounds = {}
-    for rival in against:
-        rate = rival.at_most
-        if rate is None:
-            rate = steps * rival.row.case.tokens / found[rival.tool].time_s
-        rounds[rival.tool] = Round(ours, rate, foreign)
-    return rounds
-
-
-def report(done: Mapping[str, Sequence[Round]]) -> None:
-    last = {tool: rounds[-1] for tool, rounds in done.items()}
-    one = next(iter(last.values()))
-    others = ", ".join(
-        f"{tool} {each.peer_tokens_per_s:.1f} (ratio {each.ratio:.3f})"
-        for tool, each in last.items()
-    )
-    say(
-        f"  round {len(next(iter(done.values())))}: {one.tokens_per_s:.1f} tokens/s, {others}; "
-        f"other processes {one.foreign_share:.2f} cores" + (", disturbed" if one.disturbed else "")
-    )
+    def results(self, wanted: int, steps: int) -> list[Result]:
+        """One for each rival that is still in."""
+        results = []
+        for rival in self.against:
+            if rival.at_most is None and rival.tool not in self.sides:
+                continue
+            theirs = self.done[-1].get(rival.tool)
+            sample = Constants(
+                peak_memory_bytes=self.done[-1][OURS].peak_memory_bytes,
+                peer_peak_memory_bytes=theirs.peak_memory_bytes if theirs else None,
+                limits=self.limits,
+                losses=self.losses[OURS],
+                peer_losses=self.losses.get(rival.tool, []),
+                peer_trials=rival.tried,
+            )
+            names = (self.row.layout, self.row.precision, rival.tool, rival.name)
+            rounds = self._rounds(rival.tool, steps)
+            results.append(measuring.summarise(names, rounds, wanted, sample, self.row.case.tokens))
+        return results
 
 
 def profile(row: Row, folder: Path) -> None:
@@ -148,7 +192,11 @@ def positive(text: str) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bench", description=__doc__)
-    parser.add_argument("--rows", help="ids, layouts or precisions, such as 't2 p2-bf16'")
+    parser.add_argument(
+        "--rows",
+        help="ids, layouts or precisions, such as 't2 d2zero3-bf16' (the five layouts and the "
+        "weak scaling of three, in fp32 and bf16)",
+    )
     parser.add_argument("--peers", help=f"who is measured beside: some of {' '.join(TOOLS)} (all)")
     parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds per row")
     parser.add_argument("--steps", type=positive, default=1, help="steps of a side in a round")
@@ -172,36 +220,60 @@ def main() -> None:
     except InputError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         sys.exit(2)
-    order = [(row.layout, row.precision, tool) for row in select(None) for tool in row.peers]
-    results: list[Result] = []
-    failures: list[str] = []
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
         # a peer's products would be scalar code: the time is better spent on rounds of the others
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
-    trials, end_s = Trials(), time.monotonic() + 60 * options.minutes
+    results, failures = all_rows(rows, tools, options, missing)
+    say("\n".join([measuring.table(results), *missing, *scaling.lines(results)]))
+    if failures:
+        sys.exit(f"bench: {failures} of {len(rows)} rows failed")
+
+
+def all_rows(
+    rows: Sequence[Row], tools: Sequence[str], options: argparse.Namespace, missing: list[str]
+) -> tuple[list[Result], int]:
+    """Row after row, in the time there is; results so far are in the file behind each. How many
+    rows failed; to `missing` a line is added for all that is not there."""
+    end_s = time.monotonic() + 60 * options.minutes - ENDING_S
+    order = [(row.layout, row.precision, tool) for row in every() for tool in row.peers]
+    # those of TOOLS that some row asks for
+    asked = [tool for tool in tools if any(tool in row.peers for row in rows)]
+    trials, absent = Trials(end_s), peers.absent(asked, end_s)
+    results: list[Result] = []
+    failures = 0
     for number, row in enumerate(rows):
         left_s = end_s - time.monotonic()
         if left_s <= 0:
             missing.append(f"{row.id}: not reached in {options.minutes} minutes")
             continue
-        until_s = time.monotonic() + left_s / (len(rows) - number)
+        share = row.work / sum(each.work for each in rows[number:])
+        until_s = time.monotonic() + share * left_s
+        trials.until_s = time.monotonic() + TRIALS_SHARE * share * left_s
         say(row.id)
         try:
-            against, absent = rivals(row, tools, trials)
-            missing += [f"{row.id}, {text}" for text in absent]
+            against, without = rivals(row, tools, absent, trials)
+            missing += [f"{row.id}, {text}" for text in without]
             if against:
-                results += measure(row, options.rounds, options.steps, against, until_s)
+                wanted = options.rounds if row.layout not in WEAK else min(options.rounds, 2)
+                contest = Contest(row, against, end_s)
+                contest.run(wanted, options.steps, until_s)
+                missing += contest.out
+                results += contest.results(wanted, options.steps)
+        except TimeIsOver:
+            missing.append(f"{row.id}: no round ended in {options.minutes} minutes")
+            continue
         except SideFailed as failure:
-            failures.append(str(failure))
+            failures += 1
+            missing.append(str(failure))
             say(f"  {failure}")
             continue
         measuring.write(RESULTS / "latest.json", results, order)
         picture.draw(RESULTS / "latest.json", picture.PICTURE)
-    say("\n".join([measuring.table(results), *missing, *scaling.lines(results)]))
-    if failures:
-        sys.exit(f"bench: {len(failures)} of {len(rows)} rows failed")
+    if trials.untried:
+        missing.append(f"{trials.untried} ways of peers were not tried, for want of time")
+    return results, failures
 
 
 if __name__ == "__main__":

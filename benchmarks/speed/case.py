@@ -29,6 +29,7 @@ LAYOUTS = {
     "p=2,v=2,zb-v": Layout(1, 2, 1, 2, schedule="zb-v"),
     "d=2,zero=1": Layout(1, 1, 2, zero=1),
     "d=2,zero=3": Layout(1, 1, 2, zero=3),
+    "single,compile": Layout(1, 1, 1),
     "d=2,weak": Layout(1, 1, 2),
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
@@ -36,28 +37,40 @@ LAYOUTS = {
 # Which size is doubled with the ranks, so that each has as much to do as one alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
+COMPILED = "single,compile"  # as one rank alone, with compiled layers
+ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED)
 # Who does the same, and what its way is called there. Where that is this project, the way is
 # another row's layout; one rank alone is what scaling is told by.
 PEERS = {
     "single": {
         "torch": "torch",
+        "torchtitan": "torchtitan",
         "transformers": "transformers GPT2LMHeadModel",
         "megatron": "Megatron-Core",
     },
     "d=2": {
         "torch": "torch DistributedDataParallel",
         "megatron": "Megatron-Core",
+        "deepspeed": "DeepSpeed ZeRO-1",
         "ptdmpi": ALONE,
     },
-    "t=2": {"torch": "torch DTensor", "megatron": "Megatron-Core", "ptdmpi": ALONE},
+    "t=2": {
+        "torch": "torch DTensor",
+        "megatron": "Megatron-Core",
+        "torchtitan": "torchtitan DTensor",
+        "ptdmpi": ALONE,
+    },
     "p=2": {
         "torch": "torch pipelining Schedule1F1B",
         "megatron": "Megatron-Core 1F1B",
+        "deepspeed": "DeepSpeed PipelineModule",
+        "torchtitan": "torchtitan 1F1B",
         "ptdmpi": ALONE,
     },
     "p=2,v=2": {
         "torch": "torch pipelining ScheduleInterleaved1F1B",
         "megatron": "Megatron-Core interleaved",
+        "torchtitan": "torchtitan Interleaved1F1B",
         "ptdmpi": ALONE,
     },
     "p=2,v=2,zb-v": {"torch": "torch pipelining ScheduleZBVZeroBubble", "ptdmpi": "p=2,v=2"},
@@ -72,7 +85,7 @@ PEERS = {
         "torchtitan": "torchtitan FSDP2",
         "ptdmpi": "d=2",
     },
-    **{layout: {"ptdmpi": ALONE} for layout in WEAK},
+    **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
 }
 TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi")
 
@@ -127,6 +140,13 @@ class Row:
         return PEERS[self.layout]
 
     @property
+    def work(self) -> float:
+        """How long a round of all sides takes, beside those of other rows: bf16 half of fp32."""
+        ours = (2 if self.layout in WEAK else 1) / self.sizes.ranks
+        theirs = (1 if way == ALONE else 1 / self.sizes.ranks for way in self.peers.values())
+        return (ours + sum(theirs)) * (2 if self.precision == "fp32" else 1)
+
+    @property
     def config(self) -> Config:
         """Clipping is off: torch has no call for the norm over all stages of a pipeline."""
         model = asdict(self.case)
@@ -135,7 +155,12 @@ class Row:
         return synthetic_config(
             replace(self.sizes, micro_size=micro_size),
             {**model, "tie_embeddings": False},
-            run={"steps": 1000, "threads": 1, "reproducible": self.reproducible},
+            run={
+                "steps": 1000,
+                "threads": 1,
+                "reproducible": self.reproducible,
+                "compile": self.layout == COMPILED,
+            },
             batch={"global_size": global_size},
             precision={"compute": self.precision},
             optimizer={"decay": "constant", "clip_norm": 0.0},
@@ -162,20 +187,26 @@ def _short(layout: str) -> str:
 def select(text: str | None) -> list[Row]:
     """The rows that `--rows` names: ids, layouts (`t2` or `t=2`) or precisions, spaces between.
 
-    None is all of them. Raises InputError for a name that fits nothing.
+    None is those that are measured without being asked for. Raises InputError for a name that fits
+    nothing.
     """
-    pairs = itertools.product(LAYOUTS, PRECISIONS)
-    every = [Row(layout, kind, grown(layout, GptSizes())) for layout, kind in pairs]
+    rows = every()
     if text is None:
-        return every
+        return [row for row in rows if row.layout not in ON_REQUEST]
     words = text.split()
     for word in words:
-        if not any(_named(row, [word]) for row in every):
+        if not any(_named(row, [word]) for row in rows):
             raise InputError(
-                f"--rows {word}: no such row; legal are {', '.join(row.id for row in every)}, "
+                f"--rows {word}: no such row; legal are {', '.join(row.id for row in rows)}, "
                 "or a layout or a precision alone"
             )
-    return [row for row in every if _named(row, words)]
+    return [row for row in rows if _named(row, words)]
+
+
+def every() -> list[Row]:
+    """All rows."""
+    pairs = itertools.product(LAYOUTS, PRECISIONS)
+    return [Row(layout, kind, grown(layout, GptSizes())) for layout, kind in pairs]
 
 
 def select_tools(text: str | None) -> list[str]:
@@ -237,9 +268,11 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
     if row.precision == "bf16":
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])
-    # Megatron-Core never gathers logits, and divides the sequence with its CUDA norms alone
+    # Megatron-Core and torchtitan never gather logits; Megatron-Core divides the sequence with its
+    # CUDA norms alone
     if row.sizes.tensor > 1 and tool == "torch":
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
+    if row.sizes.tensor > 1 and tool in ("torch", "torchtitan"):
         decisions.append([{"sequence_parallel": False}, {"sequence_parallel": True}])
     if fsdp:
         decisions.append([{"reduce_each": False}, {"reduce_each": True}])

@@ -1,7 +1,7 @@
 """This project's side: the engine of `ptdmpi train`, fed with synthetic batches."""
 
+import math
 import os
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from ptdmpi.model.kernels.attention import Scores, attention
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
 
-GEMM_REPEATS = 5
+REPEATS = 6
 
 
 class OurTrainer:
@@ -55,8 +55,9 @@ class OurTrainer:
         return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
-        """Seconds of a step's linear GEMMs, and of its attention, each alone."""
-        return self._gemm_time_s(), self._attention_time_s()
+        """Seconds of a step's linear GEMMs, and of these with its attention, each alone."""
+        gemms = self._gemm_time_s()
+        return gemms, gemms + self._attention_time_s()
 
     def _attention_time_s(self) -> float:
         """Forward and backward for each layer and microbatch, by the way that is fastest here."""
@@ -91,43 +92,49 @@ class OurTrainer:
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Median time of x W^T, dy W and dy^T x together, by the quicker of the ways that are known."""
+    """Least time of x W^T, dy W and dy^T x together, each by the quicker of the ways known."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
+    products: tuple[Callable[[], object], ...] = (
+        lambda: kernels.linear(x, weight),
+        lambda: kernels.input_gradient(dy, weight),
+        lambda: dy.t() @ x,
+    )
     ways = [kernels.HostWays()]
     if kernels.has_fused():
         ways.append(kernels.HostWays(output=0.0, input_gradient=0.0))
-    times: dict[kernels.HostWays, list[float]] = {way: [] for way in ways}
-    for _ in range(1 + GEMM_REPEATS):
-        for way, taken in times.items():
+    least = [math.inf] * len(products)
+    for _ in range(REPEATS):
+        for way in ways:
             with kernels.taken(way):
-                begin = time.perf_counter()
-                kernels.linear(x, weight)
-                kernels.input_gradient(dy, weight)
-                dy.t() @ x
-                taken.append(time.perf_counter() - begin)
-    return min(statistics.median(taken[1:]) for taken in times.values())
+                least = [min(t, _time_s(work)) for t, work in zip(least, products, strict=True)]
+    return sum(least)
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> float:
-    """Median time of causal attention, there and back."""
+    """Least time of causal attention, there and back."""
     if kernels.widens("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
     dy = torch.randn(shape).to(dtype)
     scores = Scores(shape[-1] ** -0.5)
-    times = []
+
+    def there_and_back() -> None:
+        if way == "whole":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = attention(q, k, v, scores)
+        torch.autograd.grad(out, (q, k, v), dy)
+
     with kernels.taken(kernels.HostWays(products=way == "products")):
-        for _ in range(1 + GEMM_REPEATS):
-            begin = time.perf_counter()
-            if way == "whole":
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                out = attention(q, k, v, scores)
-            torch.autograd.grad(out, (q, k, v), dy)
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+        return min(_time_s(there_and_back) for _ in range(REPEATS))
+
+
+def _time_s(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def run(row: Row, serve: Callable[[OurTrainer], None]) -> None:

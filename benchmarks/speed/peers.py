@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.launch import PEERS as FOLDER
 from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
+BUILT = "built"
 # Complete but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
@@ -36,7 +38,24 @@ class PeerMissing(Exception):
     """A peer cannot be installed here; the message says why."""
 
 
-def install(tool: str) -> None:
+def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
+    """Make `tools` ready to be imported, and say of those that cannot be, why. Each may take its
+    share of a third of the time until `end_s` (of time.monotonic)."""
+    reasons, left = {}, list(tools)
+    for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
+        lock.unlink()  # of who was ended while it compiled: the next one would wait forever
+    end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
+    while left:
+        share_s = (end_s - time.monotonic()) / len(left)
+        tool = left.pop(0)
+        try:
+            install(tool, min(LIMIT_S, max(0.0, share_s)))
+        except PeerMissing as reason:
+            reasons[tool] = str(reason)
+    return reasons
+
+
+def install(tool: str, limit_s: float = LIMIT_S) -> None:
     """Make `tool` ready to be imported, where it is not yet. Raises PeerMissing."""
     pins = PINS.get(tool, ())
     place = FOLDER / tool
@@ -46,14 +65,14 @@ def install(tool: str) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as work:
         fresh = Path(work) / tool
-        _pip(["--target", str(fresh), *pins])
+        _pip(["--target", str(fresh), *pins], limit_s)
         (fresh / "pins.txt").write_text("\n".join(pins) + "\n")
         if place.exists():
             place.rename(Path(work) / "old")
         fresh.rename(place)
 
 
-def _pip(words: Sequence[str]) -> None:
+def _pip(words: Sequence[str], limit_s: float) -> None:
     """Raises PeerMissing with pip's errors."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # what has no wheel is built with the project's setuptools, for setup scripts ask for torch
@@ -64,11 +83,11 @@ def _pip(words: Sequence[str]) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise PeerMissing(f"pip did not end within {LIMIT_S:.0f} s") from None
+        raise PeerMissing(f"pip did not end within {limit_s:.0f} s") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise PeerMissing((errors or done.stderr.splitlines() or ["pip failed"])[-1])
@@ -78,5 +97,6 @@ def environment(tool: str) -> dict[str, str]:
     """What the processes of `tool` have in their environment beside the usual."""
     if tool not in PINS:
         return {}
-    # its own versions come before the project's
-    return {"PYTHONPATH": os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])}
+    # its own versions come before the project's; DeepSpeed compiles a part when it starts
+    path = os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])
+    return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(FOLDER / tool / BUILT)}

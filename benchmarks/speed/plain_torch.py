@@ -71,6 +71,13 @@ def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tens
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
 
 
+def layers_of_stages(row: Row) -> list[range]:
+    """The layers of each stage of a pipeline, cut where this project cuts."""
+    sizes, model = row.sizes, row.config.model
+    placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
+    return split_layers(model.layers, placed, head_in_layers(model, row.case.vocab_size))
+
+
 class Optimizer:
     """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`).
 
@@ -159,11 +166,9 @@ class PipelineTrainer:
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config, sizes = row.config, row.sizes
         self.row, self.rank, self.variant = row, rank, variant
-        count = sizes.pipeline * sizes.virtual
-        head = head_in_layers(config.model, row.case.vocab_size)
-        placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
-        layers = split_layers(config.model.layers, placed, head)
-        mine = placed.stages_of(rank)
+        layers = layers_of_stages(row)
+        count = len(layers)
+        mine = placement(sizes.schedule, sizes.pipeline, sizes.virtual).stages_of(rank)
         self.first, self.last = 0 in mine, count - 1 in mine
         models = [_stage_model(row, variant, layers[number]) for number in mine]
         stages = [
@@ -254,6 +259,12 @@ def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
 def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | PipelineTrainer:
     kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
     return kind(row, variant, rank)
+
+
+def connect_alone() -> None:
+    """A group for a process without others, for tools that ask for groups there, too."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:

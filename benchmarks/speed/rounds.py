@@ -36,6 +36,19 @@ class Round:
         return self.foreign_share > FOREIGN_LIMIT
 
 
+@dataclass(frozen=True)
+class LeastTimes:
+    """Seconds of a step's bare linear GEMMs, and of these and its attention, on one rank. The
+    fastest of the ways that are known here, and the least of several measurements: no step can
+    take less."""
+
+    gemm_s: float
+    both_s: float
+
+    def least(self, other: "LeastTimes") -> "LeastTimes":
+        return LeastTimes(min(self.gemm_s, other.gemm_s), min(self.both_s, other.both_s))
+
+
 def busy_cpu_s(stat: str | None = None) -> float:
     """CPU time that processes of this machine have used since boot, from the text of /proc/stat.
 
@@ -76,8 +89,7 @@ class Constants:
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: it did not finish
-    gemm_time_s: float  # of the bare linear GEMMs of one step, on the rank that has most
-    attention_time_s: float  # of its attention, the best way of those known here
+    limits: LeastTimes  # the least of all rounds
     losses: list[float]  # of all steps, those before the first round included
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]  # by the name of each way that was tried
@@ -100,8 +112,10 @@ class Result:
     peer_peak_memory_bytes: int | None
     gemm_share: float
     limit_share: float  # GEMMs and attention, over our step
+    counted: int  # so many of the rounds, the least disturbed ones, are what the figures are of
     rounds: list[dict[str, float]]
-    disturbed: int
+    disturbed: int  # of all rounds
+    counted_disturbed: int
     losses: list[float]
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]
@@ -123,7 +137,7 @@ def summarise(
     rate = statistics.median(r.tokens_per_s for r in used)
     layout, precision, tool, peer = names
     shared = dict(vars(sample))
-    gemm_time_s, attention_time_s = shared.pop("gemm_time_s"), shared.pop("attention_time_s")
+    limits = shared.pop("limits")
     return Result(
         layout=layout,
         precision=precision,
@@ -134,10 +148,12 @@ def summarise(
         ratio_median=statistics.median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
-        gemm_share=gemm_time_s * rate / tokens,
-        limit_share=(gemm_time_s + attention_time_s) * rate / tokens,
+        gemm_share=limits.gemm_s * rate / tokens,
+        limit_share=limits.both_s * rate / tokens,
+        counted=len(used),
         rounds=[{**asdict(r), "ratio": r.ratio} for r in rounds],
         disturbed=sum(r.disturbed for r in rounds),
+        counted_disturbed=sum(r.disturbed for r in used),
         peer_finished=sample.peer_peak_memory_bytes is not None,
         measured=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         scalar=precision == "bf16" and tool != "ptdmpi" and machine()["bf16"] == "none",
@@ -188,7 +204,8 @@ def table(results: Sequence[Result]) -> str:
     units = f"instructions of this processor for bf16: {machine()['bf16']}"
     head = (
         f"{'layout':12} {'type':5} {'tokens/s':>9} {'peer':>9} {'ratio':>6} {'min':>6} {'max':>6} "
-        f"{'MiB':>6} {'peer':>6} {'GEMMs':>6} {'limit':>6} {'disturbed':>9}  peer's way"
+        f"{'MiB':>6} {'peer':>6} {'GEMMs':>6} {'limit':>6} {'rounds':>6} {'quiet':>5} {'of all':>6}"
+        "  peer's way"
     )
     lines = [units, head]
     for r in results:
@@ -203,6 +220,6 @@ def table(results: Sequence[Result]) -> str:
             f"{ratios} "
             f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
             f"{r.gemm_share:6.0%} {r.limit_share:6.0%} "
-            f"{r.disturbed:4d} of {len(r.rounds):2d}  {r.peer}"
+            f"{r.counted:6d} {r.counted - r.counted_disturbed:5d} {len(r.rounds):6d}  {r.peer}"
         )
     return "\n".join(lines)

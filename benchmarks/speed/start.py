@@ -15,10 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.launch import ROOT, mpirun, start
+from benchmarks.launch import COMPILED, ROOT, mpirun, start
 
 STEPS, LIMIT_S, PAUSE_S = 3, 120.0, 0.005
-COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # as everybody's Python keeps it
 
 
 def imports_s(ranks: int) -> float:

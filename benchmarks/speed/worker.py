@@ -89,8 +89,11 @@ def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
     if tool == "deepspeed":
         from benchmarks.speed.others import deep_speed
 
-        return deep_speed.DeepSpeedTrainer
+        return deep_speed.trainer
     if tool == "torchtitan":
+        from benchmarks.speed.others import stand_ins
+
+        stand_ins.for_torchtitan()
         from benchmarks.speed.others import titan
 
         return titan.TitanTrainer

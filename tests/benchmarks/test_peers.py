@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,8 +10,18 @@ import pytest
 
 from benchmarks.speed import bench, peers
 from benchmarks.speed.bench import check_losses
-from benchmarks.speed.case import LAYOUTS, TOOLS, GptSizes, Row, Variant, select, select_tools
-from benchmarks.speed.sides import Side, TimedSteps
+from benchmarks.speed.case import (
+    LAYOUTS,
+    TOOLS,
+    GptSizes,
+    Row,
+    Variant,
+    every,
+    select,
+    select_tools,
+)
+from benchmarks.speed.rounds import LeastTimes
+from benchmarks.speed.sides import Side, SideFailed, TimedSteps, TimeIsOver
 from benchmarks.speed.trials import Trials, rivals
 from ptdmpi.config import InputError
 
@@ -20,13 +31,20 @@ TINY = GptSizes(
 
 
 def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same():
-    for row in select(None):
-        # weak scaling is told by this project alone
+    for row in every():
+        # weak scaling is told by this project alone, and what compiling gains
         assert "torch" in row.peers or row.peers == {"ptdmpi": "single"}
         assert set(row.peers) <= set(TOOLS)
     # with this project itself as a rival, undivided or with the other schedule
     assert Row("d=2,zero=3", "bf16").peers["ptdmpi"] in LAYOUTS
     assert Row("p=2,v=2,zb-v", "bf16").peers["ptdmpi"] == "p=2,v=2"
+    # five others, each wherever it does what the row does
+    stand = {tool: [row.layout for row in select("fp32") if tool in row.peers] for tool in TOOLS}
+    five = ["single", "d=2", "t=2", "p=2", "p=2,v=2"]
+    assert stand["megatron"] == five
+    assert stand["torchtitan"] == ["single", "t=2", "p=2", "p=2,v=2", "d=2,zero=3"]
+    assert stand["deepspeed"] == ["d=2", "p=2", "d=2,zero=1", "d=2,zero=3"]
+    assert stand["transformers"] == ["single"]
 
 
 def test_an_unknown_peer_is_refused_with_who_is_known():
@@ -40,17 +58,47 @@ def test_a_peer_that_cannot_be_installed_is_named_and_the_others_go_on(monkeypat
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     monkeypatch.setattr(peers, "PINS", {"deepspeed": ("no-such-trainer==0.0.0",)})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    found, absent = rivals(Row("d=2,zero=1", "fp32"), ["deepspeed", "torch", "ptdmpi"], Trials())
+    tools = ["deepspeed", "torch", "ptdmpi"]
+    absent = peers.absent(tools, time.monotonic() + 600.0)
+    assert list(absent) == ["deepspeed"]
+    found, without = rivals(Row("d=2,zero=1", "fp32"), tools, absent, Trials())
     assert [rival.tool for rival in found] == ["torch", "ptdmpi"]
-    assert len(absent) == 1
-    assert absent[0].startswith("DeepSpeed ZeRO-1: not available (ERROR: No matching distribution")
+    assert len(without) == 1
+    assert without[0].startswith("DeepSpeed ZeRO-1: not available (ERROR: No matching distribution")
     assert list(tmp_path.iterdir()) == []  # nothing half done is left
+
+
+def test_installing_takes_its_share_of_the_time_and_no_more(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    limits = []
+
+    def install(tool, limit_s):
+        limits.append(round(limit_s))
+        raise peers.PeerMissing("offline")
+
+    monkeypatch.setattr(peers, "install", install)
+    assert peers.absent(["a", "b"], time.monotonic() + 600.0) == {"a": "offline", "b": "offline"}
+    assert limits == [100, 200]  # of a third; what the first has left is the second's
+    peers.absent(["a"], time.monotonic() + 1e5)
+    peers.absent(["a"], time.monotonic() - 1.0)
+    assert limits[2:] == [peers.LIMIT_S, 0]
+
+
+def test_what_was_ended_while_it_compiled_is_not_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    lock = tmp_path / "deepspeed" / peers.BUILT / "shm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    (lock.parent / "shm.o").touch()
+    assert peers.absent([], time.monotonic()) == {}
+    assert [file.name for file in lock.parent.iterdir()] == ["shm.o"]
+    assert peers.environment("deepspeed")["TORCH_EXTENSIONS_DIR"] == str(lock.parent.parent)
 
 
 def test_what_is_installed_with_other_pins_is_installed_anew(monkeypatch, tmp_path):
     done: list[list[str]] = []
 
-    def pip(words):
+    def pip(words, limit_s):
         done.append(words)
         (Path(words[1])).mkdir()
 
@@ -65,44 +113,85 @@ def test_what_is_installed_with_other_pins_is_installed_anew(monkeypatch, tmp_pa
     assert peers.environment("torch") == {}
 
 
-def test_a_round_of_all_sides_gives_each_peer_its_result(monkeypatch):
-    class Turns:
-        speeds: ClassVar = {"torch": 2.0, "deepspeed": 4.0}
-        row_of_rival: ClassVar[list[str]] = []
+class Turns:
+    """A side of known speed. `fails` and `strange` name whose first round ends it, and whose losses
+    are others; `ends` says in which round the time is over."""
 
-        def __init__(self, row, variant):
-            self.row = row
-            self.row_of_rival.append(row.layout)
-            tool = variant.tool if variant else None
-            self.speed = self.speeds.get(tool, 8.0) * row.case.tokens
+    speeds: ClassVar = {"torch": 2.0, "deepspeed": 4.0}
+    fails: ClassVar[str] = ""
+    strange: ClassVar[str] = ""
+    ends: ClassVar[float] = math.inf
+    rows: ClassVar[list[str]] = []
 
-        def __enter__(self):
-            return self
+    def __init__(self, row, variant, end_s):
+        self.row, self.steps = row, 0
+        self.rows.append(row.layout)
+        self.tool = variant.tool if variant else None
+        self.speed = self.speeds.get(self.tool, 8.0) * row.case.tokens
 
-        def __exit__(self, *error):
-            return None
+    def __enter__(self):
+        return self
 
-        def train(self, count):
-            return TimedSteps(row.case.tokens * count / self.speed, [9.0] * count, 1, 0.0)
+    def __exit__(self, *error):
+        return None
 
-        def limits(self):
-            return 0.01, 0.005
+    def train(self, count):
+        self.steps += count
+        if self.steps > self.ends:
+            raise TimeIsOver
+        if self.tool == self.fails:
+            raise SideFailed("it fell over")
+        loss = 8.0 if self.tool == self.strange else 9.0
+        return TimedSteps(self.row.case.tokens * count / self.speed, [loss] * count, 1, 0.0)
 
-    row = Row("d=2,zero=1", "fp32", TINY)
+    def limits(self):
+        return LeastTimes(0.01, 0.015)
+
+
+@pytest.fixture
+def contest(monkeypatch):
+    """A row between us, plain torch, DeepSpeed and ourselves, undivided."""
+    monkeypatch.setattr(Turns, "rows", [])
     monkeypatch.setattr(bench, "Side", Turns)
-    monkeypatch.setattr("benchmarks.speed.trials.install", lambda tool: None)
-    against, _ = rivals(row, TOOLS, Trials())
-    results = bench.measure(row, 3, 1, against, math.inf)
-    assert [(each.tool, each.ratio_median) for each in results] == [
-        ("torch", 4.0),
-        ("deepspeed", 2.0),
-        ("ptdmpi", 1.0),
-    ]
-    assert Turns.row_of_rival == ["d=2,zero=1"] * 3 + ["d=2"]
+    row = Row("d=2,zero=1", "fp32", TINY)
+    against, _ = rivals(row, TOOLS, {}, Trials())
+    return bench.Contest(row, against, math.inf)
+
+
+def ratios(results):
+    return [(each.tool, each.ratio_median) for each in results]
+
+
+def test_a_round_of_all_sides_gives_each_peer_its_result(contest):
+    contest.run(3, 1, math.inf)
+    results = contest.results(3, 1)
+    assert ratios(results) == [("torch", 4.0), ("deepspeed", 2.0), ("ptdmpi", 1.0)]
+    assert Turns.rows == ["d=2,zero=1"] * 3 + ["d=2"]
     assert {len(each.rounds) for each in results} == {3}
-    # a row whose time is over has one round all the same
-    results = bench.measure(row, 3, 1, against, 0.0)
-    assert {len(each.rounds) for each in results} == {1}
+    assert contest.out == []
+
+
+def test_a_row_whose_time_is_over_has_one_round_all_the_same(contest):
+    contest.run(3, 1, 0.0)
+    assert {len(each.rounds) for each in contest.results(3, 1)} == {1}
+
+
+@pytest.mark.parametrize("how", ["fails", "strange"])
+def test_who_fails_or_computes_something_else_is_out(monkeypatch, contest, how):
+    monkeypatch.setattr(Turns, how, "torch")
+    contest.run(3, 1, math.inf)
+    assert ratios(contest.results(3, 1)) == [("deepspeed", 2.0), ("ptdmpi", 1.0)]
+    assert len(contest.out) == 1
+    assert contest.out[0].startswith("d2zero1-fp32, torch: out: ")
+
+
+def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest):
+    monkeypatch.setattr(Turns, "ends", 3)  # the first warms up
+    contest.run(5, 1, math.inf)
+    assert {len(each.rounds) for each in contest.results(5, 1)} == {2}
+    monkeypatch.setattr(Turns, "ends", 1)
+    with pytest.raises(TimeIsOver):
+        bench.Contest(contest.row, contest.against, 0.0).run(5, 1, math.inf)
 
 
 @pytest.mark.long
@@ -114,7 +203,10 @@ def test_a_round_of_all_sides_gives_each_peer_its_result(monkeypatch):
         (Row("d=2,zero=1", "fp32", TINY), Variant()),
         (Row("d=2,zero=3", "fp32", TINY), Variant(reduce_each=True)),
         (Row("d=2,zero=3", "fp32", TINY), Variant("deepspeed")),
+        (Row("p=2", "bf16", TINY), Variant("deepspeed", cast="masters")),
         (Row("d=2,zero=3", "fp32", TINY), Variant("torchtitan")),
+        (Row("t=2", "bf16", TINY), Variant("torchtitan", "policy", sequence_parallel=True)),
+        (Row("p=2,v=2", "fp32", TINY), Variant("torchtitan")),
         (Row("single", "fp32", TINY), Variant("transformers")),
         (Row("t=2", "fp32", TINY), Variant("megatron")),
         (Row("p=2,v=2", "bf16", TINY), Variant("megatron", cast="masters")),
@@ -130,6 +222,6 @@ def test_both_sides_compute_the_same(row, variant):
         steps, peer_steps = ours.train(3), peer.train(3)
         assert steps.losses[2] < steps.losses[0]  # it does train
         check_losses(row, "torch", steps.losses, peer_steps.losses)
-        assert min(ours.limits()) > 0.0
+        assert 0.0 < ours.limits().gemm_s < ours.limits().both_s
         assert ours.steps_done == 3
         assert steps.peak_memory_bytes > 0

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields, replace
-from typing import ClassVar
 
 import pytest
+import torch
 
 from benchmarks.data.tokenize import rates_between
-from benchmarks.speed import bench
+from benchmarks.speed import bench, ours
 from benchmarks.speed.bench import RESULTS, check_losses
 from benchmarks.speed.case import (
     LAYOUTS,
@@ -20,11 +20,12 @@ from benchmarks.speed.case import (
     GptSizes,
     Row,
     Variant,
-    choices,
+    every,
     select,
 )
 from benchmarks.speed.rounds import (
     Constants,
+    LeastTimes,
     PeerTrial,
     Result,
     Round,
@@ -38,9 +39,13 @@ from benchmarks.speed.rounds import (
     write,
 )
 from benchmarks.speed.shown import picture, scaling
-from benchmarks.speed.sides import Side, SideFailed, SideTooSlow, TimedSteps, family_cpu_s
-from benchmarks.speed.trials import Trials
+from benchmarks.speed.sides import (
+    Side,
+    SideFailed,
+    family_cpu_s,
+)
 from ptdmpi.config import InputError
+from ptdmpi.model import kernels
 
 TINY = GptSizes(
     layers=4, hidden=32, heads=2, seq_length=16, vocab_size=64, global_size=8, micro_size=1
@@ -57,11 +62,29 @@ def test_only_the_asked_side_is_reproducible():
 def test_all_rows():
     rows = select(None)
     assert [row.layout for row in rows[::2]] == [
-        *("single", "d=2", "t=2", "p=2", "p=2,v=2", "p=2,v=2,zb-v"),
-        *("d=2,zero=1", "d=2,zero=3", "d=2,weak", "t=2,weak", "p=2,weak"),
+        *("single", "d=2", "t=2", "p=2", "p=2,v=2", "d=2,weak", "t=2,weak", "p=2,weak"),
     ]
     assert {row.precision for row in rows} == {"fp32", "bf16"}
-    assert len({row.id for row in rows}) == 22
+    others = {row.layout for row in every()} - {row.layout for row in rows}
+    assert others == {"p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", "single,compile"}
+    assert len({row.id for row in every()}) == 24
+
+
+def test_the_time_is_shared_by_how_long_a_round_of_all_sides_takes():
+    work = {row.id: row.work for row in every()}
+    # ours, torch, Megatron-Core, torchtitan and transformers, each on one core
+    assert work["single-fp32"] == 2 * work["single-bf16"] == 10.0
+    # ours, torch, Megatron-Core and torchtitan on two, and one rank alone
+    assert work["t2-fp32"] == 6.0
+    # of twice the work: two ranks, and one
+    assert work["d2weak-bf16"] == 2.0
+
+
+def test_compiled_layers_are_beside_those_that_are_not():
+    for row in select("singlecompile"):
+        assert row.config.run.compile and not row.alone.config.run.compile
+        assert row.peers == {"ptdmpi": row.alone.layout} and row.alone.case == row.case
+    assert not any(row.config.run.compile for row in select(None))
 
 
 def test_in_weak_scaling_a_rank_has_as_much_to_do_as_one_alone():
@@ -93,7 +116,7 @@ def test_an_unknown_row_is_refused_with_what_is_legal():
         select("t2 t3")
 
 
-STRONG = [row for row in select(None) if row.layout not in WEAK]
+STRONG = [row for row in every() if row.layout not in WEAK]
 
 
 @pytest.mark.parametrize("row", STRONG, ids=lambda row: row.id)
@@ -114,81 +137,6 @@ def test_the_configuration_of_a_row_is_the_case(row):
 def test_a_row_survives_its_journey_to_a_worker():
     row = Row("p=2,v=2", "bf16", TINY)
     assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
-
-
-def test_fp32_has_one_way_and_no_trial_but_for_dtensor():
-    assert choices(Row("d=2", "fp32"), "torch") == []
-    assert Trials().fastest(Row("d=2", "fp32"), "torch") == (Variant("torch"), {})
-    assert len(choices(Row("t=2", "bf16"), "torch")) == 3
-    assert choices(Row("d=2,zero=3", "bf16"), "torch")[0] == [{"cast": "policy"}]
-    assert choices(Row("d=2,zero=3", "fp32"), "deepspeed") == []
-
-
-class FakeSide:
-    """A side of known speeds; autocast for each microbatch never ends."""
-
-    speeds: ClassVar = {"fp32": 1.0, "step": 2.0, "masters": 3.0}
-    started: ClassVar[list[Variant]] = []
-
-    def __init__(self, row, variant):
-        assert row.config.microbatches == 2
-        self.variant, self.limit_s = variant, None
-        self.started.append(variant)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-    def train(self, count, limit_s=600.0):
-        if self.variant.cast == "microbatch":
-            raise SideTooSlow(f"more than {limit_s} s")
-        speed = self.speeds[self.variant.cast] + self.variant.sequence_parallel
-        speed -= 0.5 * self.variant.loss_parallel
-        return TimedSteps(1.0 / speed, [9.0], 1, 0.0)
-
-
-def test_the_fastest_way_is_found_decision_by_decision(monkeypatch):
-    monkeypatch.setattr("benchmarks.speed.trials.Side", FakeSide)
-    monkeypatch.setattr(FakeSide, "started", [])
-    trials = Trials()
-    best, tried = trials.fastest(Row("t=2", "bf16"), "torch", 1.0)
-    assert best == Variant("torch", "masters", loss_parallel=False, sequence_parallel=True)
-    # three casts, then one more for each of the other two decisions
-    assert len(tried) == 5
-    given_up = [name for name, trial in tried.items() if not trial.finished]
-    assert given_up == ["bf16 autocast, loss parallel"]
-    assert tried[best.name].tokens_per_s == max(trial.tokens_per_s for trial in tried.values())
-    assert trials.fastest(Row("single", "bf16"), "torch", 1.0)[0] == Variant("torch", "masters")
-    # what was hopeless once is not tried in another row
-    assert [way.cast for way in FakeSide.started].count("microbatch") == 1
-
-
-def test_where_no_way_is_left_there_is_still_a_bound(monkeypatch):
-    class Hopeless(FakeSide):
-        def train(self, count, limit_s=600.0):
-            raise SideTooSlow(f"more than {limit_s} s")
-
-    monkeypatch.setattr("benchmarks.speed.trials.Side", Hopeless)
-    trials = Trials()
-    for _ in range(2):  # also in a row after it
-        best, tried = trials.fastest(Row("single", "bf16"), "torch", 1000.0)
-        assert best is None
-        assert tried and not any(trial.finished for trial in tried.values())
-
-
-def test_a_slow_way_of_dividing_does_not_condemn_its_cast(monkeypatch):
-    class SlowWithoutLossParallel(FakeSide):
-        def train(self, count, limit_s=600.0):
-            if not self.variant.loss_parallel:
-                raise SideTooSlow(f"more than {limit_s} s")
-            return super().train(count, limit_s)
-
-    monkeypatch.setattr("benchmarks.speed.trials.Side", SlowWithoutLossParallel)
-    trials = Trials()
-    assert trials.fastest(Row("t=2", "fp32"), "torch")[0].loss_parallel
-    assert trials.hopeless == set()
 
 
 def test_busy_time_is_that_of_processes_and_of_other_guests():
@@ -234,10 +182,29 @@ def test_quiet_rounds_count_and_all_are_kept():
     assert result.tokens_per_s == 2.5
     assert result.disturbed == 1
     assert [r["ratio"] for r in result.rounds] == [9.0, 2.0, 3.0]
-    # GEMMs of 8 s in a step of 20 tokens at 2.5 tokens/s
-    assert result.gemm_share == 1.0
-    # and 4 s of attention
-    assert result.limit_share == 1.5
+    assert (result.counted, result.counted_disturbed) == (2, 0)
+    # GEMMs of 4 s in a step of 20 tokens at 2.5 tokens/s
+    assert result.gemm_share == 0.5
+    # and 2 s of attention
+    assert result.limit_share == 0.75
+
+
+def test_the_limit_is_the_least_of_the_rounds_on_the_rank_that_has_most():
+    assert LeastTimes(4.0, 6.0).least(LeastTimes(5.0, 5.5)) == LeastTimes(4.0, 5.5)
+    side = Side(Row("p=2", "fp32", TINY), None)
+    # one rank has the head, the other one most of the attention: no rank has both
+    side.ask = lambda **command: [{"limits_s": [3.0, 7.0]}, {"limits_s": [5.0, 6.0]}]
+    assert side.limits() == LeastTimes(5.0, 7.0)
+
+
+def test_each_product_of_the_limit_is_taken_the_quickest_way(monkeypatch):
+    """And each at its quickest, so that no step is quicker than its limit."""
+    monkeypatch.setattr(ours, "REPEATS", 2)
+    monkeypatch.setattr(kernels, "has_fused", lambda: True)
+    times = iter([5.0, 1.0, 3.0, 2.0, 4.0, 3.0, 5.0, 2.0, 9.0, 3.0, 4.0, 3.0])
+    monkeypatch.setattr(ours, "_time_s", lambda work: next(times))
+    # output, input and weight gradient by one way, by the other, and again
+    assert ours._linear_time_s(2, 2, 2, torch.float32) == 2.0 + 1.0 + 3.0
 
 
 def test_results_are_written_row_by_row(tmp_path):
@@ -268,6 +235,8 @@ def test_the_table_has_a_line_for_each_row():
     assert lines[0].endswith(f"for bf16: {machine()['bf16']}")
     assert len(lines) == 4
     assert " 2.000 " in lines[2]
+    # both rounds count, both were undisturbed
+    assert lines[2].split("%")[-1].split()[:3] == ["2", "2", "2"]
     # who runs scalar code is no rival that one could be twice as fast as
     (line,) = table([replace(result, scalar=True)]).splitlines()[2:]
     assert " scalar " in line and " 2.000 " not in line
@@ -323,24 +292,23 @@ def test_a_worker_ends_with_its_commands():
     """The end of the stream is the end of the work, so that no rank outlives the benchmark."""
     from benchmarks.speed.worker import serve
 
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    here, there = socket.socketpair()
+    with here, there:
         trainer = type("Trainer", (), {"rank": 3})()
-        stream, other = ours.makefile("rw"), theirs.makefile("rw")
+        stream, other = here.makefile("rw"), there.makefile("rw")
         other.write(json.dumps({"limits": True}) + "\n")
         other.flush()
-        theirs.shutdown(socket.SHUT_WR)
-        serve(stream, trainer, lambda: (0.5, 0.25))
+        there.shutdown(socket.SHUT_WR)
+        serve(stream, trainer, lambda: (0.25, 0.5))
         assert json.loads(other.readline())["rank"] == 3
-        assert json.loads(other.readline())["limits_s"] == [0.5, 0.25]
+        assert json.loads(other.readline())["limits_s"] == [0.25, 0.5]
 
 
 def _result(done: list[Round]) -> Result:
     sample = Constants(
         peak_memory_bytes=1,
         peer_peak_memory_bytes=2,
-        gemm_time_s=8.0,
-        attention_time_s=4.0,
+        limits=LeastTimes(gemm_s=4.0, both_s=6.0),
         losses=[9.0],
         peer_losses=[9.0],
         peer_trials={"masters": PeerTrial(2.0, finished=True)},
@@ -361,12 +329,13 @@ def test_without_units_for_bf16_the_time_is_spent_on_fp32(monkeypatch, capsys, r
     """Unless somebody asks for the others."""
     asked: list[str] = []
 
-    def rivals(row, tools, trials):
+    def rivals(row, tools, absent, trials):
         asked.append(row.precision)
         return [], []
 
     here = machine() | {"bf16": "none"}
     monkeypatch.setattr(bench, "rivals", rivals)
+    monkeypatch.setattr(bench.peers, "absent", lambda tools, end_s: {})
     monkeypatch.setattr(bench.measuring, "machine", lambda: here)
     monkeypatch.setattr(bench.measuring, "write", lambda *given: None)
     monkeypatch.setattr(bench.picture, "draw", lambda *given: None)

@@ -1,17 +1,23 @@
-"""DeepSpeed's ZeRO on CPU over gloo: plain torch's GPT, weights, batches and optimizer."""
+"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, around plain torch's GPT, weights, batches
+and optimizer."""
 
 import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt, mean_loss
-from benchmarks.speed.plain_torch import adam_settings, groups, microbatches
+from benchmarks.speed.plain_torch import adam_settings, groups, layers_of_stages, microbatches
 
 
-class DeepSpeedTrainer:
+def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | PipelineTrainer":
+    kind = PipelineTrainer if row.sizes.pipeline > 1 else ZeroTrainer
+    return kind(row, variant, rank)
+
+
+class ZeroTrainer:
     """One rank of a DeepSpeed engine; what is not set has DeepSpeed's default.
 
     Its step sums, divides and updates behind the last microbatch. Gradients add up in the type of
@@ -23,11 +29,8 @@ class DeepSpeedTrainer:
         deepspeed = _imported(rank)
         config = row.config
         model = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
-        parameters = list(model.parameters())
-        adam = torch.optim.AdamW(groups(config, parameters), **adam_settings(config), fused=True)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=adam, config=_settings(row, variant)
-        )
+        # without any sharding it would be DistributedDataParallel, which plain torch has here
+        self.engine = _engine(deepspeed, row, variant, model, zero=max(1, row.sizes.zero))
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
         return microbatches(self.row, self.rank, step)
@@ -42,6 +45,42 @@ class DeepSpeedTrainer:
         return float(torch.stack(losses).double().mean())
 
 
+class PipelineTrainer:
+    """One rank of DeepSpeed's PipelineModule and its 1F1B, cut at the same layers as this project.
+    Beside bf16 weights its gradients add up in float32, and so do its masters."""
+
+    def __init__(self, row: Row, variant: Variant, rank: int) -> None:
+        self.row, self.rank = row, rank
+        deepspeed = _imported(rank)
+        from deepspeed.pipe import LayerSpec, PipelineModule
+
+        # a stage as one of its layers: only a rank's own is built
+        stages = [
+            LayerSpec(Gpt, row.config, layers, row.case.vocab_size, False)
+            for layers in layers_of_stages(row)
+        ]
+        model = PipelineModule(
+            stages, num_stages=len(stages), loss_fn=mean_loss, partition_method="uniform"
+        )
+        self.engine = _engine(deepspeed, row, variant, model, zero=0)
+
+    def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        return microbatches(self.row, 0, step)
+
+    def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        return float(self.engine.train_batch(data_iter=iter(batch)))
+
+
+def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, zero: int) -> Any:
+    config = row.config
+    parameters = list(model.parameters())
+    adam = torch.optim.AdamW(groups(config, parameters), **adam_settings(config), fused=True)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adam, config=_settings(row, variant, zero)
+    )
+    return engine
+
+
 def _imported(rank: int) -> Any:
     """The module. It asks the environment which device there is, and which one is its own."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
@@ -51,7 +90,7 @@ def _imported(rank: int) -> Any:
     return deepspeed
 
 
-def _settings(row: Row, variant: Variant) -> dict[str, Any]:
+def _settings(row: Row, variant: Variant, zero: int) -> dict[str, Any]:
     case, config = row.case, row.config
     casts: dict[str, dict[str, Any]] = {
         "fp32": {},
@@ -64,7 +103,7 @@ def _settings(row: Row, variant: Variant) -> dict[str, Any]:
         "gradient_accumulation_steps": config.microbatches,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
-        "zero_optimization": {"stage": row.sizes.zero},
+        "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
         # torch's fused AdamW, as all sides have it
         "zero_force_ds_cpu_optimizer": False,

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
-from benchmarks.speed.plain_torch import adam_settings, groups, microbatches
-from ptdmpi.plan.layout.stages import head_in_layers, split_layers
-from ptdmpi.plan.schedule.orders import placement
+from benchmarks.speed.plain_torch import (
+    adam_settings,
+    connect_alone,
+    groups,
+    layers_of_stages,
+    microbatches,
+)
 
 # This project's names of a layer's parts, beside Megatron-Core's.
 PARTS = {
@@ -100,8 +103,7 @@ class MegatronTrainer:
 
         self.row, self.rank = row, rank
         sizes = row.sizes
-        if not dist.is_initialized():  # one process has groups too
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        connect_alone()
         random._set_cuda_rng_state = random._get_cuda_rng_state = _ignored
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
@@ -168,10 +170,7 @@ def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callab
 
 def _cut(row: Row) -> list[list[str]]:
     """Its pipeline layout: what each stage has, cut at the same layers as this project's."""
-    sizes, model = row.sizes, row.config.model
-    placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
-    layers = split_layers(model.layers, placed, head_in_layers(model, row.case.vocab_size))
-    stages = [["decoder"] * len(each) for each in layers]
+    stages = [["decoder"] * len(each) for each in layers_of_stages(row)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 

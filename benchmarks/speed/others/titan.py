@@ -1,71 +1,312 @@
-"""torchtitan's sharding and loss on CPU over gloo, around plain torch's GPT.
+"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss, put
+together as by its trainer, with plain torch's GPT for initial weights, and torch's fused AdamW.
 
-Its Trainer is left out: it asks for a CUDA device and imports Triton, which CPU builds of torch are
-without. Its models have other layers, and their losses could not be compared.
+Its trainer itself asks for a CUDA device. What its parts ask of one, and Triton, which torch for
+CPUs is without, is stood in for (`stand_ins.py`, before this is imported). Of the GPT, it has
+neither learned positions nor an MLP of two matrices, nor attention without rotation: these three
+are its classes with that changed.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common import decoder_sharding as shardings
+from torchtitan.models.common.attention import (
+    FusedQKVLinear,
+    GQAttention,
+    ScaledDotProductAttention,
+)
+from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.parallelize import parallelize_llama
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
 
 from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
-from benchmarks.speed.plain_torch import Optimizer, microbatches
+from benchmarks.speed.plain_torch import Optimizer, connect_alone, layers_of_stages, microbatches
+
+# its default wants a newer torch for sharding (parameters with types and without DTensors)
+BACKEND = "partial_dtensor"
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+# torchtitan's names, beside plain torch's: of a layer's parts, and of the rest
+PARTS = {
+    "attention_norm": "attention_norm",
+    "attention.qkv_linear.wqkv": "attention.qkv",
+    "attention.wo": "attention.out",
+    "ffn_norm": "mlp_norm",
+    "feed_forward.w1": "mlp.up",
+    "feed_forward.w2": "mlp.down",
+}
+ENDS = {
+    "tok_embeddings.weight": "embedding.word.weight",
+    "tok_embeddings.position": "embedding.position.weight",
+    "norm.weight": "final_norm.weight",
+    "norm.bias": "final_norm.bias",
+    "lm_head.weight": "head.weight",
+}
 
 
-class TitanGpt(Gpt):
-    """The GPT, its parts under the names by which torchtitan's sharding asks for them."""
+class PositionedEmbedding(Embedding):
+    """Its embedding, and a learned row for each position added to it."""
 
-    enable_weight_tying = False
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        length: int
 
-    @property
-    def tok_embeddings(self) -> nn.Module | None:
-        return self.embedding
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.position = nn.Parameter(torch.empty(config.length, config.embedding_dim))
 
-    @property
-    def norm(self) -> nn.Module | None:
-        return self.final_norm
+    def forward(self, input: Tensor) -> Tensor:
+        position = self.position
+        position = position.to_local() if isinstance(position, DTensor) else position
+        if self.tp_group is not None:  # what ranks return is summed
+            position = position / dist.get_world_size(self.tp_group)
+        return super().forward(input) + position
 
-    @property
-    def lm_head(self) -> nn.Module | None:
-        return self.head
+
+class Unrotated(Module):
+    """In the place of rotary positions: none."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        return q, k
+
+
+class Mlp(Module):
+    """Two of its linears around tanh GELU."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        w1: Linear.Config
+        w2: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.w1, self.w2 = config.w1.build(), config.w2.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
 class TitanTrainer:
-    """One rank of torchtitan's training step: losses are sums over the tokens of the whole batch,
-    and gradients are reduced into shards after each microbatch."""
+    """One rank of torchtitan's training step: losses are sums over the tokens of the whole batch;
+    parameters are sharded over the data ranks (one, where there is one), which is its way to bf16
+    beside float32 masters, and gradients reduced into shards after each microbatch."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
+        connect_alone()
         self.row, self.rank = row, rank
-        config = row.config
-        layers = range(config.model.layers)
-        self.model = TitanGpt(config, layers, row.case.vocab_size, autocast=False)
-        apply_fsdp_to_decoder(
-            self.model,
-            init_device_mesh("cpu", (row.sizes.data,), mesh_dim_names=("fsdp",)),
-            param_dtype=torch.bfloat16 if variant.cast == "policy" else torch.float32,
-            reduce_dtype=torch.float32,
-            pp_enabled=False,
-        )
-        for module in self.model.modules():
+        sizes = row.sizes
+        self.data_rank = rank if sizes.data > 1 else 0
+        set_spmd_backend(BACKEND)
+        dims = _dims(row)
+        dims.build_mesh()
+        config = _model_config(row, variant)
+        model = config.build()
+        _load(model, row)
+        loss = CrossEntropyLoss(CrossEntropyLoss.Config(global_vocab_size=row.case.vocab_size))
+        tokens = torch.tensor(row.case.tokens)
+        self.loss = lambda logits, labels: loss(logits, labels, tokens)
+        given = _settings(row, variant) | {"parallel_dims": dims}
+        self.schedule, self.ends = None, (True, True)
+        if sizes.pipeline > 1:
+            found = pipeline_llm(
+                model,
+                **given,
+                device=torch.device("cpu"),
+                model_config=config,
+                parallelize_fn=parallelize_llama,
+                loss_fn=self.loss,
+            )
+            self.schedule, self.models, *ends = found
+            self.ends = tuple(ends)
+        else:
+            self.models = [parallelize_llama(model, **given)]
+        for module in (each for one in self.models for each in one.modules()):
             if isinstance(module, FSDPModule):
                 # torchtitan's factor of 1 would be multiplied within the sum, which gloo cannot
                 module.set_force_sum_reduction_for_comms(True)
-        parameters = list(self.model.parameters())
-        self.optimizer = Optimizer(config, parameters, masters=False, divided=False)
+        parameters = [each for one in self.models for each in one.parameters()]
+        self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        return microbatches(self.row, self.rank, step)
+        return microbatches(self.row, self.data_rank, step)
 
-    def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
-        losses = []
-        for inputs, labels in batch:
-            loss = cross_entropy_loss(self.model(inputs), labels) / self.row.case.tokens
-            loss.backward()
-            losses.append(loss.detach())
+    def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
+        losses = self._accumulated(batch) if self.schedule is None else self._piped(batch)
         self.optimizer.step()
+        if not losses:
+            return None
         # of this rank's share of the tokens
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
+
+    def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        losses = []
+        for inputs, labels in batch:
+            loss, _ = self.loss(self.models[0](inputs), labels)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _piped(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        losses: list[Tensor] = []
+        inputs, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
+        first, last = self.ends
+        given = (inputs,) if first else ()
+        wanted = {"target": labels, "losses": losses} if last else {}
+        self.schedule.step(*given, **wanted, return_outputs=False)
+        return losses
+
+
+def _dims(row: Row) -> ParallelDims:
+    sizes = row.sizes
+    return ParallelDims(
+        dp_replicate=1,
+        dp_shard=sizes.data,
+        cp=1,
+        tp=sizes.tensor,
+        pp=sizes.pipeline,
+        ep=1,
+        world_size=sizes.ranks,
+        spmd_backend=BACKEND,
+    )
+
+
+def _settings(row: Row, variant: Variant) -> dict[str, Any]:
+    """What it has as configuration."""
+    case, sizes = row.case, row.sizes
+    parallelism = ParallelismConfig(
+        spmd_backend=BACKEND,
+        data_parallel_shard_degree=sizes.data,
+        tensor_parallel_degree=sizes.tensor,
+        enable_sequence_parallel=variant.sequence_parallel,
+        pipeline_parallel_degree=sizes.pipeline,
+    )
+    if sizes.pipeline > 1:
+        parallelism.pipeline_parallel_schedule = SCHEDULES[sizes.schedule]
+        parallelism.pipeline_parallel_microbatch_size = case.micro_size
+        parallelism.module_fqns_per_model_part = _cut(row)
+    return {
+        "training": TrainingConfig(
+            local_batch_size=case.global_size // sizes.data,
+            mixed_precision_param="bfloat16" if variant.cast == "policy" else "float32",
+        ),
+        "parallelism": parallelism,
+        "compile_config": CompileConfig(enable=False),
+        "ac_config": None,
+        "dump_folder": "",
+    }
+
+
+def _cut(row: Row) -> list[list[str]]:
+    """What each stage has, cut at the same layers as this project's."""
+    stages = [[f"layers.{layer}" for layer in each] for each in layers_of_stages(row)]
+    return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
+
+
+def _model_config(row: Row, variant: Variant) -> Llama3Model.Config:
+    model, vocab_size = row.config.model, row.case.vocab_size
+    divided = variant.sequence_parallel
+    between = (
+        shardings.dense_sequence_parallel_placement()
+        if divided
+        else shardings.dense_activation_placement(tp=spmd.I)
+    )
+    embedding = PositionedEmbedding.Config(
+        num_embeddings=vocab_size, embedding_dim=model.hidden, length=model.seq_length
+    )
+    head = Linear.Config(in_features=model.hidden, out_features=vocab_size)
+    config = Llama3Model.Config(
+        dim=model.hidden,
+        vocab_size=vocab_size,
+        tok_embeddings=embedding,
+        norm=_norm(row),
+        lm_head=head,
+        layers=[_block(row, between, divided) for _ in range(model.layers)],
+    )
+    shardings.set_decoder_sharding_config(config, enable_sp=divided)
+    whole = shardings.dense_param_placement(tp=spmd.R)
+    config.tok_embeddings.sharding_config.state_shardings["position"] = whole
+    _with_bias(config.norm)
+    return config
+
+
+def _block(row: Row, between: Any, divided: bool) -> Llama3TransformerBlock.Config:
+    model = row.config.model
+    hidden, inner = model.hidden, model.ffn_hidden
+    heads = {"head_dim": model.head_size, "n_heads": model.heads, "n_kv_heads": model.heads}
+    qkv = Linear.Config(in_features=hidden, out_features=3 * hidden, bias=True)
+    attention = GQAttention.Config(
+        n_heads=model.heads,
+        dim=hidden,
+        qkv_linear=FusedQKVLinear.Config(**heads, wqkv=qkv),
+        wo=Linear.Config(in_features=hidden, out_features=hidden, bias=True),
+        inner_attention=ScaledDotProductAttention.Config(),
+        rope=Unrotated.Config(),
+    )
+    shardings.set_gqa_attention_sharding(attention, enable_sp=divided)
+    shardings.set_gqa_inner_attention_local_map(attention.inner_attention)
+    mlp = Mlp.Config(
+        w1=Linear.Config(in_features=hidden, out_features=inner, bias=True),
+        w2=Linear.Config(in_features=inner, out_features=hidden, bias=True),
+    )
+    mlp.sharding_config = ShardingConfig(
+        in_src_shardings={"x": between},
+        in_dst_shardings={"x": shardings.dense_activation_placement(tp=spmd.R)},
+    )
+    mlp.w1.sharding_config = shardings.colwise_config()
+    mlp.w2.sharding_config = shardings.rowwise_config(output_sp=divided)
+    norms = {}
+    for name in ("attention_norm", "ffn_norm"):
+        norms[name] = _norm(row)
+        norms[name].sharding_config = shardings.norm_config(enable_sp=divided)
+        _with_bias(norms[name])
+    return Llama3TransformerBlock.Config(attention=attention, feed_forward=mlp, **norms)
+
+
+def _norm(row: Row) -> LayerNorm.Config:
+    model = row.config.model
+    return LayerNorm.Config(normalized_shape=model.hidden, eps=model.norm_eps)
+
+
+def _with_bias(norm: LayerNorm.Config) -> None:
+    """Its norms have none, and so no word of how it is divided: as the weight is."""
+    states = norm.sharding_config.state_shardings
+    states["bias"] = states["weight"]
+
+
+@torch.no_grad()
+def _load(model: nn.Module, row: Row) -> None:
+    """Plain torch's weights: both lay out qkv by heads."""
+    config = row.config
+    whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
+    weights = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        ours = ENDS.get(name)
+        if ours is None:
+            layers, number, rest = name.split(".", 2)
+            module, kind = rest.rsplit(".", 1)
+            ours = f"{layers}.{number}.{PARTS[module]}.{kind}"
+        parameter.copy_(weights[ours])

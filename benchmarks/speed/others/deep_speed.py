@@ -12,8 +12,8 @@ from benchmarks.speed.gpt_torch import Gpt, mean_loss
 from benchmarks.speed.plain_torch import adam_settings, groups, layers_of_stages, microbatches
 
 
-def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | PipelineTrainer":
-    kind = PipelineTrainer if row.sizes.pipeline > 1 else ZeroTrainer
+def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTrainer":
+    kind = StageTrainer if row.sizes.pipeline > 1 else ZeroTrainer
     return kind(row, variant, rank)
 
 
@@ -45,7 +45,7 @@ class ZeroTrainer:
         return float(torch.stack(losses).double().mean())
 
 
-class PipelineTrainer:
+class StageTrainer:
     """One rank of DeepSpeed's PipelineModule and its 1F1B, cut at the same layers as this project.
     Beside bf16 weights its gradients add up in float32, and so do its masters."""
 

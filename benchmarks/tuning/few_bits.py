@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/quantization.md"
 WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate
-LENGTH, BATCH, RATE = 256, 8, 1e-4  # of a pretrained model's
+LENGTH, BATCH, RATE = 256, 4, 1e-4  # of a pretrained model's
 FORMS = {  # codes and their block
     "int8, 64": ["--bits", "8"],
     "int4, 64": ["--bits", "4"],
@@ -57,7 +57,7 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
         "model": {**smol.sizes(base), "seq_length": LENGTH},
         "parallel": {"data": 2},
         "precision": {"compute": "bf16"},
-        "batch": {"global_size": BATCH, "micro_size": 1},
+        "batch": {"global_size": BATCH, "micro_size": BATCH // 2},  # rounded once a step
         "optimizer": {"learning_rate": RATE, "warmup_steps": steps // 10},
         "data": {"train": [{"path": str(data / "train")}]},
         "checkpoint": {"initial": str(base), "every_minutes": 0.0},
@@ -106,15 +106,15 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 
 
 def after_training(
-    trained: Callable[..., Path], data: Path, more: Sequence[str]
+    base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """As many steps more with rounded weights and without, then int4 of both."""
-    for title, name, settings in (
-        ("without", "plain", []),
-        ('with `quantize.weights = "int4"`', "aware", ["quantize.weights=int4"]),
+    """As many steps more with rounded weights and without, then int4 of both, and of the base."""
+    for title, model in (
+        ("not trained on", base),
+        ("without", trained("plain")),
+        ('with `quantize.weights = "int4"`', trained("aware", "quantize.weights=int4")),
     ):
-        model = trained(name, *settings)
-        for method in METHODS if name == "plain" else METHODS[:1]:
+        for method in METHODS:
             (one,) = quantized(model, data, "int4, 64", method, more)["perplexity"]
             yield [title, method, f"{one['before']:.3f}", f"{one['after']:.3f}"]
 
@@ -147,7 +147,8 @@ def main() -> None:
     parser.add_argument("--mark", default="demo", help="where in the page the table stands")
     parser.add_argument("--samples", default="128", help="of calibration")
     parser.add_argument("--length", help="their tokens")
-    parser.add_argument("--steps", type=int, default=60, help="that a MODEL is trained on for")
+    parser.add_argument("--steps", type=int, default=30, help="that a MODEL is trained on for")
+    parser.add_argument("--further", action="store_true", help="the further training alone")
     given = parser.parse_args()
     if not (given.data / "valid").is_dir():
         sys.exit(f"{given.data} has no valid/: make demo makes that of the demo's model")
@@ -155,11 +156,12 @@ def main() -> None:
     more = ["--samples", given.samples]
     more += ["--length", given.length] if given.length else []
     model = given.model or train("demo", STEPS)
-    written(given.mark, list(table(HEAD, rows(model, given.data, more))))
+    if not given.further:
+        written(given.mark, list(table(HEAD, rows(model, given.data, more))))
     steps = given.steps if given.model else MORE_STEPS
     on = partial(train_on, model, given.data, steps) if given.model else partial(demo_on, model)
     head = (f"{steps} steps more", "method", "perplexity in bf16", "then, in int4")
-    written(f"{given.mark}-aware", list(table(head, after_training(on, given.data, more))))
+    written(f"{given.mark}-aware", list(table(head, after_training(model, on, given.data, more))))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,7 @@ def test_gptq_changes_the_products_of_what_it_saw_less_than_rounding_does():
     generator = torch.Generator().manual_seed(3)
     mixed = torch.randn(64, 64, generator=generator)
     x = torch.randn(512, 64, generator=generator) @ mixed  # inputs that go together
+    x *= torch.logspace(-1, 0, 64)  # the greatest last: in the order of the columns it has 0.78
     x[:, 9] = 0.0
     weight, form = torch.randn(48, 64, generator=generator), LowBit("int4", 16)
     hessian = (x.t() @ x).double()
@@ -145,7 +146,7 @@ def test_gptq_changes_the_products_of_what_it_saw_less_than_rounding_does():
         error(one.values(torch.float32))
         for one in (packed(weight, form), gptq(weight, hessian, form))
     )
-    assert better < 0.6 * rounding
+    assert better < 0.4 * rounding
     # what it saw alone says nothing of inputs that do not go together: then it is rounding
     alone = gptq(weight, torch.eye(64, dtype=torch.float64), form).values(torch.float32)
     assert torch.equal(alone, packed(weight.double(), form).values(torch.float32))

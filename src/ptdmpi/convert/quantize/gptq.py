@@ -9,35 +9,37 @@ from ptdmpi.plan.shape.low_bit import LowBit
 
 # Of the mean of the Hessian's diagonal, added to it (section 3, step 3: "dampening" of 1 %).
 DAMPING = 0.01
+COLUMNS = 128  # made up for within, before all behind them are (section 3, step 2: B)
 
 
 def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     """The matrix [o, i] in few bits, given H = X^T X [i, i] of its inputs X (algorithm 1).
 
     Column by column: each is rounded, and what that does to the products is made up for, as far as
-    it can be, by the columns behind it. Scales are those of a block as it stands when its first
-    column is rounded (section 4, "grouping"). Columns whose inputs were always zero are rounded for
-    themselves.
+    it can be, by the columns behind it. Those of the greatest inputs are first, as long as most is
+    left to make up for them (`act-order` of the authors' program, github.com/IST-DASLab/gptq):
+    that reaches into all blocks of a row, so scales are those of the matrix as it was. Columns
+    whose inputs were always zero are rounded for themselves.
     """
-    left, inverse = weight.double().clone(), _inverse_factor(hessian.double())
-    values, scales = torch.empty_like(left), []
-    for start in range(0, left.shape[1], form.block):
-        stop = start + form.block
-        # a block at a time is made up for within, all behind it at once at its end (section 3,
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    left, inverse = weight.double()[:, order], _inverse_factor(hessian.double()[order][:, order])
+    scales, one = scales_of(weight.double(), form), LowBit(form.codes, 1)
+    of_column = scales.unflatten(-1, (-1, form.numbers))[:, order // form.block]
+    values = torch.empty_like(left)
+    for start in range(0, left.shape[1], COLUMNS):
+        stop = start + COLUMNS
+        # some columns are made up for within, all behind them at once at their end (section 3,
         # step 2: "lazy batch-updates")
-        block, factor = left[:, start:stop], inverse[start:stop, start:stop]
-        scale = scales_of(block, form)
-        errors = torch.empty_like(block)
-        for j in range(form.block):
-            column = block[:, j : j + 1]
-            one = LowBit(form.codes, 1)
+        columns, factor = left[:, start:stop], inverse[start:stop, start:stop]
+        errors = torch.empty_like(columns)
+        for j in range(columns.shape[1]):
+            column, scale = columns[:, j : j + 1], of_column[:, start + j]
             value = values_of(codes_of(column, scale, one), scale, one)
             errors[:, j : j + 1] = (column - value) / factor[j, j]
-            block[:, j + 1 :] -= errors[:, j : j + 1] * factor[j, j + 1 :]
+            columns[:, j + 1 :] -= errors[:, j : j + 1] * factor[j, j + 1 :]
             values[:, start + j : start + j + 1] = value
         left[:, stop:] -= errors @ inverse[start:stop, stop:]
-        scales.append(scale)
-    return packed(values, form, torch.cat(scales, dim=1))
+    return packed(values[:, order.argsort()], form, scales)
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What [data_parallel] and [optimizer] kind refuse, one line each with the reason, and allow."""
+"""What [data_parallel], [optimizer] and [adapt] refuse, a line each with the reason, and allow."""
 
 import pytest
 
-from ptdmpi.config import InputError, resolve
+from ptdmpi.config import InputError, resolve, to_toml
 from ptdmpi.config.methods import COMPRESSED_BY, USED_BY, told
 from tests._configs import small, tree
 
@@ -12,6 +12,7 @@ GOSSIP = {"data_parallel.method": "decentralized"}
 SGD = {"optimizer.kind": "sgd"}
 MUON = {"optimizer.kind": "muon"}
 CODES = {"data_parallel.compressor": "top_k"}
+FULL = {"adapt.method": "full", "adapt.base": "a"}
 LOW_RANK = {"data_parallel.method": "compressed", "data_parallel.compressor": "power_sgd"}
 
 
@@ -59,6 +60,9 @@ def mistakes(changes: dict) -> list[str]:
         ({**MUON, "parallel.offload": "optimizer"}, 'whole matrices; legal: offload = "none"'),
         ({**MUON, "adapt.method": "ia3"}, 'orthogonalizes matrices; legal: adapt.method = "lora"'),
         ({**MUON, **LOCAL, "data_parallel.average_moments": True}, "other moments of matrices"),
+        ({"adapt.method": "full"}, 'adapt.method = "full" trains all of a model: adapt.base is mi'),
+        ({**FULL, "checkpoint.initial": "b"}, "another beginning; legal: one of the two"),
+        ({**FULL, "adapt.rank": 4}, 'of no use to adapt.method = "full"; legal: rank = 8'),
         ({"optimizer.muon_scale": "original"}, 'legal: muon_scale = "match_rms_adamw"'),
     ],
 )
@@ -84,6 +88,10 @@ def test_what_makes_no_sense_is_refused_in_one_line(changes, said):
 )
 def test_what_goes_together_is_legal(changes):
     assert mistakes(changes) == []
+
+
+def test_all_of_a_base_is_trained_as_that_from_which_a_run_begins():
+    assert to_toml(small(FULL)) == to_toml(small({"checkpoint.initial": "a"}))
 
 
 def test_every_key_has_an_owner_or_is_the_method():

@@ -193,6 +193,20 @@ def test_a_resumed_run_has_the_same_bits(comm, tmp_path):
     assert all(torch.equal(again.adapters[name], one) for name, one in once.adapters.items())
 
 
+@parallel(ranks=[1])
+def test_all_of_it_is_tuned_in_full(comm, tmp_path):
+    bases(comm, tmp_path, "nf4")
+    low, numbers = str(tmp_path / "low"), []
+    for given in ({"adapt.method": "full", "adapt.base": low}, {"checkpoint.initial": low}):
+        run = tmp_path / f"run-{len(given)}"
+        with loop(comm, tmp_path, MODEL | SAVING | given | {"run.dir": str(run)}) as made:
+            made.run()
+            assert made.engine.buffer.few_bits.nbytes == 0
+        numbers.append([(one["loss"], one["grad_norm"]) for one in records(run) if "loss" in one])
+        assert f"begins from the weights of {low}" in log(run)
+    assert len(numbers[0]) == 2 and numbers[0] == numbers[1]
+
+
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path):
     corpus(tmp_path)
     _stored.stored(tmp_path / "whole", VOCAB_SIZE, **SHAPE)

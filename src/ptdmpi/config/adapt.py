@@ -1,4 +1,4 @@
-"""[adapt]: what is trained beside a frozen model, as data."""
+"""[adapt]: what of a model that is there is trained, as data."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -23,12 +23,14 @@ TARGETS = {
 }
 # Liu et al. 2022 (arXiv 2205.05638), section 3.3: keys, values, and what the MLP has inside.
 IA3_TARGETS = ("attention.k", "attention.v", "mlp.down")
-AdaptMethod = Literal["none", "lora", "ia3"]
+AdaptMethod = Literal["none", "lora", "ia3", "full"]
+WHOLE = ("none", "full")  # methods that freeze nothing
 # The keys that a method uses, `method` aside.
 USED: dict[str, tuple[str, ...]] = {
     "none": (),
     "lora": ("rank", "alpha", "dropout", "targets", "base"),
     "ia3": ("targets", "base"),
+    "full": ("base",),
 }
 
 
@@ -36,7 +38,10 @@ class AdaptConfig(Section):
     """What trains while all else of the model is frozen, but for the head of a [task]: low-rank
     products beside linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values and
     the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs; "all":
-    every linear, of ia3 the paper's three. `base`: the model whose weights are frozen."""
+    every linear, of ia3 the paper's three. `base`: the model whose weights are frozen.
+
+    "full": nothing is frozen, and all of `base` trains. `resolve` makes of that what it means,
+    `checkpoint.initial`, so nobody else meets it."""
 
     method: AdaptMethod = "none"
     rank: Positive = 8
@@ -53,7 +58,7 @@ class AdaptConfig(Section):
     @property
     def adapts(self) -> bool:
         """Whether only adapters train."""
-        return self.method != "none"
+        return self.method not in WHOLE
 
     @property
     def scale(self) -> float:
@@ -79,8 +84,20 @@ def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
     }
 
 
-def adapt_rules(adapt: AdaptConfig, model: "ModelConfig | None") -> Iterator[str]:
-    """What is wrong with [adapt], a line each."""
+def adapt_rules(
+    adapt: AdaptConfig, model: "ModelConfig | None", initial: str | None
+) -> Iterator[str]:
+    """What is wrong with [adapt] beside `initial` of [checkpoint], a line each."""
+    if adapt.method == "full" and not adapt.base:
+        yield (
+            'adapt.method = "full" trains all of a model: adapt.base is missing; legal: a run '
+            "directory, a checkpoint, or what `ptdmpi convert from-hf` made"
+        )
+    if adapt.method == "full" and initial is not None:
+        yield (
+            'adapt.method = "full" begins from adapt.base, and checkpoint.initial would be another '
+            "beginning; legal: one of the two"
+        )
     for key, field in AdaptConfig.model_fields.items():
         value = getattr(adapt, key)
         if key != "method" and key not in USED[adapt.method] and value != field.default:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import shards_of_a_node
@@ -65,7 +66,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
     if mistakes:
         raise InputError("\n".join(mistakes))
-    config = Config.model_construct(set(sections), **sections).with_head().adapted()
+    config = _begun(Config.model_construct(set(sections), **sections)).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     data = working // (parallel.tensor * parallel.pipeline)
     group = parallel.shard_group
@@ -73,6 +74,14 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
         # tensor ranks are neighbours (`plan.layout.grid`), so a node has so many of the data axis
         group = shards_of_a_node(data, (node_ranks or ranks) // parallel.tensor)
     return config.replace("parallel", data=data, shard_group="all" if group == data else group)
+
+
+def _begun(config: Config) -> Config:
+    """What `adapt.method = "full"` means: a training like any other, from that base."""
+    if config.adapt.method != "full":
+        return config
+    begun = config.replace("checkpoint", initial=config.adapt.base)
+    return begun.model_copy(update={"adapt": AdaptConfig()})
 
 
 def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[str]]:

@@ -84,7 +84,9 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     if isinstance(comm := sections.get("comm"), CommConfig):
         yield from wire_mistakes(comm.wire)
     if isinstance(adapt := sections.get("adapt"), AdaptConfig):
-        yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None)
+        checkpoint = sections.get("checkpoint")
+        initial = checkpoint.initial if isinstance(checkpoint, CheckpointConfig) else None
+        yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None, initial)
     yield from optimizer_rules(sections)
     if isinstance(run, RunConfig) and run.compile:
         yield from _compile_rules(sections)

@@ -20,6 +20,7 @@ from ptdmpi.config import (
     TaskConfig,
     resolve,
 )
+from ptdmpi.config.adapt import WHOLE
 from ptdmpi.config.files import parsed
 from ptdmpi.config.section import Section
 from ptdmpi.data.shards import Dataset
@@ -55,7 +56,7 @@ def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     nor is wrong: of a base that cannot be read others speak."""
     adapt, quantize = (tree.get(name, {}) for name in ("adapt", "quantize"))
     known = isinstance(adapt, Mapping) and isinstance(quantize, Mapping)
-    if not known or "weights" in quantize or adapt.get("method", "none") == "none":
+    if not known or "weights" in quantize or adapt.get("method", "none") in WHOLE:
         return tree
     base = adapt.get("base")
     try:

@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests._killed import check_same, command, disturbed, losses, prepare
-from tests._runs import records, tensors
+from tests._killed import LOST, check_close, check_same, command, disturbed, losses, prepare
+from tests._runs import records
 from tests.parallel import mpirun
 
 EIGHT = "batch.global_size=8"
-LOST = ", since nobody else held the lost shard of the state,"
 
 
 @pytest.fixture(scope="module")
@@ -160,23 +159,6 @@ def eight_undisturbed(corpus) -> Path:
 
 def hybrid(zero: int) -> tuple[str, ...]:
     return (EIGHT, f"parallel.zero={zero}", "parallel.shard_group=2")
-
-
-def check_close(run: Path, undisturbed: Path) -> None:
-    """The records of each step once; losses and final state to rounding."""
-    found, expected = (
-        [(one["step"], one["loss"]) for one in records(path) if "loss" in one]
-        for path in (run, undisturbed)
-    )
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    last = "checkpoints/step-00000006"
-    wanted, got = tensors(undisturbed / last), tensors(run / last)
-    assert wanted.keys() == got.keys()
-    for name, values in wanted.items():
-        # the first steps of Adam divide what is near 0 by what is near 0
-        scale = np.abs(values).max()
-        assert np.abs(got[name] - values).max() <= 1e-2 * scale + 1e-7, name
 
 
 @pytest.mark.long

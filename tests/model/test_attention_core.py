@@ -7,10 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
+from ptdmpi.config import Layout
 from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import activation as activation_kernels
 from ptdmpi.model.kernels import attention as attention_core
 from ptdmpi.model.kernels.attention import Scores
+from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
+from ptdmpi.plan.machine.cluster import TRAINER
+from tests._configs import small
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
@@ -135,13 +140,15 @@ def test_kernels_of_a_device_match_explicit(scores, in_documents, kv_heads):
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("at_once", [1000, 1 << 20])
-def test_products_match_explicit(window, kv_heads, at_once, in_documents, precision, tolerance):
-    """Whatever this processor would choose, and however many heads are taken at once."""
+@pytest.mark.parametrize("at_once, block", [(1000, 128), (1 << 20, 256)])
+def test_products_match_explicit(
+    window, kv_heads, at_once, block, in_documents, precision, tolerance
+):
+    """Whatever this processor would choose, however many heads and queries are taken at once."""
     numbers = random_numbers(2, 300) if in_documents else None
     scores = Scores(SIZE**-0.5, window=window)
     with (
-        kernels.taken(kernels.HostWays(products=True)),
+        kernels.taken(kernels.HostWays(products=True, block=block)),
         mock.patch.object(attention_core, "BLOCK_SCORES", at_once),
         mock.patch.object(
             attention_core, "_weighted", side_effect=attention_core._weighted
@@ -165,7 +172,8 @@ def test_the_library_takes_long_ones_at_once(whole_from):
         assert asked.called
 
 
-def test_products_of_half_types_are_hardly_less_exact_than_the_library():
+@pytest.mark.parametrize("block", [128, 256, 512])
+def test_products_of_half_types_are_hardly_less_exact_than_the_library(block):
     """By no more than half where the processor multiplies half types and the way is taken; where
     the library widens them its error is smaller. With scores rounded to a half type it would be by
     far more."""
@@ -180,7 +188,7 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library():
         return torch.autograd.grad(attention(*leaves, Scores(0.25)), leaves, dout.to(dtype))
 
     def errors(products):
-        with kernels.taken(kernels.HostWays(products=products)):
+        with kernels.taken(kernels.HostWays(products=products, block=block)):
             found = gradients(attention_core.attention, torch.bfloat16)
         return [(mine - true).norm() / true.norm() for mine, true in zip(found, exact, strict=True)]
 
@@ -189,14 +197,60 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library():
         assert mine <= bar * library
 
 
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_kept_probabilities_have_the_bits_of_those_computed_again(block, precision):
+    """They take the bytes that the account of memory has: each block's, of all keys to its end."""
+    draw = torch.Generator().manual_seed(2)
+    dtype = getattr(torch, precision)
+    shapes = ((2, 4, 300, SIZE), (2, 2, 300, SIZE), (2, 2, 300, SIZE))
+    numbers = random_numbers(2, 300)
+
+    def results(keeps, documents):
+        operands = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+        leaves = [one.requires_grad_() for one in operands]
+        kept = []
+        with (
+            kernels.taken(kernels.HostWays(products=True, block=block, keeps=keeps)),
+            torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
+        ):
+            out = attention_core.attention(*leaves, PLAIN, documents)
+        return (out, *torch.autograd.grad(out.sum(), leaves)), sum(one.nbytes for one in kept)
+
+    for documents in (None, Documents.of(numbers)):
+        draw.manual_seed(2)
+        again, least = results(False, documents)
+        draw.manual_seed(2)
+        kept, most = results(True, documents)
+        assert all(map(torch.equal, again, kept))
+        if documents is None:
+            model = {"model.hidden": 4 * SIZE, "model.heads": 4, "model.seq_length": 300}
+            sizes = Sizes(
+                small(model).model,
+                Layout(1, 1, 1, micro_size=2),
+                {"bfloat16": "bf16", "float32": "fp32"}[precision],
+                TRAINER.model_copy(update={"kept_block": block}),
+            )
+            items = {item.name: item.bytes for item in our_layer(sizes, "none")}
+            assert most - least == items["attention.probabilities"]
+
+
 def test_the_table_of_ways_is_sound():
     """Each entry names a type that torch has and a way that there is, and one way is known for a
     processor that is not in it."""
     text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text()
-    for entry in tomllib.loads(text)["attention"]:
-        assert isinstance(getattr(torch, entry["type"]), torch.dtype)
-        assert entry["way"] in ("products", "library") and entry["measured"]
-    for capabilities, products in ({}, False), ({"avx512_bf16": True}, True):
+    known = {"attention": ("products", "library"), "gelu": ("sigmoid", "library")}
+    for kind, ways in known.items():
+        for entry in tomllib.loads(text)[kind]:
+            assert isinstance(getattr(torch, entry["type"]), torch.dtype)
+            assert entry["way"] in ways and entry["measured"]
+            assert entry.get("block", 128) in (128, 256, 512)
+            assert not entry.get("keeps", False)  # memory, of which nobody was asked
+    for capabilities, products in (
+        ({}, False),
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+    ):
         ask = kernels.usual_ways.__wrapped__  # whatever was answered before
         with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
             assert ask("cpu", torch.bfloat16).products == products
@@ -215,7 +269,7 @@ def test_documents_know_their_places():
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_gated_units_and_caps_have_their_gradients(activation):
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: kernels.gated(x, activation), x)
+    assert torch.autograd.gradcheck(lambda x: activation_kernels.gated(x, activation), x)
     assert torch.autograd.gradcheck(lambda x: kernels.soft_cap(x, 0.7), x)
 
 

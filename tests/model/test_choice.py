@@ -1,7 +1,6 @@
 """Which kernels attention and linears are computed with: by a table, agreed, kept, for a while."""
 
 import json
-import math
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,11 +100,14 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     """Whatever their processors would take; as before on another processor, unless asked anew."""
     world, said = World(comm), []
     host = (torch.device("cpu"), torch.bfloat16)
-    ours = kernels.HostWays(True, math.inf, 64, math.inf)
+    ours = kernels.HostWays(True, output=64, block=256, gelu_by_sigmoid=True)
 
     def ways(here: kernels.HostWays, folder: str, before: dict[str, list[str]] | None) -> str:
-        measured = mock.patch.object(kernels, "measured_ways", lambda *asked: here)
-        with measured, mock.patch.object(kernels, "has_fused", lambda: True):
+        with (
+            mock.patch.object(kernels, "measured_ways", lambda *asked: here),
+            mock.patch.object(kernels, "has_fused", lambda: True),
+            mock.patch.object(kernels, "multiplies", lambda *asked: True),
+        ):
             kinds = choice.agreed(world, tmp_path / folder, host, before, said.append)
         with choice.computing_by(kinds):
             settled = kernels.ways("cpu", torch.bfloat16)
@@ -116,21 +118,85 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     if comm.rank == 0:
         for name in "ab":
             (tmp_path / name).mkdir()
-    assert ways(LONG if comm.rank else ours, "a", {}) == "products"
-    assert said.pop() == "attention by products, linear by onednn:64:inf"
-    assert ways(LONG, "a", {}) == "products"
+    assert ways(LONG if comm.rank else ours, "a", {}) == "products:256"
     assert said.pop() == (
-        "attention by products (as before; quickest here: library:2048), "
-        "linear by onednn:64:inf (as before; quickest here: library); "
+        "attention by products:256, linear by onednn:64:inf, gelu by sigmoid, half types native"
+    )
+    assert ways(LONG, "a", {}) == "products:256"
+    assert said.pop() == (
+        "attention by products:256 (as before; quickest here: library:2048), "
+        "linear by onednn:64:inf (as before; quickest here: library), "
+        "gelu by sigmoid (as before; quickest here: library), half types native; "
         'run.kernels = "anew" takes what is quickest'
     )
-    assert ways(LONG, "b", choice.written(ours)) == "products"  # of a checkpoint elsewhere
-    assert ways(LONG, "b", {}) == "products"
+    assert ways(LONG, "b", choice.written(ours)) == "products:256"  # of a checkpoint elsewhere
+    assert ways(LONG, "b", {}) == "products:256"
     assert ways(LONG, "b", None) == ways(ours, "b", {}) == "library:2048"
     # what a device took says nothing of a host
     (tmp_path / "b" / choice.FILE).write_text('{"attention": ["flash"]}')
     comm.barrier()
-    assert ways(ours, "b", {}) == "products"
+    assert ways(ours, "b", {}) == "products:256"
+
+
+def test_what_is_written_is_read():
+    products = kernels.HostWays(products=True)
+    for ways in (
+        kernels.HostWays(),
+        LONG._replace(output=3, input_gradient=7),
+        products,
+        products._replace(block=512, gelu_by_sigmoid=True),
+        products._replace(keeps=True, widened=True),
+    ):
+        assert choice.host_ways(choice.written(ways)) == ways
+    old = choice.written(products) | {"linear": ["onednn"]}
+    assert choice.host_ways(old) == products._replace(output=0, input_gradient=0)
+
+
+@parallel(ranks=[2])
+def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
+    """Widened, as before, by any processor; as they are by those that can, else with other bits."""
+    world, said = World(comm), []
+    bf16, native = torch.bfloat16, {"attention": ["library"], "half": ["native"]}
+
+    def half(able: bool, name: str, before: dict[str, list[str]], dtype=bf16) -> str:
+        if comm.rank == 0:
+            (tmp_path / name).mkdir(exist_ok=True)
+        comm.barrier()
+        with mock.patch.object(kernels, "multiplies", lambda _, kind: able or kind != bf16):
+            host = (torch.device("cpu"), dtype)
+            kinds = choice.agreed(world, tmp_path / name, host, before, said.append)
+            with choice.computing_by(kinds):
+                assert kernels.widens("cpu", bf16) == (kinds["half"] == ["widened"] or not able)
+                assert not kernels.widens("cpu", torch.float32)
+        return kinds["half"][0]
+
+    def told() -> str:
+        return said.pop().partition("half types ")[2].partition("; run.kernels")[0]
+
+    assert (half(False, "a", {}), told()) == ("widened", "widened")
+    as_before = "widened (as before; quickest here: native)"
+    assert (half(True, "a", {}), told()) == ("widened", as_before)
+    lost = "widened, for native is not here"
+    assert (half(True, "b", {}), told()) == ("native", "native")
+    assert (half(False, "b", {}), told()) == ("widened", f"{lost}: other bits than before")
+    assert (half(True, "c", native), told()) == ("native", "native")
+    # a run of before this was kept goes by the processor, as it did
+    assert (half(False, "d", {"attention": ["library"]}), told()) == ("widened", "widened")
+    # what one rank lacks none makes use of
+    assert (half(comm.rank == 0, "e", {}), told()) == ("widened", lost)
+    assert (half(comm.rank == 1, "f", {}), told()) == ("widened", "widened")
+    half(True, "g", {}, torch.float32)
+    assert told() == ""
+
+
+def test_widened_products_are_in_float32():
+    x = torch.randn(4, 8).bfloat16()
+    w = torch.randn(8, 8).bfloat16()
+    with kernels.taken(kernels.HostWays(output=0, input_gradient=0, widened=True)):
+        assert kernels.widened(x).dtype == torch.float32
+        y = torch.nn.functional.linear(x.float(), w.float(), w[0].float()).bfloat16()
+        assert torch.equal(kernels.linear(x, w, w[0]), y)
+        assert torch.equal(kernels.input_gradient(x, w), (x.float() @ w.float()).bfloat16())
 
 
 @parallel(ranks=[1])
@@ -144,7 +210,7 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
         mock.patch.object(kernels, "has_fused", lambda: True),
     ):
         found = choice.agreed(world, tmp_path, host, before, said.append)
-        assert found == {"attention": ["library"], "linear": ["library"]}
+        assert found == choice.written(kernels.HostWays())
         assert "linear by library (as before; quickest here: onednn:8:inf)" in said.pop()
         assert choice.agreed(world, tmp_path, host, {}, said.append) == found
         (tmp_path / choice.FILE).write_text(json.dumps(before))
@@ -185,6 +251,7 @@ def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
     path = tmp_path / "here.toml"
     entry = {"capability": "", "type": "float32", "measured": "by hand"}
     own = {"attention": [entry | {"way": "products"}], "linear": [entry | {"output": 9}]}
+    own["gelu"] = [entry | {"way": "sigmoid"}]
     cluster = tomllib.loads((PRESETS / "clusters/cpu-avx2.toml").read_text())
     if comm.rank == 0:
         path.write_text(tomlkit.dumps(cluster | {"kernels": own}))
@@ -194,7 +261,8 @@ def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
         made.run()
     linear = "onednn:9:inf" if kernels.has_fused() else "library"
     kept = json.loads((tmp_path / "run" / choice.FILE).read_text())
-    assert kept == {"attention": ["products"], "linear": [linear]}
+    assert (kept["attention"], kept["linear"]) == (["products"], [linear])
+    assert (kept["gelu"], kept["half"]) == (["sigmoid"], ["native"])
     changes = {"run.cluster": str(tmp_path / "none.toml"), "run.dir": str(tmp_path / "other")}
     with (
         pytest.raises(InputError, match=r"none\.toml: No such file"),

@@ -26,7 +26,7 @@ TINY = Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
     (1 << 8, 1 << 12, 1 << 17),
     (ProbedModel(2, 16, 8, 8, 64, 1), ProbedModel(2, 32, 8, 16, 64, 2)),
-    TimedSizes((130, 140), 2, 4, ((2, 4, 8), (4, 8, 16))),
+    TimedSizes((130, 140), 2, 4, ((2, 4, 8), (4, 8, 16)), (4, 8)),
 )
 
 
@@ -64,7 +64,11 @@ def test_what_is_probed_prices_layouts(comm):
         assert 0 < pricer.price(layout).step_time_s < 100
     words = dict(found)
     own = cluster.kernels.entries()
-    assert len(own["attention"]) == len(own["linear"]) == 1 and "causal attention by" in words
+    assert [len(own[kind]) for kind in ("attention", "linear", "gelu")] == [
+        1,
+        1,
+        1,
+    ] and "causal attention by" in words
     assert "GB/s" in words["memory"] and "layers over 1 rank" in words
 
 
@@ -100,6 +104,12 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     assert found(lambda way: 0.9 if way == slow_products else 1.0).products
     assert found(lambda way: 0.98 if way != ways.LIBRARY else 1.0) == ways.LIBRARY  # chance
     assert found(lambda way: 0.9 if way == ways.ATTENTION["whole"] else 1.0).whole_from == 130
+    larger = ways.ATTENTION["products of 256 queries"]
+    assert found(lambda way: 0.9 if way == larger else 1.0).block == 256
+    assert (
+        found(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).block == 128
+    )  # chance
+    assert found(lambda way: 0.9 if way == ways.SIGMOID else 1.0) == ways.SIGMOID
     quick = found(lambda way: 0.9 if way == ways.ONEDNN else 1.0)
     assert (quick.output, quick.input_gradient) == (64, 64)
     assert ways._from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3

@@ -19,6 +19,7 @@ from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built, kernels
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.attention import Scores, attention, hidden_keys
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
@@ -197,14 +198,8 @@ class Mlp(nn.Module):
         """`adapted`: the stream of what its adapters drop."""
         x = self.up(x, adapted)
         if self.gated:
-            return self.down(kernels.gated(x, self.activation), adapted)
+            return self.down(gated(x, self.activation), adapted)
         return self.down(gelu(x, self.activation), adapted)
-
-
-def gelu(x: Tensor, activation: str) -> Tensor:
-    """Its tanh form, as in GPT-2, or ("gelu_exact") that of the error function, as in BERT
-    (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-    return F.gelu(x, approximate="none" if activation == "gelu_exact" else "tanh")
 
 
 class Block(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ptdmpi.base.words import short
 from ptdmpi.model import kernels
+from ptdmpi.model.kernels import activation
 from ptdmpi.model.kernels.attention import Scores
 from ptdmpi.model.kernels.attention import attention as attend
 from ptdmpi.model.loss import cross_entropy
@@ -159,9 +160,6 @@ def elementwise(
     zeros = torch.zeros(columns, device=bench.device, dtype=dtype, requires_grad=True)
     labels = torch.arange(rows, device=bench.device)[:, None] % columns
 
-    def gelu(x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
-
     def layernorm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (columns,), ones.to(x.dtype), zeros.to(x.dtype))
 
@@ -173,8 +171,8 @@ def elementwise(
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
     kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-        "gelu": (gelu, 1),
-        "swiglu": (partial(kernels.gated, activation="swiglu"), 2),
+        "gelu": (partial(activation.gelu, activation="gelu"), 1),
+        "swiglu": (partial(activation.gated, activation="swiglu"), 2),
         "layernorm": (layernorm, 1),
         "rmsnorm": (rmsnorm, 1),
         "loss": (loss, 1),

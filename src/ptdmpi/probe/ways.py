@@ -1,5 +1,5 @@
-"""Which way of computing causal attention and linears is the quickest on this host: entries as
-presets/kernels.toml has them."""
+"""Which way of computing causal attention, linears and GELU is the quickest on this host: entries
+as presets/kernels.toml has them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import HostWays
+from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.kernels.attention import Scores, attention
 from ptdmpi.probe.bench import Bench
 
@@ -21,16 +22,19 @@ CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
 LIBRARY = HostWays()
 ATTENTION = {
     "products": HostWays(products=True),
+    "products of 256 queries": HostWays(products=True, block=256),
+    "products of 512 queries": HostWays(products=True, block=512),
     "blocks": LIBRARY,
     "whole": HostWays(whole_from=0.0),
 }
 ONEDNN = HostWays(output=0.0, input_gradient=0.0)
+SIGMOID = HostWays(gelu_by_sigmoid=True)
 
 
 @dataclass(frozen=True)
 class TimedSizes:
     """What is timed: attention at these lengths with so many heads of such a size, linears of
-    (positions, inputs, outputs)."""
+    (positions, inputs, outputs), GELU of (positions, numbers of each)."""
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
     heads: int = 4
@@ -43,10 +47,11 @@ class TimedSizes:
         (1024, 512, 1536),
         (1024, 2048, 512),
     )
+    gelu: tuple[int, int] = (1024, 2048)
 
     @property
     def measurements(self) -> int:
-        return len(ATTENTION) * len(self.lengths) + 2 * 2 * len(self.linears)
+        return len(ATTENTION) * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
@@ -63,6 +68,7 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
     return {
         "attention": [here | _attention(bench, dtype, sizes)],
         "linear": [here | _linears(bench, dtype, sizes)],
+        "gelu": [here | _gelu(bench, dtype, sizes)],
     }
 
 
@@ -81,25 +87,44 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
             apart = (result - results["blocks"]).abs().max()
             bench.check(bool(apart < 0.05), f"attention by {way}, {length} positions")
     best = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
-    quicker = _sum_of_logarithms(times["products"]) - _sum_of_logarithms(best)
+    products = [way for way, settled in ATTENTION.items() if settled.products]
+    quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
+    if not _gains(times["products"], times[quickest]):
+        quickest = "products"  # the blocks that are the smallest, unless larger ones gain
     found: dict[str, Any] = {"way": "library"}
-    if quicker < len(best) * math.log(1 - LEAST_GAIN):
-        found["way"] = "products"
+    if _gains(best, times[quickest]):
+        found |= {"way": "products", "block": ATTENTION[quickest].block}
     else:
         whole_from = _from(sizes.lengths, times["blocks"], times["whole"])
         found |= {} if whole_from is None else {"whole_from": whole_from}
     at = ", ".join(map(str, sizes.lengths))
     words = f"{sizes.heads} heads of {sizes.head_size}, there and back, ms at {at} positions: "
     words += "; ".join(f"{way} {_ms(found_s)}" for way, found_s in times.items())
-    taken = found["way"] + (
-        f", at once from {found['whole_from']}" if "whole_from" in found else ""
-    )
+    taken = str(found["way"])
+    taken += f", at once from {found['whole_from']}" if "whole_from" in found else ""
+    taken += f" over {found['block']} queries" if "block" in found else ""
     bench.note("causal attention by", taken)
     return found | {"measured": words}
 
 
 def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> None:
     torch.autograd.grad(core(), operands, operands[0].detach())
+
+
+def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
+    work = partial(gelu, x, "gelu")
+    times, exact = [], gelu(x.detach().double(), "gelu")
+    for settled in (LIBRARY, SIGMOID):
+        with kernels.taken(settled):
+            apart = (work().detach().double() - exact).abs().max()
+            bench.check(bool(apart <= 0.02 * exact.abs().max()), f"GELU of {sizes.gelu}")
+            times.append(bench.work_s(partial(_there_and_back, work, (x,))))
+    way = "sigmoid" if _gains(times[:1], times[1:]) else "library"
+    bench.note("GELU by", way)
+    at = "x".join(map(str, sizes.gelu))
+    words = f"ms there and back at {at}, the library's against by a sigmoid: {_ms(times)}"
+    return {"way": way, "measured": words}
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
@@ -154,6 +179,12 @@ def _from(sizes: Sequence[int], before: Sequence[float], after: Sequence[float])
             break
         found = size
     return found
+
+
+def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether the second way is the quicker one at the sizes together."""
+    apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
+    return apart < len(before) * math.log(1 - LEAST_GAIN)
 
 
 def _sum_of_logarithms(times_s: Sequence[float]) -> float:

@@ -25,6 +25,7 @@ from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
+from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
 from ptdmpi.train.meter import RunDirectory, mark_done
 
@@ -79,13 +80,15 @@ class Attempt:
         self.history: History | None = None
         self.ways: choice.Ways = {}
 
-    def choose(self, device: torch.device, say: Callable[[str], None]) -> None:
-        """Settle on all ranks by which kernels it is computed, if anything is trained."""
+    def choose(self, device: torch.device, memory: Memory, say: Callable[[str], None]) -> None:
+        """Settle on all ranks by which kernels it is computed, if anything is trained, as far as
+        memory holds what they need."""
         if not self.idle:
             computing = (device, PRECISIONS[self.config.precision.compute].compute)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
             self.ways = choice.agreed(self.world, self.path, computing, before, say, self.own)
             self.course.kernels = self.ways
+            self.ways = memory.settle(self.ways, say)
 
     @property
     def idle(self) -> bool:

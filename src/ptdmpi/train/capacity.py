@@ -5,7 +5,7 @@ import ctypes
 import gc
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import torch
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
+from ptdmpi.model.kernels.choice import Ways, host_ways, written
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
@@ -35,23 +36,54 @@ class Memory:
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
+        self._asked, self._world, self._on_host = (config, vocab_size), world, device.type == "cpu"
         # bfloat16 is the type of Muon's products, whatever the layers' is
         types = (PRECISIONS[config.precision.compute].compute, torch.bfloat16)
-        wide = any(widens(device.type, one) for one in types)
-        self.step = relief.Step.of(config, vocab_size, wide, device.type == "cpu")
-        pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
-        needed = self.step.peak(pipeline_rank).total
+        self._wide = any(widens(device.type, one) for one in types)
+        self.step = self._step(self._wide)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        mine = (needed, self.capacity_bytes)
+        self._require(self._fits(self.step))
+
+    def settle(self, ways: Ways, say: Callable[[str], None]) -> dict[str, list[str]]:
+        """The kernels that a run has chosen, as far as memory holds what they need: probabilities
+        of attention are computed again, to the same bits, where it does not hold them, and `say` is
+        told. Raises InputError on every rank where half types are to be widened, as before, and
+        there is no room for it."""
+        taken = {kind: list(found) for kind, found in ways.items()}
+        if "half" not in ways:  # of a device
+            return taken
+        settled = host_ways(ways)
+        self._wide = self._wide or settled.widened
+        keeping = self._step(self._wide, settled.block * settled.keeps)
+        if settled.keeps and not self._fits(keeping):
+            say("no room for the probabilities of attention: they are computed again")
+            taken |= {"attention": written(settled._replace(keeps=False))["attention"]}
+            keeping = self._step(self._wide)
+        if keeping != self.step:
+            self.step = keeping
+            self._require(self._fits(keeping))
+        return taken
+
+    def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
+        return relief.Step.of(*self._asked, wide, self._on_host, kept_block)
+
+    def _fits(self, step: relief.Step) -> bool:
+        """Whether every node holds what its ranks need; all ranks ask together."""
+        config, _ = self._asked
+        world = self._world
+        pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
+        mine = (step.peak(pipeline_rank).total, self.capacity_bytes)
         found = world.control.allgather(mine)
         # ranks share their host's memory, and have a GPU's for themselves
         groups: dict[int, list[tuple[int, int]]] = {}
         for rank, (process, of_rank) in enumerate(zip(world.processes, found, strict=True)):
-            groups.setdefault(process.node if device.type == "cpu" else rank, []).append(of_rank)
-        fits = all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
-        world.on_root(lambda: self._require(fits))
+            groups.setdefault(process.node if self._on_host else rank, []).append(of_rank)
+        return all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
 
     def _require(self, fits: bool) -> None:
+        self._world.on_root(lambda: self._refuse(fits))
+
+    def _refuse(self, fits: bool) -> None:
         if not fits:
             text = relief.explain(self.step, self.capacity_bytes)
             raise InputError(f"the model does not fit into memory\n{text}")

@@ -92,7 +92,7 @@ class Loop:
         if not self.attempt.idle:
             checkpoints.check_space()
         self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
-        self.attempt.choose(device, say)
+        self.attempt.choose(device, self.memory, say)
         self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
         tasks = Tasks(self.engine, self.feed.course, world, self.journal)
         self.validation = Validation(config, self.feed, self.engine, tasks, self._vote, standing)

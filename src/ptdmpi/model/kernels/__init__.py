@@ -26,6 +26,9 @@ from ptdmpi.model.parameters import Parameter
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 FUSED_TYPES = (torch.float32, torch.bfloat16)
+# PyTorch's CPU kernel skips what lies above the diagonal only in steps of 512 keys. Taken in blocks
+# of so many queries, each on the keys up to its end, s = 512 costs five eighths.
+QUERY_BLOCK = 128
 
 _answers: list[Callable[..., Any]] = []
 
@@ -43,28 +46,42 @@ def _asked_once(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_asked_once
-def widens(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether products of this type are taken in float32 on this device."""
+def multiplies(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this device multiplies numbers of this type as they are."""
     if device_type != "cpu" or dtype not in HALF_TYPES:
-        return False
+        return True
     capabilities = torch.cpu.get_capabilities()
     native = {
         torch.bfloat16: ("avx512_bf16", "amx_bf16"),
         torch.float16: ("avx512_fp16", "amx_fp16"),
     }
-    return not any(capabilities.get(name, False) for name in native[dtype])
+    return any(capabilities.get(name, False) for name in native[dtype])
+
+
+def widens(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether products of this type are taken in float32 on this device: where it has no other
+    way, or the run began on one that has none."""
+    if not multiplies(device_type, dtype):
+        return True
+    return device_type == "cpu" and dtype in HALF_TYPES and ways("cpu", dtype).widened
 
 
 class HostWays(NamedTuple):
-    """How a host computes. Causal attention by matrix products, or by the library's kernel: in
-    blocks of queries, from `whole_from` positions on at once. x W^T + b and dy W by oneDNN's one
-    call, from so many products of two numbers on, and not by what the library calls for a product
-    and then for the bias."""
+    """How a host computes. Causal attention by matrix products, over blocks of so many queries,
+    whose probabilities are computed again in the backward pass or `keeps`; or by the library's
+    kernel: in blocks of queries, from `whole_from` positions on at once. x W^T + b and dy W by
+    oneDNN's one call, from so many products of two numbers on, and not by what the library calls
+    for a product and then for the bias. GELU's tanh form by a sigmoid (`activation`). Half types
+    `widened` to float32 for products though the processor multiplies them."""
 
     products: bool = False
     whole_from: float = math.inf
     output: float = math.inf
     input_gradient: float = math.inf
+    block: int = QUERY_BLOCK
+    keeps: bool = False
+    gelu_by_sigmoid: bool = False
+    widened: bool = False
 
 
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's, by kind
@@ -73,13 +90,16 @@ Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's, by kind
 def measured_ways(dtype: torch.dtype, own: Entries) -> HostWays:
     """What this host takes for operands of a type: by the first entry that fits it, of `own` and
     then of the table; where none does, the library's way."""
-    attention, linear = (_entry(kind, dtype, own) for kind in ("attention", "linear"))
+    attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     never = not has_fused()
     return HostWays(
-        attention.get("way") == "products",
-        float(attention.get("whole_from", math.inf)),
-        math.inf if never else float(linear.get("output", math.inf)),
-        math.inf if never else float(linear.get("input_gradient", math.inf)),
+        products=attention.get("way") == "products",
+        whole_from=float(attention.get("whole_from", math.inf)),
+        output=math.inf if never else float(linear.get("output", math.inf)),
+        input_gradient=math.inf if never else float(linear.get("input_gradient", math.inf)),
+        block=attention.get("block", QUERY_BLOCK),
+        keeps=attention.get("keeps", False),
+        gelu_by_sigmoid=gelu.get("way") == "sigmoid",
     )
 
 
@@ -186,6 +206,8 @@ def _fused(x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]
     """Whether oneDNN's one call takes the product of x [..., i] and a matrix."""
     if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
         return False
+    if widens("cpu", x.dtype):
+        return False
     settled = ways("cpu", x.dtype)
     least = settled.output if which == "output" else settled.input_gradient
     return x.shape[:-1].numel() * weight.numel() >= least
@@ -240,52 +262,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" or weight.dtype != x.dtype:
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-class _Gated(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation = activation
-        gate, value = x.chunk(2, dim=-1)
-        return _opened(gate, activation).mul_(value)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        gate, value = x.chunk(2, dim=-1)
-        if torch.compiler.is_compiling():  # a graph writes into no part of a tensor
-            dvalue = dy * _opened(gate, ctx.activation)
-            return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
-        dx = torch.empty_like(x)
-        # both halves are written where they belong: joining them would be one more copy
-        dgate, dvalue = dx.chunk(2, dim=-1)
-        torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
-        if ctx.activation == "swiglu":
-            torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(
-                dy * value, gate, approximate="tanh", grad_input=dgate
-            )
-        return dx, None
-
-
-def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
-    if activation == "swiglu":
-        return torch.ops.aten.silu_backward(dy, gate)
-    return torch.ops.aten.gelu_backward(dy, gate, approximate="tanh")
-
-
-def _opened(gate: Tensor, activation: str) -> Tensor:
-    return F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")
-
-
-def gated(x: Tensor, activation: str) -> Tensor:
-    """act(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
-
-    `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
-    """
-    return _Gated.apply(x, activation)
 
 
 class _Cap(Function):

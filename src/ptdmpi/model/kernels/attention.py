@@ -21,15 +21,13 @@ from torch.autograd import Function
 
 from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.kernels import HALF_TYPES, product, soft_cap, widened
+from ptdmpi.model.kernels import HALF_TYPES, QUERY_BLOCK, product, soft_cap, widened
 
-# PyTorch's CPU kernel skips what lies above the diagonal only in steps of 512 keys. Taken in blocks
-# of so many queries, each on the keys up to its end, s = 512 costs five eighths.
-QUERY_BLOCK = 128
 # So many scores at once where they are tensors of ours: 4 MiB in float32, which caches hold.
 BLOCK_SCORES = 1 << 20
 
 Region = tuple[slice, slice, slice]  # rows, heads, positions
+Weighted = tuple[Region, Region, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,11 @@ def attention(
     q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
     (grouped queries).
     """
-    if scores.softcap or _by_products(q, scores):
-        return _ProductAttention.apply(q, k, v, scores, documents)
+    by_products = _by_products(q, scores)
+    if scores.softcap or by_products:
+        # a graph has no ways of its own, and is not asked
+        settled = kernels.ways(q.device.type, q.dtype) if by_products else kernels.HostWays()
+        return _ProductAttention.apply(q, k, v, scores, documents, settled)
     grouped = q.shape[1] != k.shape[1]
     limited = documents is not None or scores.window > 0
     if limited and not _in_blocks(q):
@@ -152,9 +153,10 @@ def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
 
 
 def _blocks(
-    q: Tensor, scores: Scores, documents: Documents | None
+    q: Tensor, scores: Scores, documents: Documents | None, block: int = QUERY_BLOCK
 ) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Blocks of queries of q [b, heads, s, head size], the keys that each sees, and its mask."""
+    """Blocks of so many queries of q [b, heads, s, head size], the keys that each sees, and its
+    mask."""
     every, seq_length = slice(None), q.shape[2]
     whole = [(every, 0, seq_length)]
     if documents is not None:
@@ -164,9 +166,9 @@ def _blocks(
             yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
             continue
         # the same lower right corner serves every block: only distances count in it
-        band = _band(QUERY_BLOCK, seq_length, scores.window, q.dtype, q.device)
-        for first in range(begin, end, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, end)
+        band = _band(block, seq_length, scores.window, q.dtype, q.device)
+        for first in range(begin, end, block):
+            last = min(first + block, end)
             oldest = max(begin, first - scores.window + 1) if scores.window else begin
             mask = band[first - last :, oldest - last :]
             yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
@@ -219,9 +221,10 @@ class _BlockedAttention(Function):
 
 
 class _ProductAttention(Function):
-    """Attention by matrix products over blocks of queries, which are computed again in the backward
-    pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4, with a cap's derivative 1 - tanh^2); keeps
-    queries, keys and values alone.
+    """Attention by matrix products over blocks of queries. Their probabilities are computed again
+    in the backward pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4, with a cap's derivative
+    1 - tanh^2), so that queries, keys and values alone are kept; or they are kept beside these, to
+    the same bits, where the way `keeps` them and no cap wants its tangents.
 
     Scores are products in float32, of half types too: rounded to these, they would make gradients
     less exact than a fused kernel's. All else is multiplied in the type that it has.
@@ -229,27 +232,40 @@ class _ProductAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        documents: Documents | None,
+        settled: kernels.HostWays,
     ) -> Tensor:
         out = torch.empty_like(q)
-        values = v.contiguous()
-        for queries, keys, weights, _ in _weighted(q, k, scores, documents):
+        values, kept = v.contiguous(), list[Tensor]()
+        keeps = settled.keeps and not scores.softcap and ctx.needs_input_grad[0]
+        for queries, keys, weights, _ in _weighted(q, k, scores, documents, settled.block):
             here = out[queries]
             here.copy_(product(weights, values[keys]).view(here.shape))
-        ctx.blocks = (scores, documents)
-        ctx.save_for_backward(q, k, v)
+            if keeps:
+                kept.append(weights)
+        ctx.blocks = (scores, documents, settled.block)
+        ctx.save_for_backward(q, k, v, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        scores, documents = ctx.blocks
+        q, k, v, *kept = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
         # every block of queries adds to them: in a half type each addition would round
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
-        for queries, keys, weights, tangent in _weighted(q, k, scores, documents):
+        scores, documents, block = ctx.blocks
+        found: Iterator[Weighted] = _weighted(q, k, scores, documents, block)
+        if kept:
+            tiles = _tiles(q, k, scores, documents, block)
+            found = ((*tile[:2], one, None) for tile, one in zip(tiles, kept, strict=True))
+        for queries, keys, weights, tangent in found:
             key = narrow_k[keys]
             query, dresult = (_by_key_head(part[queries], key) for part in (narrow_q, dout))
             dv[keys] += _wide_product(weights.transpose(-1, -2), dresult)
@@ -264,29 +280,36 @@ class _ProductAttention(Function):
             here = dq[queries]
             torch.mul(product(dscores, key).view(here.shape), scores.scale, out=here)
             dk[keys] += _wide_product(dscores.transpose(-1, -2), query)
-        return dq, dk.mul_(scores.scale).to(k.dtype), dv.to(v.dtype), None, None
+        return dq, dk.mul_(scores.scale).to(k.dtype), dv.to(v.dtype), None, None, None
 
 
-def _weighted(
-    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None
-) -> Iterator[tuple[Region, Region, Tensor, Tensor | None]]:
-    """Blocks of queries of some heads, the keys that these see, what each key counts, [b, key
-    heads, group queries, keys] in the type of q, and the tangents of capped scores."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+def _tiles(
+    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None, block: int
+) -> Iterator[tuple[Region, Region, Tensor | None]]:
+    """Blocks of queries of some heads, the keys that these see, and the mask."""
     group = q.shape[1] // k.shape[1]
-    # once for all blocks, and laid out as products want it
-    wide_q = q.to(wide, memory_format=torch.contiguous_format) * scores.scale
-    wide_k = k.to(wide, memory_format=torch.contiguous_format)
-    for (rows, _, positions), (_, _, seen), mask in _blocks(wide_q, scores, documents):
+    for (rows, _, positions), (_, _, seen), mask in _blocks(q, scores, documents, block):
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
         tile *= group * (seen.stop - seen.start)
         heads = max(1, BLOCK_SCORES // tile)
         for first in range(0, k.shape[1], heads):
             last = min(first + heads, k.shape[1])
             queries = (rows, slice(first * group, last * group), positions)
-            keys = (rows, slice(first, last), seen)
-            weights, tangent = _weights(wide_q[queries], wide_k[keys], mask, scores.softcap)
-            yield queries, keys, weights.to(q.dtype), tangent
+            yield queries, (rows, slice(first, last), seen), mask
+
+
+def _weighted(
+    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None, block: int
+) -> Iterator[Weighted]:
+    """Blocks of queries of some heads, the keys that these see, what each key counts, [b, key
+    heads, group queries, keys] in the type of q, and the tangents of capped scores."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # once for all blocks, and laid out as products want it
+    wide_q = q.to(wide, memory_format=torch.contiguous_format) * scores.scale
+    wide_k = k.to(wide, memory_format=torch.contiguous_format)
+    for queries, keys, mask in _tiles(wide_q, wide_k, scores, documents, block):
+        weights, tangent = _weights(wide_q[queries], wide_k[keys], mask, scores.softcap)
+        yield queries, keys, weights.to(q.dtype), tangent
 
 
 def _weights(

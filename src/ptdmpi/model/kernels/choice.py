@@ -1,4 +1,4 @@
-"""Which kernels attention and linears are computed with, on a device or on the host: by a table of
+"""Which kernels a layer's parts are computed with, on a device or on the host: by a table of
 measurements, the same on all ranks, and kept with the run and its checkpoints, so that a run that
 goes on repeats its bits, on another processor as well."""
 
@@ -21,10 +21,17 @@ from ptdmpi.model.kernels import table
 FILE = "kernels.json"  # in the run directory
 # as the table has them -> as torch.nn.attention.SDPBackend does; FlashAttention 3 takes 2's place
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# Of each kind, quickest first. A host has one of each: "products", "library" or "library:1024" (at
-# once from 1024 positions on), "library" or "onednn:output:input_gradient", as `HostWays` has them.
+# Of each kind, quickest first. A host has one of each, as `HostWays` has them: "products" (over 128
+# queries, "products:256" over as many, "products:256:kept" with the probabilities kept), "library"
+# or "library:1024" (at once from 1024 positions on); "library" or "onednn:output:input_gradient";
+# half types as they are or widened.
 Ways = Mapping[str, Sequence[str]]
-ON_HOSTS = {"attention": ("products", "library"), "linear": ("onednn", "library")}
+ON_HOSTS = {
+    "attention": ("products", "library"),
+    "linear": ("onednn", "library"),
+    "gelu": ("sigmoid", "library"),
+    "half": ("native", "widened"),
+}
 # what no other takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 
@@ -70,9 +77,8 @@ def agreed(
     found = world.on_root(lambda: _kept(folder))
     known = {} if before is None else found or before
     if device.type == "cpu":
-        stays = ways = _on_hosts(
-            world, written(kernels.measured_ways(dtype, own or {})), known, say
-        )
+        here = written(kernels.measured_ways(dtype, own or {}))
+        stays = ways = _on_hosts(world, here, known, dtype, say)
     else:
         stays, ways = _on_devices(world, device, known, say)
     if any(stays.values()):
@@ -81,10 +87,17 @@ def agreed(
 
 
 def _on_hosts(
-    world: World, here: dict[str, list[str]], known: Ways, say: Callable[[str], None]
+    world: World,
+    here: dict[str, list[str]],
+    known: Ways,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
 ) -> dict[str, list[str]]:
-    """Every rank computes as the first would, or as before; but all have the library's ways."""
-    has_onednn = all(world.control.allgather(kernels.has_fused()))
+    """Every rank computes as the first would, or as before; but all have the library's ways, and
+    can widen."""
+    can = [("onednn", kernels.has_fused()), ("native", kernels.multiplies("cpu", dtype))]
+    able = [dict(one) for one in world.control.allgather(can)]
+    here = here | {"half": ["native" if able[0]["native"] else "widened"]}
     quickest: dict[str, list[str]] = world.control.bcast(here)
     kept = {
         kind: [way for way in known.get(kind, ()) if way.partition(":")[0] in names]
@@ -92,11 +105,18 @@ def _on_hosts(
     }
     ways, told, changed = {}, [], False
     for kind, fresh in quickest.items():
-        # a run of before there was a choice keeps to the library, so that its bits repeat
-        wanted = (kept[kind] or ["library"] if kept["attention"] else fresh)[0]
-        lost = wanted.startswith("onednn") and not has_onednn
-        ways[kind] = ["library" if lost else wanted]
-        told.append(f"{kind} by {ways[kind][0]}")
+        # a run of before there was a choice keeps to the library, so that its bits repeat; its half
+        # types were as the processor had them
+        old = fresh if kind == "half" else ["library"]
+        wanted = (kept[kind] or old if kept["attention"] else fresh)[0]
+        lost = not all(one.get(wanted.partition(":")[0], True) for one in able)
+        instead = "widened" if kind == "half" else "library"
+        ways[kind] = [instead if lost else wanted]
+        if kind == "half" and dtype not in kernels.HALF_TYPES:
+            continue
+        told.append(
+            f"half types {ways[kind][0]}" if kind == "half" else f"{kind} by {ways[kind][0]}"
+        )
         if lost:
             told[-1] += f", for {wanted} is not here"
             told[-1] += ": other bits than before" if kept["attention"] else ""
@@ -132,20 +152,36 @@ def _on_devices(
 def written(ways: kernels.HostWays) -> dict[str, list[str]]:
     """As a run keeps them."""
     attention = "products" if ways.products else "library"
+    if ways.products and (ways.keeps or ways.block != kernels.QUERY_BLOCK):
+        attention += f":{ways.block}" + ":kept" * ways.keeps
     if not ways.products and ways.whole_from < math.inf:
         attention += f":{ways.whole_from:.0f}"
     least = ways.output, ways.input_gradient
     linear = "library" if least == (math.inf, math.inf) else f"onednn:{least[0]:.0f}:{least[1]:.0f}"
-    return {"attention": [attention], "linear": [linear]}
+    gelu = "sigmoid" if ways.gelu_by_sigmoid else "library"
+    half = "widened" if ways.widened else "native"
+    return {"attention": [attention], "linear": [linear], "gelu": [gelu], "half": [half]}
 
 
-def _read(attention: str, linear: str) -> kernels.HostWays:
-    """What `written` wrote; of before sizes were kept, all sizes."""
-    name, _, whole_from = attention.partition(":")
-    least = linear.partition(":")[2].split(":") if ":" in linear else ("0", "0")
-    if not linear.startswith("onednn"):
-        least = ("inf", "inf")
-    return kernels.HostWays(name == "products", float(whole_from or "inf"), *map(float, least))
+def host_ways(kinds: Ways) -> kernels.HostWays:
+    """What `written` wrote; linears of before sizes were kept, at all sizes."""
+    (attention, *sizes), (linear, *least) = (
+        kinds[kind][0].split(":") for kind in ("attention", "linear")
+    )
+    products, size = attention == "products", sizes[0] if sizes else ""
+    if linear != "onednn":
+        least = ["inf", "inf"]
+    output, input_gradient = map(float, least or ("0", "0"))
+    return kernels.HostWays(
+        products=products,
+        whole_from=math.inf if products else float(size or "inf"),
+        output=output,
+        input_gradient=input_gradient,
+        block=int(size or kernels.QUERY_BLOCK) if products else kernels.QUERY_BLOCK,
+        keeps="kept" in sizes,
+        gelu_by_sigmoid=kinds["gelu"][0] == "sigmoid",
+        widened=kinds["half"][0] == "widened",
+    )
 
 
 def _kept(folder: Path) -> Ways | None:
@@ -165,7 +201,7 @@ def computing_by(kinds: Ways) -> Iterator[None]:
         yield
         return
     if "linear" in kinds:
-        with kernels.taken(_read(ways[0], kinds["linear"][0])):
+        with kernels.taken(host_ways(kinds)):
             yield
         return
     attention: Any = importlib.import_module("torch.nn.attention")

@@ -97,10 +97,16 @@ class MemoryModel(StageMemory):
 
     @classmethod
     def of(
-        cls, config: Config, vocab_size: int, wide_products: bool = False, on_host: bool = True
+        cls,
+        config: Config,
+        vocab_size: int,
+        wide_products: bool = False,
+        on_host: bool = True,
+        kept_block: int = 0,
     ) -> "MemoryModel":
-        """That of a training; `wide_products` as of `Software`."""
-        software = TRAINER.model_copy(update={"wide_products": wide_products})
+        """That of a training; `wide_products` and `kept_block` as of `Software`."""
+        changes = {"wide_products": wide_products, "kept_block": kept_block}
+        software = TRAINER.model_copy(update=changes)
         told = (config.model, vocab_size, config.precision.compute, software)
         return cls(*told, on_host=on_host, method=RunMethod.of(config))
 

@@ -32,11 +32,16 @@ class Step:
 
     @classmethod
     def of(
-        cls, config: Config, vocab_size: int, wide_products: bool = False, on_host: bool = True
+        cls,
+        config: Config,
+        vocab_size: int,
+        wide_products: bool = False,
+        on_host: bool = True,
+        kept_block: int = 0,
     ) -> "Step":
-        """That of a resolved configuration; `wide_products` as of `Software`, `on_host` as of
-        `MemoryModel`."""
-        memory = MemoryModel.of(config, vocab_size, wide_products, on_host)
+        """That of a resolved configuration; `wide_products` and `kept_block` as of `Software`,
+        `on_host` as of `MemoryModel`."""
+        memory = MemoryModel.of(config, vocab_size, wide_products, on_host, kept_block)
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)

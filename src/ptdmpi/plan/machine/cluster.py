@@ -95,8 +95,10 @@ class Software(Section):
     sent on stays in its memory until its backward pass. `adds_in_place`: products add to the
     gradients of weights, and embeddings row by row. `tied_gradients_apart`: where one rank has both
     ends of the model, a tied table has a gradient for each of them. `wide_products`: half types are
-    multiplied in float32, on widened copies, as on a CPU without instructions for them. `launch_s`:
-    the host's time for each kernel or message of a layer, which is no faster.
+    multiplied in float32, on widened copies, as on a CPU without instructions for them.
+    `kept_block`: causal attention keeps its probabilities, of blocks of so many queries; 0: it
+    computes them again. `launch_s`: the host's time for each kernel or message of a layer, which is
+    no faster.
     """
 
     attention: Literal["unfused", "flash"]
@@ -111,6 +113,7 @@ class Software(Section):
     adds_in_place: bool
     tied_gradients_apart: bool
     wide_products: bool = False
+    kept_block: Annotated[int, Field(ge=0)] = 0
     launch_s: Delay = 26e-6  # this trainer's: benchmarks/planning/host_time.py
 
     @model_validator(mode="before")

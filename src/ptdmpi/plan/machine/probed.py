@@ -109,11 +109,20 @@ class KernelWay(Section):
 
 
 class AttentionWay(KernelWay):
-    """Causal attention by products, or by the library's kernel, in blocks of queries below
+    """Causal attention by products over blocks of so many queries, which keep their probabilities
+    where memory holds them or not; or by the library's kernel, in blocks of queries below
     `whole_from` positions and at once from there."""
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None
+    block: Literal[128, 256, 512] | None = None
+    keeps: bool | None = None
+
+
+class GeluWay(KernelWay):
+    """GELU's tanh form by a sigmoid, its derivative kept, or as the library has it."""
+
+    way: Literal["sigmoid", "library"]
 
 
 class LinearWay(KernelWay):
@@ -129,6 +138,7 @@ class KernelWays(Section):
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()
+    gelu: Annotated[tuple[GeluWay, ...], Field(strict=False)] = ()
 
     def entries(self) -> dict[str, list[dict[str, Any]]]:
         """As presets/kernels.toml has them."""

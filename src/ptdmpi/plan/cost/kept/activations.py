@@ -254,8 +254,22 @@ def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
     else:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes, "none")
+        if sizes.software.kept_block:
+            yield Item("attention.probabilities", heads * _kept_scores(sizes), c, "none")
         if sizes.operand_bytes != c:
             yield Item("attention.output.copy", rows * model.head_size, sizes.wide_bytes, "none")
+
+
+def _kept_scores(sizes: Sizes) -> int:
+    """Probabilities that each head keeps of a microbatch: of blocks of queries, each with all keys
+    up to its end, whatever windows and documents hide of them."""
+    model, block = sizes.model, sizes.software.kept_block
+    if model.attention != "causal" or model.attention_softcap:
+        return 0
+    ends = [min(first + block, model.seq_length) for first in range(0, model.seq_length, block)]
+    begins = (0, *ends)
+    each = sum(end * (end - begin) for begin, end in zip(begins, ends, strict=False))
+    return each * sizes.layout.micro_size
 
 
 def embedding_activations(sizes: Sizes) -> list[Item]:

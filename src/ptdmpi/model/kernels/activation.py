@@ -1,0 +1,199 @@
+"""GELU and gated units: what stands between the two linears of an MLP.
+
+GELU's tanh form has two ways. The library's keeps the input, and takes a tanh there and another one
+back, which costs as much as the exponentials of four sigmoids. The other, for hosts where it
+measures faster (`kernels.HostWays`): gelu(x) = x S(z) with the logistic function S and
+z = 2 sqrt(2 / pi) (x + 0.044715 x^3), its derivative S(z) + x S(z) S(-z) dz/dx worked out beside it
+and kept in place of the input, so that the way back is one multiplication. Compute is in float32 at
+least, some rows at a time, which caches hold; each result is rounded once.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.model.kernels import HALF_TYPES, ways
+
+CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+CHUNK_ELEMENTS = 1 << 17  # four of them in float32 are 2 MiB
+# Smaller tensors are the library's: ten launches for one would eat the gain, and with so many the
+# room for a chunk is no more than the gradient that the backward pass has anyway.
+LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
+# GELU's derivative reaches 1.13, and half types have half as many numbers between 1 and 2 as below
+# 1 to round to: so they keep it multiplied by this.
+SHRUNK = 0.875
+
+
+def gelu(x: Tensor, activation: str) -> Tensor:
+    """Its tanh form, as in GPT-2, or ("gelu_exact") that of the error function, as in BERT
+    (Hendrycks and Gimpel 2016, arXiv 1606.08415): [..., f] -> [..., f]."""
+    if activation == "gelu_exact":
+        return F.gelu(x)
+    if not _by_sigmoid(x):
+        return F.gelu(x, approximate="tanh")
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Gelu.apply(x)
+    return _opened_by_sigmoid(x)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """act(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
+
+    `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
+    """
+    if activation == "swiglu" or not _by_sigmoid(x):
+        return _Gated.apply(x, activation)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _GatedBySlopes.apply(x)
+    gate, value = x.chunk(2, dim=-1)
+    return _opened_by_sigmoid(gate).mul_(value)
+
+
+def _by_sigmoid(x: Tensor) -> bool:
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() < LEAST_ELEMENTS:
+        return False
+    return ways("cpu", x.dtype).gelu_by_sigmoid
+
+
+def _opened_by_sigmoid(x: Tensor) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    for part, room, (here,) in _chunks(x, y):
+        wide, z, sigmoid = _sigmoid(part, room)
+        _rounded(torch.mul, (wide, sigmoid), here, z)
+    return y
+
+
+def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) -> None:
+    """gelu(x) into y, `shrunk` times its derivative into `slope`: all [..., f], the lines of each
+    contiguous."""
+    exact = x.dtype not in HALF_TYPES
+    for part, room, (here, slope_here) in _chunks(x, y, slope):
+        wide, z, sigmoid = _sigmoid(part, room)
+        _rounded(torch.mul, (wide, sigmoid), here, room[2])
+        # x dz/dx is 3 z - 4 sqrt(2 / pi) x: here a third of it
+        inner = torch.sub(z, wide, alpha=2.0 / 3.0 * SLOPE, out=room[2])
+        if exact:  # S(-z): 1 - S(z) is not
+            inner.mul_(sigmoid).mul_(z.neg_().sigmoid_())
+        else:
+            torch.ops.aten.sigmoid_backward.grad_input(inner, sigmoid, grad_input=inner)
+        if shrunk != 1.0:
+            sigmoid.mul_(shrunk)
+        _rounded(partial(torch.add, alpha=3.0 * shrunk), (sigmoid, inner), slope_here, z)
+
+
+def _rounded(
+    function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
+) -> None:
+    """function(given) into `result`, by `room` where that is of a narrower type: one that is made
+    for it would be new memory."""
+    if result.dtype == room.dtype:
+        function(*given, out=result)
+    else:
+        result.copy_(function(*given, out=room))
+
+
+def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
+    """Rows of x [..., f], room for four numbers of each in float32 at least, rows of `results`."""
+    rows, lines = x.flatten(0, -2), [one.view(-1, one.shape[-1]) for one in results]
+    step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    room = list(torch.empty(4, min(step, len(rows)), x.shape[-1], dtype=wide))
+    for first in range(0, len(rows), step):
+        part = rows[first : first + step]
+        if len(part) < len(room[0]):
+            room = [one[: len(part)] for one in room]
+        yield part, room, [one[first : first + step] for one in lines]
+
+
+def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """x as it is multiplied, z and S(z), each in its part of the room; the third one is free."""
+    z, sigmoid, square, copy = room
+    wide = x if x.dtype == z.dtype else copy.copy_(x)
+    torch.mul(wide, wide, out=square)
+    torch.addcmul(wide, wide, square, value=CUBE, out=z).mul_(SLOPE)
+    return wide, z, torch.sigmoid(z, out=sigmoid)
+
+
+class _Gelu(Function):
+    """Keeps its derivative, which is as large as the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, slope = (torch.empty(x.shape, dtype=x.dtype) for _ in "ys")
+        ctx.shrunk = SHRUNK if x.dtype in HALF_TYPES else 1.0
+        _write_with_slope(x, y, slope, ctx.shrunk)
+        ctx.save_for_backward(slope)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        if ctx.shrunk == 1.0:
+            return dy * slope
+        # rounded once: a second multiplication would round again
+        return torch.addcmul(dy.new_zeros(()), dy, slope, value=1.0 / ctx.shrunk)
+
+
+class _GatedBySlopes(Function):
+    """GELU's gate; keeps the derivatives by gate and by value, which are as large as the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        slopes = torch.empty(x.shape, dtype=x.dtype)
+        by_gate, by_value = slopes.chunk(2, dim=-1)
+        _write_with_slope(gate, by_value, by_gate)
+        by_gate.mul_(value)
+        ctx.save_for_backward(slopes)
+        return by_value * value
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (slopes,) = ctx.saved_tensors
+        by_each = slopes.unflatten(-1, (2, -1))
+        return (by_each * dy.unsqueeze(-2)).flatten(-2)
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        gate, value = x.chunk(2, dim=-1)
+        return _opened(gate, activation).mul_(value)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        gate, value = x.chunk(2, dim=-1)
+        if torch.compiler.is_compiling():  # a graph writes into no part of a tensor
+            dvalue = dy * _opened(gate, ctx.activation)
+            return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
+        dx = torch.empty_like(x)
+        # both halves are written where they belong: joining them would be one more copy
+        dgate, dvalue = dx.chunk(2, dim=-1)
+        torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
+        if ctx.activation == "swiglu":
+            torch.ops.aten.silu_backward.grad_input(dy * value, gate, grad_input=dgate)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(
+                dy * value, gate, approximate="tanh", grad_input=dgate
+            )
+        return dx, None
+
+
+def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        return torch.ops.aten.silu_backward(dy, gate)
+    return torch.ops.aten.gelu_backward(dy, gate, approximate="tanh")
+
+
+def _opened(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")

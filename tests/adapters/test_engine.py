@@ -54,7 +54,7 @@ def rows_of(engine: Engine):
         assert isinstance(linear, Linear)
         start = sum(linear.outputs[:output])
         rows = slice(start, start + linear.outputs[output])
-        for i in range(model.layers):
+        for i in range(model.adapt.first_layer, model.layers):
             yield f"layers.{i}.{name}", rows, target.rpartition(".")[2], linear.split
 
 

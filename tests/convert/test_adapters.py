@@ -33,7 +33,11 @@ KINDS = {
     "llama": AdaptConfig(method="lora", rank=3, alpha=6.0),
     "gpt2": AdaptConfig(method="lora", rank=2, alpha=8.0, targets=SOME),
     "ia3": AdaptConfig(method="ia3"),
+    "later": AdaptConfig(method="lora", rank=3, alpha=6.0, first_layer=1),
+    "later ia3": AdaptConfig(method="ia3", first_layer=1),
 }
+FAMILIES = {"ia3": "llama", "later": "llama", "later ia3": "gpt2"}
+MERGED = [*list(KINDS)[:4], pytest.param("later ia3", marks=pytest.mark.long)]
 
 
 def engine_over(comm, folder, adapt: AdaptConfig) -> Engine:
@@ -69,9 +73,9 @@ def asked(opened: InferenceModel, ids: Tensor) -> Tensor:
 
 
 @parallel(ranks=[1], limit_s=120)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MERGED)
 def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
-    theirs = saved(tmp_path / "hf", "llama" if kind == "ia3" else kind)
+    theirs = saved(tmp_path / "hf", FAMILIES.get(kind, kind))
     base = tmp_path / "base"
     from_hf(theirs, base)
     engine = engine_over(comm, base, KINDS[kind])
@@ -94,15 +98,17 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
     export(adapter, tmp_path / "peft")
     import_peft(tmp_path / "peft", base, tmp_path / "again")
     again, own = load_adapter(tmp_path / "again"), load_adapter(adapter)
-    if kind != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
+    assert again.adapted.adapt.first_layer == KINDS[kind].first_layer
+    if FAMILIES.get(kind, kind) != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
         assert again.adapted.adapt.targets == own.adapted.adapt.targets == "all"
         assert again.tensors.keys() == own.tensors.keys()
         assert all(torch.equal(again.tensors[name], one) for name, one in own.tensors.items())
     back, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "again")
     assert difference(asked(back, batch.inputs), expected) < 1e-6
-    if kind == "llama":
+    if kind in ("llama", "later"):
         left, others = split(base, tmp_path / "merged", tmp_path / "split", 3)
         assert left < 1e-5 and not others
+        assert load_adapter(tmp_path / "split").tensors.keys() == own.tensors.keys()
         found, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "split")
         assert difference(asked(found, batch.inputs), expected) < 1e-5
 
@@ -155,6 +161,11 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     for name, wrong in ((a, tensors[a][:, :-1]), (b, tensors[b][:-1]), (a, tensors[a].flatten())):
         save_file({**tensors, name: wrong.contiguous()}, weights)
         refused(r"lora_[AB]\.weight has shape \[.*: not that of this model")
+    first = {name for name in tensors if ".layers.0." in name}
+    other = {name.replace("layers.0", "layers.1") for name in first}
+    assert first and other < tensors.keys()
+    save_file({name: one for name, one in tensors.items() if name not in other}, weights)
+    refused("not all layers from 0 to the last, .*, have adapters of the same linears")
     save_file({name: one for name, one in tensors.items() if name != b}, weights)
     refused(r"lora_B\.weight is missing: not that of this model")
 
@@ -185,7 +196,7 @@ def test_trains_as_peft_does(comm, tmp_path, kind):
     """The same logits, and 20 losses of AdamW, from the same weights and data."""
     peft = pytest.importorskip("peft")
     pytest.importorskip("accelerate")
-    family = "llama" if kind == "ia3" else kind
+    family = FAMILIES.get(kind, kind)
     base = tmp_path / "base"
     from_hf(saved(tmp_path / "hf", family), base)
     engine = engine_over(comm, base, KINDS[kind])
@@ -203,7 +214,7 @@ def test_trains_as_peft_does(comm, tmp_path, kind):
     assert difference(logits_of(engine, batch).transpose(0, 1), expected.detach()) < 1e-5
     settings = engine.config.optimizer
     # a vector has no weight decay here; of GPT-2 the zeros of B, block by block, would be trained
-    decay = settings.weight_decay if kind != "ia3" else 0.0
+    decay = settings.weight_decay if "ia3" not in kind else 0.0
     betas = (settings.beta1, settings.beta2)
     optimizer = torch.optim.AdamW(trained, betas=betas, eps=settings.eps, weight_decay=decay)
     compared = 1 if kind == "gpt2" else STEPS

@@ -25,8 +25,27 @@ MUON = {"optimizer.kind": "muon"}
 IA3 = {"adapt.method": "ia3"}
 FEW = {"adapt.targets": ["attention.out", "mlp.up"]}
 CHOICE = {"task.kind": "choice", "task.choices": 2}
+LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
 CASES = {
     "alone": {},
+    "t2 lora later divided full": layout(t=2) | LATER | DIVIDED | {"recompute.mode": "full"},
+    "t2 p2 lora later zb-h1 divided": layout(t=2, p=2)
+    | LATER
+    | DIVIDED
+    | {"parallel.schedule": "zb-h1", "parallel.first_layers": 1},
+    "d2 lora later zero 3": layout(d=2) | LATER | {"parallel.zero": 3},
+    "d2 p2 lora later zero 3 full": layout(d=2, p=2)
+    | LATER
+    | {"parallel.zero": 3, "recompute.mode": "full"},
+    "d2 p2 v2 lora later zero 3": layout(d=2, p=2, v=2) | LATER | {"parallel.zero": 3},
+    "d2 p2 lora later tree": layout(d=2, p=2) | LATER | {"run.reproducible": True},
+    "d2 p2 lora later muon zero 1": layout(d=2, p=2) | LATER | MUON | {"parallel.zero": 1},
+    "t2 p2 lora later": layout(t=2, p=2) | LATER,
+    "t2 d2 head alone divided zero 2": layout(t=2, d=2)
+    | LATER
+    | CHOICE
+    | DIVIDED
+    | {"adapt.first_layer": 4, "parallel.zero": 2},
     "t2 lora": layout(t=2) | LORA,
     "t2 lora divided full": layout(t=2) | LORA | DIVIDED | {"recompute.mode": "full"},
     "t2 lora of few divided": layout(t=2) | LORA | FEW | DIVIDED,
@@ -131,7 +150,8 @@ CASES = {
 FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p2 zb-v", "d2 tree")
 FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
 FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
-FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits", "d2 p2 v2 lora zero 3")
+FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
+FEW += ("d2 p2 v2 lora later zero 3",)
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
@@ -182,6 +202,10 @@ METHODS = {
     "d4 one peer": layout(d=4)
     | method("decentralized", topology="one_peer_exponential", average_every=2, overlap=True),
     "d4 local": layout(d=4) | method("local", local_steps=2, average_moments=True),
+    "d2 p2 ring lora later": layout(d=2, p=2) | LATER | method("ring"),
+    "d2 p2 server lora later": layout(d=2, p=2) | LATER | method("parameter_server"),
+    "d2 p2 sum lora later": layout(d=2, p=2) | LATER | method("all_reduce"),
+    "d2 p2 gossip lora later": layout(d=2, p=2) | LATER | GOSSIP,
     "d2 p2 gossip": layout(d=2, p=2) | GOSSIP | {"data_parallel.consensus_every": 1},
     "d2 t2 noise": layout(d=2, t=2) | {"log.gradient_noise_every_steps": 2},
     "d2 t2 local": layout(d=2, t=2) | method("local", local_steps=2, consensus_every=2),

@@ -99,7 +99,7 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "gemma2"])
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
-    placed = Placed(Mlp(model, axis), axis, precision)
+    placed = Placed(Mlp(model, axis, 0), axis, precision)
     check(placed, lambda w, x: reference.mlp(named(w, "mlp"), "mlp", x, model), precision)
 
 

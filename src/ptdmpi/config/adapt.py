@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ptdmpi.config.section import Fraction, PathText, Positive, Section
+from ptdmpi.base.words import counted
+from ptdmpi.config.section import Fraction, NonNegative, PathText, Positive, Section
 
 if TYPE_CHECKING:  # which has a section of this kind
     from ptdmpi.config.model import ModelConfig
@@ -28,8 +29,8 @@ WHOLE = ("none", "full")  # methods that freeze nothing
 # The keys that a method uses, `method` aside.
 USED: dict[str, tuple[str, ...]] = {
     "none": (),
-    "lora": ("rank", "alpha", "dropout", "targets", "base"),
-    "ia3": ("targets", "base"),
+    "lora": ("rank", "alpha", "dropout", "targets", "first_layer", "base"),
+    "ia3": ("targets", "first_layer", "base"),
     "full": ("base",),
 }
 
@@ -38,7 +39,8 @@ class AdaptConfig(Section):
     """What trains while all else of the model is frozen, but for the head of a [task]: low-rank
     products beside linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values and
     the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs; "all":
-    every linear, of ia3 the paper's three. `base`: the model whose weights are frozen.
+    every linear, of ia3 the paper's three. `first_layer`: layers in front of it have neither these
+    nor a backward. `base`: the model whose weights are frozen.
 
     "full": nothing is frozen, and all of `base` trains. `resolve` makes of that what it means,
     `checkpoint.initial`, so nobody else meets it."""
@@ -53,6 +55,7 @@ class AdaptConfig(Section):
             tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, strict=False)
         ]
     ) = "all"
+    first_layer: NonNegative = 0
     base: PathText = ""
 
     @property
@@ -85,9 +88,10 @@ def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
 
 
 def adapt_rules(
-    adapt: AdaptConfig, model: "ModelConfig | None", initial: str | None
+    adapt: AdaptConfig, model: "ModelConfig | None", has_task: bool, initial: str | None
 ) -> Iterator[str]:
-    """What is wrong with [adapt] beside `initial` of [checkpoint], a line each."""
+    """What is wrong with [adapt] beside `initial` of [checkpoint], a line each; `has_task`: beside
+    a head for a task, which trains, no layer need have any."""
     if adapt.method == "full" and not adapt.base:
         yield (
             'adapt.method = "full" trains all of a model: adapt.base is missing; legal: a run '
@@ -106,7 +110,16 @@ def adapt_rules(
                 f'adapt.{key} is of no use to adapt.method = "{adapt.method}"; legal: '
                 f"{key} = {shown}"
             )
-    if model is None or not adapt.adapts or adapt.targets == "all":
+    if model is None or not adapt.adapts:
+        return
+    most = model.layers - (not has_task)
+    if adapt.first_layer > most:
+        head = "" if has_task else f", or {model.layers} with a [task], whose head trains alone"
+        yield (
+            f"adapt.first_layer = {adapt.first_layer} of {counted(model.layers, 'layer')}; legal: "
+            f"0 to {most}{head}"
+        )
+    if adapt.targets == "all":
         return
     known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
     for pattern in adapt.targets:

@@ -168,6 +168,12 @@ class ModelConfig(Section):
         """What trains beside it, if not the model itself."""
         return self._adapt
 
+    def idle(self, layers: range | None = None) -> int:
+        """How many of these layers, the first ones, have no backward: those in front of the first
+        that has adapters. Where all train, none. None: of all its layers."""
+        layers = range(self.layers) if layers is None else layers
+        return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
+
     @property
     def quantize(self) -> QuantizeConfig:
         """In how few bits the matrices of its layers are."""

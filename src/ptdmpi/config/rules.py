@@ -84,9 +84,11 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     if isinstance(comm := sections.get("comm"), CommConfig):
         yield from wire_mistakes(comm.wire)
     if isinstance(adapt := sections.get("adapt"), AdaptConfig):
-        checkpoint = sections.get("checkpoint")
+        task, checkpoint = sections.get("task"), sections.get("checkpoint")
+        has_task = isinstance(task, TaskConfig) and task.kind != "none"
         initial = checkpoint.initial if isinstance(checkpoint, CheckpointConfig) else None
-        yield from adapt_rules(adapt, model if isinstance(model, ModelConfig) else None, initial)
+        shape = model if isinstance(model, ModelConfig) else None
+        yield from adapt_rules(adapt, shape, has_task, initial)
     yield from optimizer_rules(sections)
     if isinstance(run, RunConfig) and run.compile:
         yield from _compile_rules(sections)

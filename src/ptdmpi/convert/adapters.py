@@ -53,6 +53,10 @@ class AdapterPlace:
     by_rows: bool
 
     @property
+    def layer(self) -> int:
+        return int(self.linear.split(".", 2)[1])
+
+    @property
     def leaf(self) -> str:
         return self.target.rpartition(".")[2]
 
@@ -69,7 +73,7 @@ class AdapterPlace:
 def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
     """All adapters of a model, layer by layer."""
     parts = parameters.layer(model)
-    for layer in range(model.layers):
+    for layer in range(adapt.first_layer, model.layers):
         for target, (name, output) in targets_of(adapt, model.gates).items():
             linear = parts[name]
             assert isinstance(linear, Linear)
@@ -193,8 +197,8 @@ def _merged_rows(place: AdapterPlace, beside: LoadedAdapter, rows: Tensor, there
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
     """The adapter of rank `rank` beside all linears that is nearest to what `tuned` differs from
     `base` in: of each linear, and of q, k and v each for itself, the greatest singular values of
-    the difference (Eckart and Young 1936). Of a merged model whose adapter had no higher rank that
-    is the adapter again, up to its two factors.
+    the difference (Eckart and Young 1936). It begins at the first layer that differs. Of a merged
+    model whose adapter had no higher rank that is the adapter again, up to its two factors.
 
     Returns the greatest part that is left, over the magnitude of its difference, and the names of
     other parameters that differ, which no adapter holds. Raises InputError.
@@ -206,7 +210,7 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     model, task = config.model, other.task if config.model.classifies else NO_TASK
     names, head = declarations(config, other.vocab_size), task_head(model)
     found: dict[str, Tensor] = {}
-    left = 0.0
+    left, first = 0.0, model.layers
     with one.reader() as before, other.reader() as after:
         rest = [name for name in names if name not in head]
         _require_same_shapes(before, after, rest)
@@ -222,9 +226,14 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
             found[f"{place.linear}.lora_{place.leaf}.b"] = b.float()
             size = float(difference.norm())
             if size:
+                first = min(first, place.layer)
                 left = max(left, float((difference - b @ a).norm()) / size)
         linears = {f"{place.linear}.weight" for place in places(model, adapt)}
         others = list(_others(before, after, sorted({*rest} - linears)))
+        if 0 < first < model.layers:
+            adapt = adapt.model_copy(update={"first_layer": first})
+            kept = tuple(f"{place.linear}." for place in places(model, adapt))
+            found = {name: one for name, one in found.items() if name.startswith(kept)}
         found |= {name: whole_tensor(after, key(WEIGHTS, name)) for name in head}
     write_adapter(target, LoadedAdapter(Adapted(adapt, known, task), model, found))
     return left, others

@@ -48,7 +48,6 @@ LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
-    "layers_to_transform": (None,),
     "trainable_token_indices": (None,),
 }
 
@@ -59,6 +58,11 @@ def export(source: Path, target: Path) -> int:
     adapter = load_adapter(source)
     family = with_task(family_for(adapter.model), adapter.adapted.task)
     adapt, names = adapter.adapted.adapt, head_names(family, adapter.model)
+    if not adapter.places:
+        raise InputError(
+            f"{source}: a head alone, without adapters, which `peft` has no form for; legal: the "
+            "whole model, by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
+        )
     found = {f"{PREFIX}{theirs}": adapter.tensors[name] for name, theirs in names.items()}
     ranks: dict[str, int] = {}
     for module, own in _by_module(family, adapter.model, adapt).items():
@@ -140,20 +144,23 @@ def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
 def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
     adapt = adapter.adapted.adapt
     own = _by_module(family, adapter.model, adapt)
-    short = _short(family, adapter.model)
+    short, first = _short(family, adapter.model), adapt.first_layer
+    # its (IA)^3 knows layers by the names of their modules alone
+    numbered = adapt.method == "ia3" and first > 0
+    names = {one: _ending(one, numbered) if numbered else short[_ending(one)] for one in own}
     common: dict[str, Any] = {
         "base_model_name_or_path": adapter.adapted.base.path,
         "fan_in_fan_out": family.transposed,
         "inference_mode": True,
         "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapt.method],
         "task_type": _task_type(adapter),
-        "target_modules": sorted({short[_ending(name)] for name in own}),
+        "target_modules": sorted({*names.values()}),
     }
     if adapter.adapted.has_head:
         theirs = head_names(family, adapter.model).values()
         common["modules_to_save"] = sorted({family.base(one).partition(".")[0] for one in theirs})
     if adapt.method == "ia3":
-        inner = {short[_ending(name)] for name, some in own.items() if some[0].by_rows}
+        inner = {names[name] for name, some in own.items() if some[0].by_rows}
         return {**common, "feedforward_modules": sorted(inner)}
     other = {short[name]: rank for name, rank in ranks.items() if rank != adapt.rank}
     return {
@@ -162,6 +169,7 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
         "r": adapt.rank,
         "lora_alpha": adapt.alpha,
         "lora_dropout": adapt.dropout,
+        "layers_to_transform": [*range(first, adapter.model.layers)] if first else None,
         "rank_pattern": other,
         "alpha_pattern": {name: adapt.scale * rank for name, rank in other.items()},
     }
@@ -175,10 +183,11 @@ def _task_type(adapter: LoadedAdapter) -> str | None:
     return "SEQ_CLS" if kind == "classification" else None
 
 
-def _ending(name: str) -> str:
-    """A module's name behind the number of its layer."""
+def _ending(name: str, numbered: bool = False) -> str:
+    """A module's name behind the number of its layer, or from that on."""
     parts = name.split(".")
-    return ".".join(parts[next(n for n, one in enumerate(parts) if one.isdigit()) + 1 :])
+    number = next(n for n, one in enumerate(parts) if one.isdigit())
+    return ".".join(parts[number + (not numbered) :])
 
 
 def _short(family: Family, model: ModelConfig) -> dict[str, str]:
@@ -282,8 +291,12 @@ def _own(
         strange = min(left) if left else "nothing"
         raise InputError(f"{where}: {strange} is beside no linear of a layer of this model")
     targets = tuple(dict.fromkeys(place.target for place, _ in own))
-    if len(own) != len(targets) * model.layers:
-        raise InputError(f"{where}: not all layers have adapters of the same linears")
+    first = min(place.layer for place, _ in own)
+    if len(own) != len(targets) * (model.layers - first):
+        raise InputError(
+            f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
+            "of the same linears"
+        )
     if method == "ia3":
         adapt = AdaptConfig(method="ia3", targets=targets)
         found = {
@@ -294,7 +307,8 @@ def _own(
         adapt, found = _low_rank(config, tensors, own, targets, where)
     usual = targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets)
     # as a run says it that goes on with them
-    return (adapt.model_copy(update={"targets": "all"}) if usual else adapt), found
+    told: dict[str, Any] = {"first_layer": first, **({"targets": "all"} if usual else {})}
+    return adapt.model_copy(update=told), found
 
 
 def _found(

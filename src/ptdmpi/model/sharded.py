@@ -9,6 +9,7 @@ arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -224,10 +225,13 @@ class Walk:
             place: [one for one in some if one.declaration.trains]
             for place, some in parameters.items()
         }
-        # of tables that are looked up no backward needs the values, and a frozen one has none
-        first = parameters.get(EMBEDDING, ())
-        idle = all(len(one.shape) > 1 for one in first) or not trained[EMBEDDING]
-        self._backwards = self.places[1:] if self.places[0] == EMBEDDING and idle else self.places
+        # of tables that are looked up no backward needs the values, and none comes to places in
+        # front of all that trains
+        tables = all(len(one.shape) > 1 for one in parameters.get(EMBEDDING, ()))
+        idle = itertools.takewhile(
+            lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
+        )
+        self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
         # of what is whole, those that train: their weights may be on their way as well
         self._uses = {

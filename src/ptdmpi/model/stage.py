@@ -83,6 +83,8 @@ class Stage(nn.Module):
         self.axis = axis
         self.seed = config.run.seed
         self.first, self.last = layers.start == 0, layers.stop == model.layers
+        # nothing in front of it trains: no gradient is made for that
+        self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings
         self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0
@@ -126,7 +128,7 @@ class Stage(nn.Module):
 
     def _freeze(self, model: ModelConfig, vocab_size: int) -> None:
         """Declare what does not train, as the table has it; beneath a linear stand its adapters."""
-        groups = [(f"layers.{i}.", parameters.layer(model)) for i in self.layers]
+        groups = [(f"layers.{i}.", parameters.layer(model, int(i))) for i in self.layers]
         groups += [("embedding.", parameters.embedding(model, vocab_size))] * self.first
         groups += [("", parameters.head(model, vocab_size))] * self.last
         for prefix, parts in groups:
@@ -199,8 +201,8 @@ class Stage(nn.Module):
         self.losses, self.order_losses, self.right = {}, {}, {}
         if self.walk is not None:
             self.walk.begin_step()
-        # an input carries a gradient; the first stage has none, and perhaps no weight either
-        self._idle = self.first and not any(weight.requires_grad for weight in self.parameters())
+        # an input carries a gradient if something in front trains; perhaps no weight does either
+        self._idle = self.foremost and not any(one.requires_grad for one in self.parameters())
 
     @property
     def in_flight(self) -> int:
@@ -305,7 +307,7 @@ class Stage(nn.Module):
         batch = self._batches[microbatch]
         training = torch.is_grad_enabled()
         arrival = None
-        if x is not None and training:
+        if x is not None and training and not self.foremost:
             arrival = Arrival()
             x = arrival.begin(x)
         y = self.hidden(batch, x, self._step)
@@ -327,12 +329,12 @@ class Stage(nn.Module):
     def backward_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """B: the gradient of this stage's input (None on the first stage); frees the activations.
 
-        Weight gradients are added to each parameter's main_grad. Where nothing of the first stage
-        trains there is nothing to do: the gradient was sent all the same, since the schedule is one
-        for all models.
+        Weight gradients are added to each parameter's main_grad. Where nothing in front of a stage
+        trains, zeros stand for its input's gradient, which is sent all the same, since the schedule
+        is one for all models; and if nothing of it trains either, there is nothing to do.
         """
         if self._idle:
-            return None
+            return self._no_gradient()
         arrival, departure = self._in_flight.pop(microbatch)
         if self.last:
             # nobody hands the loss a gradient: it is its weight in the mean over the global batch
@@ -342,7 +344,13 @@ class Stage(nn.Module):
         departure.backward(dy)
         if self.walk is not None:
             self.walk.finish()
-        return None if arrival is None else arrival.gradient
+        return self._no_gradient() if arrival is None else arrival.gradient
+
+    def _no_gradient(self) -> Tensor | None:
+        if self.first:
+            return None
+        like = next(self.parameters())
+        return torch.zeros(self.boundary.shape, dtype=like.dtype, device=like.device)
 
     def input_microbatch(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
         """I: the gradient of this stage's input, as B gives it; frees the activations.

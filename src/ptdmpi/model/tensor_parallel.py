@@ -291,13 +291,13 @@ class _Linear(Function):
         return kernels.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         weight, bias = ctx.layer
         if weight.requires_grad:
             x = ctx.saved_tensors[0].detach()
             weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
         accumulate_bias_gradient(bias, dy)
-        return kernels.input_gradient(dy, weight), None, None
+        return kernels.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None, None, None
 
 
 class ReplicatedLinear(nn.Module):

@@ -123,7 +123,7 @@ class Attention(nn.Module):
             model.attention_softcap,
         )
         self.selective = selective
-        parts = parameters.layer(model)
+        parts = parameters.layer(model, layer)
         self.qkv = built.column_linear(parts, "attention.qkv", axis)
         self.query_norm = self.key_norm = None
         if "attention.query_norm" in parts:
@@ -186,11 +186,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two linears around GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, model: ModelConfig, axis: TensorAxis) -> None:
+    def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int) -> None:
         super().__init__()
         self.activation = model.activation
         self.gated = model.gates == 2
-        parts = parameters.layer(model)
+        parts = parameters.layer(model, layer)
         self.up = built.column_linear(parts, "mlp.up", axis)
         self.down = built.row_linear(parts, "mlp.down", axis)
 
@@ -222,7 +222,7 @@ class Block(nn.Module):
         self.attention_norm = Norm(model)
         self.attention = Attention(model, axis, layer, recompute.mode == "selective")
         self.mlp_norm = Norm(model)
-        self.mlp = Mlp(model, axis)
+        self.mlp = Mlp(model, axis, layer)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
         self.attention_post_norm = self.mlp_post_norm = None
         if model.block_norm == "sandwich":

@@ -182,7 +182,8 @@ class Attempt:
         """What is said at the start."""
         config, world = self.config, self.world
         parameters = parameter_count(config.model, vocab_size)
-        whole = (config.model.layers, (True, True), 1)
+        layers = config.model.layers
+        whole = (layers, (True, True), 1, config.model.idle())
         _, train, _ = rank_elements(config.model, vocab_size, *whole)
         if not self.idle:
             yield (

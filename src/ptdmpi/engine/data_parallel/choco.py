@@ -37,7 +37,7 @@ class Choco(Decentralized):
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Tell the neighbours, and move towards what they have told."""
-        if skipped:
+        if skipped or not self.state.kinds[PUBLIC].parts:  # or nothing trains on this rank
             return
         (graph,) = self._graphs
         row = self.topology.row(step, self.data.rank)

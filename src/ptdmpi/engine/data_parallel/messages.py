@@ -28,7 +28,7 @@ class Ring(DataParallel):
 
     def reduce(self) -> None:
         """Afterwards the gradients are the sum over data ranks."""
-        if self.data.size > 1:
+        if self.data.size > 1 and len(self.replica.buffer.gradients):
             for parts in self._rounds():
                 self._reduce(parts)
                 self._gather(parts)
@@ -70,8 +70,8 @@ class ParameterServer(DataParallel):
 
     def reduce(self) -> None:
         """Afterwards the gradients are the sum over data ranks."""
-        data = self.data
-        for part in self.replica.buffer.gradients.split(MESSAGE_ELEMENTS):
+        data, gradients = self.data, self.replica.buffer.gradients
+        for part in gradients.split(MESSAGE_ELEMENTS) if len(gradients) else ():
             if data.rank:
                 data.send(part, 0)
                 data.recv(part, 0)

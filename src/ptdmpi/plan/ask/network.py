@@ -86,10 +86,10 @@ class TieredAxis(DataAxis):
             return self.outside.behind(layout, elements)
         return super().behind(layout, elements)
 
-    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool]) -> InOps:
+    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
         if self._tapered(layout):
-            return self.outside.in_ops(layout, layers, ends)
-        return super().in_ops(layout, layers, ends)
+            return self.outside.in_ops(layout, layers, ends, idle)
+        return super().in_ops(layout, layers, ends, idle)
 
     def least_in_ops_s(self, layout: Layout, layers: float) -> float:
         if self._tapered(layout):

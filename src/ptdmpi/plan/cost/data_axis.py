@@ -88,9 +88,9 @@ class DataAxis:
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """(elements, how many) of what travels as one behind the pipeline: all, or as many layers
         as there would be, and the rest."""
-        if layout.zero < 2 or self.cluster.software.zero_unit == "tensor":
-            return [(elements, 1)]
         layer = self.layer_elements(layout.tensor)
+        if layout.zero < 2 or self.cluster.software.zero_unit == "tensor" or not layer:
+            return [(elements, 1)]
         count, rest = divmod(elements, layer)
         return [(layer, int(count)), (rest, int(rest > 0))]
 
@@ -124,16 +124,16 @@ class DataAxis:
 
     # -- in the ops ------------------------------------------------------------------------------
 
-    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool]) -> InOps:
-        """What ZeRO 2 and 3 send in each microbatch's ops of a stage of so many layers that is, as
-        `ends` says, the first or the last of the model."""
+    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
+        """What ZeRO 2 and 3 send in each microbatch's ops of a stage of so many layers, the first
+        of them `idle`, that is, as `ends` says, the first or the last of the model."""
         if layout.zero < 2 or layout.shards == 1:
             return InOps()
         # only 1F1B's ops alternate on one chunk: where one ends the next one begins
         stays = int(layout.schedule == "1f1b")
         gathers = 3 if layout.recompute == "full" else 2
         key = (layout.zero, layout.tensor, self.shard_group(layout), layers, ends)
-        return self._in_ops(*key, stays, gathers)
+        return self._in_ops(*key, idle, stays, gathers)
 
     def _counted_in_ops(
         self,
@@ -144,8 +144,9 @@ class DataAxis:
         ends: tuple[bool, bool],
         *how: int,
     ) -> InOps:
-        """`how`: places that are still there when an op begins, and how often DeepSpeed gathers."""
-        stays, gathers = how
+        """`how`: layers without a backward, places that are still there when an op begins, and how
+        often DeepSpeed gathers."""
+        idle, stays, gathers = how
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(tensor, layers, any(ends), group)
             if zero == 2:
@@ -155,7 +156,8 @@ class DataAxis:
                 return InOps(0.0, whole_s, whole_s)
             # Rajbhandari et al. 2020, section 7.2.2: the weights are let go after each use
             return InOps(gathered_s, (gathers - 1) * gathered_s + summed_s, summed_s / (layers + 1))
-        places = parameters.places(self.model, self.vocab_size, layers, ends, tensor)
+        held = (layers, ends, tensor)
+        places = parameters.places(self.model, self.vocab_size, *held, idle=idle)
         pairs = []
         for units in places:
             parts = [self._unit_pair_s(unit, group) for unit in units]
@@ -165,9 +167,11 @@ class DataAxis:
             return InOps(0.0, summed_s, pairs[0][1])
         gathered = [
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
-            for pair, units in zip(pairs, self._frozen(layers, ends, tensor), strict=True)
+            for pair, units in zip(pairs, self._frozen(*held), strict=True)
         ]
-        forward_s, backward_s = sum(gathered[stays:]), sum(gathered[: len(gathered) - stays])
+        skipped = idle + (idle > 0 and ends[0])  # in front of idle layers stands what is frozen
+        forward_s = sum(gathered[stays:])
+        backward_s = sum(gathered[skipped : len(gathered) - stays])
         # the first forward finds none of the weights, for they were updated
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)

@@ -72,6 +72,9 @@ class EndTimes(TensorRank):
         moved = (logits * size for size in sizes)
         loss = self.machine.elementwise_s("loss_backward", logits, *moved)
         linear = self._linear_backward(self._output, self.predicted)
+        if self.model.idle() == self.model.layers:
+            # nothing in front of it has a backward
+            return Seconds(loss + self._weight_gradient(self._output, self.predicted))
         # the head is column-parallel, so its input's gradient is summed over the tensor axis; each
         # rank has that of a task whole
         return Seconds(norm + loss + linear, 0.0 if self.model.classifies else self._sum_s)

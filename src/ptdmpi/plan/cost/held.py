@@ -26,17 +26,24 @@ class HeldParts:
         self.last = self.placed.stages - 1
         self.table = {
             "layer": parameters.layer(self.model),
+            "idle": parameters.layer(self.model, 0),
             "embedding": parameters.embedding(self.model, model.vocab_size),
             "head": parameters.head(self.model, model.vocab_size),
         }
+
+    def _parts_of(self, place: str) -> dict[str, Part]:
+        """The parts of a place."""
+        if place in (EMBEDDING, HEAD):
+            return self.table[place]
+        idle = int(place) < self.model.adapt.first_layer
+        return self.table["idle" if idle else "layer"]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
         """The parts of a stage that train, or do not, each with its place and its name in the
         table."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
-            table = self.table[place if place in (EMBEDDING, HEAD) else "layer"]
-            some = (one for one in table.items() if one[1].trains == trains)
+            some = (one for one in self._parts_of(place).items() if one[1].trains == trains)
             yield from ((place, name, part) for name, part in some)
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
@@ -98,15 +105,24 @@ class HeldParts:
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
         """The places of a rank's ops, as `places.gathers` reads them."""
-        first = self.table["embedding"].values()
-        # a backward does not come to a table that is looked up, or a frozen embedding
-        idle = all(isinstance(part, Table) for part in first) or not parameters.trained(first)
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:
                 yield places, 1
             else:
-                yield places[idle and places[0] == EMBEDDING :], -1
+                yield places[self._skipped(places) :], -1
+
+    def _skipped(self, places: Sequence[str]) -> int:
+        """How many of a stage's places a backward does not come to: those in front of all that
+        trains, and a table that is looked up."""
+        count = 0
+        for place in places:
+            parts = self._parts_of(place).values()
+            looked_up = place == EMBEDDING and all(isinstance(part, Table) for part in parts)
+            if not looked_up and parameters.trained(parts):
+                break
+            count += 1
+        return count
 
     def crossings(self, rank: int) -> int:
         """Neighbours of a rank's stages that stand on other ranks: to each of them one activation,

@@ -149,9 +149,9 @@ class TensorRank:
         return product + self._stream(weight.inputs * weight.outputs * (self.e + 2 * self.g))
 
 
-def _beside(model: ModelConfig, tensor: int) -> Iterator[LocalLinear]:
+def _beside(model: ModelConfig, tensor: int, number: int | None) -> Iterator[LocalLinear]:
     """The products of a layer's adapters, as a tensor rank has them."""
-    for part in parameters.layer(model).values():
+    for part in parameters.layer(model, number).values():
         if isinstance(part, parameters.LowRankPair):
             inputs, outputs = part.local(tensor)
             yield LocalLinear(inputs, part.rank, False)
@@ -159,9 +159,11 @@ def _beside(model: ModelConfig, tensor: int) -> Iterator[LocalLinear]:
 
 
 class LayerTimes(TensorRank):
-    """One layer of a model on a tensor rank."""
+    """One layer of a model on a tensor rank, that of this number; None: the last one."""
 
-    def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
+    def __init__(
+        self, machine: Machine, model: Model, layout: Layout, number: int | None = None
+    ) -> None:
         super().__init__(machine, model, layout)
         config, t = model.config, layout.tensor
         self.heads, self.ffn = config.heads // t, config.ffn_hidden // t
@@ -169,7 +171,7 @@ class LayerTimes(TensorRank):
         self.kv_heads = max(1, config.kv_heads // t)
         self.qkv, self.out = self._local("attention.qkv"), self._local("attention.out")
         self.up, self.down = self._local("mlp.up"), self._local("mlp.down")
-        self.beside = tuple(_beside(config, t))
+        self.beside = tuple(_beside(config, t, number))
 
     @property
     def linears(self) -> tuple[LocalLinear, ...]:
@@ -313,8 +315,7 @@ class LayerTimes(TensorRank):
             return self.forward + Seconds(0.0, gather_s)
         if mode != "selective":
             return Seconds()
-        host_s = self.machine.host_s(self._core_launches(False))
-        return Seconds(self.core_forward_s, host=host_s)
+        return Seconds(self.core_forward_s, host=self.machine.host_s(self._core_launches(False)))
 
     # -- what the host launches ------------------------------------------------------------------
 

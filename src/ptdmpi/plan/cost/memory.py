@@ -86,8 +86,8 @@ class MemoryModel(StageMemory):
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes, self.tile = COMPUTE_BYTES[precision], largest_tile(model, vocab_size)
         self.wide_bytes = max(WIDE_BYTES, self.compute_bytes)
-        self._distinct = cache(lambda *key: _distinct_ranks(self._splits(key[0]), *key))
-        self.likes = cache(lambda *key: _sorts(self._splits(key[0]), *key))
+        self._distinct = cache(lambda *key: _distinct_ranks(self.model, self._splits(key[0]), *key))
+        self.likes = cache(lambda *key: _sorts(self.model, self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)
         self._stands = cache(  # all the time, on each of some ranks
             lambda *key, ranks: [sum(self._standing(*key[:2], r, key[2])[:3]) for r in ranks]
@@ -307,31 +307,42 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     return copies + (working + told if method.section.overlap else max(working, told - kept))
 
 
-Sort = tuple[tuple[tuple[str, int], ...], bool, bool]
+Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]
 
 
 def _sort(
-    layers: Sequence[range], placed: Placement, recompute_layers: int | None, stage: int
+    model: ModelConfig,
+    layers: Sequence[range],
+    placed: Placement,
+    recompute_layers: int | None,
+    stage: int,
 ) -> Sort:
-    """What a stage's memory follows from: its layers by mode, and the ends of the model."""
+    """What a stage's memory follows from: its layers without a backward, the others by mode, and
+    the ends of the model."""
     layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-    return tuple(segments(layout, layers[stage])), stage == 0, stage == placed.stages - 1
+    own, idle = layers[stage], model.idle(layers[stage])
+    others = tuple(segments(layout, own[idle:]))
+    return idle, others, stage == 0, stage == placed.stages - 1
 
 
 def _distinct_ranks(
-    layers: Sequence[range], cut: Cut, recompute_layers: int | None
+    model: ModelConfig, layers: Sequence[range], cut: Cut, recompute_layers: int | None
 ) -> tuple[int, ...]:
     """The first of the pipeline ranks whose stages are alike; `layers` are those of each stage."""
     placed = cut.placed
     first: dict[object, int] = {}
     for rank in range(placed.pipeline):
-        found = (_sort(layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
+        found = (_sort(model, layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
         first.setdefault(tuple(found), rank)
     return tuple(first.values())
 
 
 def _sorts(
-    layers: Sequence[range], cut: Cut, recompute_layers: int | None, rank: int
+    model: ModelConfig,
+    layers: Sequence[range],
+    cut: Cut,
+    recompute_layers: int | None,
+    rank: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
     sort keep and need the same, whatever the layout's other settings are."""
@@ -339,7 +350,7 @@ def _sorts(
     examples: list[int] = []
     numbers: list[int] = []
     for stage in cut.placed.stages_of(rank):
-        sort = _sort(layers, cut.placed, recompute_layers, stage)
+        sort = _sort(model, layers, cut.placed, recompute_layers, stage)
         if sort not in sorts:
             sorts[sort] = len(examples)
             examples.append(stage)

@@ -122,31 +122,41 @@ class Pricer(StepTimes):
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
             each = layer.forward.total + back.total
-            work = layout.microbatches(self.batch) * (config.layers * each + ends.total_s)
+            idle, ahead_s = config.idle(), self.idle_layer(layout).forward.total
+            layers_s = (config.layers - idle) * each + idle * ahead_s
+            work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
             # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
             passed = layer.forward.total if splits(layout) else each
+            passed = min(passed, ahead_s) if idle else passed
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 
     def rough_data_s(self, layout: Layout) -> tuple[float, float]:
         """(behind the pipeline, with each microbatch): the other part."""
-        elements = self.model.config.layers * self.data.layer_elements(layout.tensor)
+        layers = self._trained_layers / layout.pipeline
+        elements = self._trained_layers * self.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
         after_s, each_s = self.update.optimizer_s(layout, elements), 0.0
-        after_s += self.least_matrices_s(layout, self.model.config.layers / layout.pipeline)
+        after_s += self.least_matrices_s(layout, layers)
         if not layout.dp_overlap:
             after_s += sum(self.data.behind(layout, elements))
-            layers = self.model.config.layers / layout.pipeline
             each_s = self.data.least_in_ops_s(layout, layers)
         return after_s, each_s
+
+    @property
+    def _trained_layers(self) -> int:
+        """Layers of which, or beside which, something trains."""
+        config = self.model.config
+        return config.layers - config.idle()
 
     def may_fit(self, layout: Layout) -> bool:
         """False only where what stands all the time is too much for the mean rank, whatever the
         rest of the layout is."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
-        train = layers * self.data.layer_elements(t)
-        frozen = layers * layer_elements(config, t) - train if config.adapt.adapts else 0
+        each = self.data.layer_elements(t)
+        train = self._trained_layers / layout.pipeline * each
+        frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)
         standing += self.memory.least_frozen_bytes(layout, frozen, layers, t)
         return standing <= self.capacity_bytes - self.memory.runtime_bytes

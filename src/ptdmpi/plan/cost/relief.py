@@ -115,7 +115,9 @@ def _least_state_bytes(step: Step) -> float:
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
-        _, train, _ = rank_elements(model, memory.vocab_size, model.layers, (True, True), 1)
+        idle = model.idle()
+        whole = (model.layers, (True, True), 1, idle)
+        _, train, _ = rank_elements(model, memory.vocab_size, *whole)
         rest = count - train
         count, frozen = train, memory.least_frozen_bytes(step.layout, rest, model.layers, 1)
     return (count * memory.parameter_bytes(step.layout) + frozen) / step.model_ranks

@@ -111,7 +111,8 @@ class StageMemory:
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """`parameters.rank_elements` of a pipeline rank."""
         ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
-        return parameters.rank_elements(self.model, self.vocab_size, layers, ends, tensor)
+        idle = self._idle_count(cut, rank)
+        return parameters.rank_elements(self.model, self.vocab_size, layers, ends, tensor, idle)
 
     def _ends(self, cut: Cut, rank: int) -> tuple[bool, bool]:
         """Whether a pipeline rank has the first and the last stage."""
@@ -121,6 +122,16 @@ class StageMemory:
     def layer_count(self, cut: Cut, rank: int) -> int:
         """Layers of a pipeline rank."""
         return sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
+
+    def _idle_count(self, cut: Cut, rank: int) -> int:
+        """Those of them that have no backward."""
+        layers = self._splits(cut)
+        return sum(self.model.idle(layers[stage]) for stage in cut.placed.stages_of(rank))
+
+    def _backward(self, layout: Layout, stage: int) -> range:
+        """The layers of a stage that have a backward: no other keeps anything."""
+        own = self.split(layout)[stage]
+        return own[self.model.idle(own) :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, frozen: int, shards: int) -> int:
         """Bytes of a pipeline rank's `frozen` weights, in so many shards; of those that stand in
@@ -133,12 +144,13 @@ class StageMemory:
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, how: tuple[int, int]) -> list[Dealt]:
         """`dealt` of a pipeline rank."""
         ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
+        layers -= self._idle_count(cut, rank)
         return dealt(self.model, self.vocab_size, layers, ends, tensor, how)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a
         stage behind the first is the input of its first layer."""
-        parts, own = self.parts(layout), self.split(layout)[stage]
+        parts, own = self.parts(layout), self._backward(layout, stage)
         kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
         if stage == 0:
             kept += parts.embedding
@@ -147,7 +159,7 @@ class StageMemory:
     def operand_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage from its I to its W."""
         split = self.parts(layout).split
-        kept = len(self.split(layout)[stage]) * split.layer
+        kept = len(self._backward(layout, stage)) * split.layer
         if stage == 0:
             kept += split.embedding
         return kept + (split.head if stage == layout.stages - 1 else 0)
@@ -156,9 +168,9 @@ class StageMemory:
         """The most that a stage's I has of its microbatch: activations go, operands come, and
         beside them is what the layer at hand needs. At the loss, in the last and the first layer of
         each mode, for in between it goes evenly, and at the end."""
-        parts, own = self.parts(layout), self.split(layout)[stage]
+        parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
-        most = held
+        most = held + _forward_bytes(self, layout, stage)
         if stage == layout.stages - 1:
             most = held + parts.loss_works
             held += split.head - parts.head
@@ -180,10 +192,10 @@ class StageMemory:
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
         last layer of each mode, for those in front of it run when more is free again."""
-        parts, own = self.parts(layout), self.split(layout)[stage]
-        most = freed = 0
+        parts, own = self.parts(layout), self._backward(layout, stage)
+        most, freed = _forward_bytes(self, layout, stage), 0
         if stage == layout.stages - 1:
-            most, freed = parts.loss_works, parts.head
+            most, freed = max(most, parts.loss_works), parts.head
         for mode, count in reversed(list(segments(layout, own))):
             most = max(most, parts.layers[mode].works - freed)
             freed += count * parts.layers[mode].kept
@@ -200,7 +212,8 @@ class StageMemory:
         for stage in cut.placed.stages_of(rank):
             held = (len(layers[stage]), (stage == 0, stage == last))
             shape = (self.model, self.vocab_size, *held, tensor)
-            sizes = [*map(sum, parameters.places(*shape)), 0]
+            idle = self.model.idle(layers[stage])
+            sizes = [*map(sum, parameters.places(*shape, idle=idle)), 0]
             frozen = [*map(sum, frozen_places(*shape)), 0]
             every = [sum(both) for both in zip(sizes, frozen, strict=True)]
             pair, whole = (max(map(sum, itertools.pairwise(some))) for some in (sizes, every))
@@ -254,11 +267,19 @@ class StageMemory:
         )
 
 
+def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
+    """What the forward of a layer without a backward needs, at most: all that one with a backward
+    keeps; less what is kept of its microbatch later, with which it is added up."""
+    idle = memory.model.idle(memory.split(layout)[stage])
+    whole = memory.parts(layout).layers["none"].kept if idle else 0
+    return max(0, whole - memory.kept_bytes(layout, stage))
+
+
 def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
     """(mode, how many) of neighbouring layers that are recomputed alike, from the first on."""
     most = layout.recompute_layers
     recomputed = len(layers)
-    if layout.recompute == "full" and most is not None:
+    if layers and layout.recompute == "full" and most is not None:
         recomputed = min(max(0, most - layers[0]), len(layers))
     if recomputed:
         yield layout.recompute, recomputed

@@ -44,6 +44,7 @@ class StepTimes:
             self.method,
         )
         self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
+        self._idle: dict[tuple[int, int, bool], LayerTimes] = {}
 
     def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
         """The parts of the model on a tensor rank: a layer, and embedding and head."""
@@ -53,6 +54,13 @@ class StepTimes:
             self._layers[key] = LayerTimes(*told), EndTimes(*told)
         return self._layers[key]
 
+    def idle_layer(self, layout: Layout) -> LayerTimes:
+        """A layer without a backward, and without adapters."""
+        key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
+        if key not in self._idle:
+            self._idle[key] = LayerTimes(self.machine, self.model, layout, 0)
+        return self._idle[key]
+
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """(forward, backward) of each stage."""
         layer, ends = self.kernels(layout)
@@ -61,18 +69,21 @@ class StepTimes:
         layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
         again = (layer_backward + recomputed_s).launched
         layer_backward = layer_backward.launched
-        most = layout.recompute_layers
-        alike: dict[tuple[int, int], tuple[Seconds, Seconds]] = {}
+        idle_forward, most = self.idle_layer(layout).forward.launched, layout.recompute_layers
+        alike: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
         stages = []
-        for own in self.memory.split(layout):
+        for every in self.memory.split(layout):
+            idle = self.model.config.idle(every)
+            own = every[idle:]
             # of the first `most` layers of the model those that this stage holds
             recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
-            key = (len(own), recomputed)
+            key = (idle, len(own), recomputed)
             if key not in alike:
                 backward = again * recomputed
                 if recomputed < len(own):
                     backward = backward + layer_backward * (len(own) - recomputed)
-                alike[key] = (layer_forward * len(own), backward)
+                forward = layer_forward * len(own)
+                alike[key] = (forward + idle_forward * idle if idle else forward, backward)
             stages.append(alike[key])
         forward, back = stages[0]
         stages[0] = (forward + ends.embedding_forward, back + ends.embedding_backward)
@@ -85,7 +96,8 @@ class StepTimes:
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
-        stages = [layer.weights.launched * len(own) for own in self.memory.split(layout)]
+        counts = (len(own) - self.model.config.idle(own) for own in self.memory.split(layout))
+        stages = [layer.weights.launched * count for count in counts]
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
         return stages
@@ -128,7 +140,8 @@ class StepTimes:
         for stage, (own, (forward, backward)) in enumerate(
             zip(self.memory.split(layout), seconds, strict=True)
         ):
-            sent = self.data.in_ops(layout, len(own), (stage == 0, stage == last))
+            idle = self.model.config.idle(own)
+            sent = self.data.in_ops(layout, len(own), (stage == 0, stage == last), idle)
             hidden = (forward.total, backward.total) if layout.dp_overlap else (0.0, 0.0)
             added.append(
                 (
@@ -165,7 +178,8 @@ class StepTimes:
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # of what is sent in each microbatch's ops the last message has nothing to go behind
-            sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1))
+            idle = self.model.config.idle(layers[0])
+            sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1), idle)
             data_s += sent.last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)

@@ -210,7 +210,8 @@ class StepTraffic:
             gathered = gathers(self.held.passes(rank, order), uses)
         for unit in gathered:
             sharing.add("all_gather", units[unit] * self.sizes.compute_bytes)
-        sharing.add("all_gather", rows * element)
+        if rows:
+            sharing.add("all_gather", rows * element)
         own = _dealt(self, rank, shard)
         for size in (*own.gives.values(), *own.takes.values()):
             sharing.add("send", size * iteration_bytes(self.sizes.compute_bytes))
@@ -255,14 +256,17 @@ def _partial(layout: Layout, name: str, part: Part) -> int:
 
 
 def _of_adapted(sizes: Sizes, layer: int, split: bool, again: bool) -> tuple[int, int]:
-    """(sums, gathers) of a frozen layer with adapters. Of its linears those have a backward behind
-    which something trains: in the first layer no gradient goes beyond the first adapter. An input
-    is gathered again for LoRA's A, of a split backward an output's gradient for its B."""
-    sums = gathers = 2
+    """(sums, gathers) of a frozen layer. In front of the first that has adapters there is no
+    backward. Of the others' linears those have one behind which something trains: in the first such
+    layer no gradient goes beyond the first adapter. An input is gathered again for LoRA's A, of a
+    split backward an output's gradient for its B."""
+    sums, gathers, first = 2, 2, sizes.model.adapt.first_layer
+    if layer < first:
+        return sums, gathers
     if again:  # up to the last tensor that the backward needs
         rest = sizes.keeps_input("mlp.down") or sizes.drops or sizes.model.block_norm != "pre"
         sums, gathers = 3 + rest, 4
-    trains = layer > 0
+    trains = layer > first
     for column, row in (("attention.qkv", "attention.out"), ("mlp.up", "mlp.down")):
         sums += trains
         trains = trains or column in sizes.beside
@@ -277,7 +281,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     if not of.method.matrices:
         return Dealt()
     stages, layout = of.placed.stages_of(rank), of.layout
-    layers = sum(len(of.held.layers[stage]) for stage in stages)
+    held = [of.held.layers[stage] for stage in stages]
+    layers = sum(len(some) - of.model.idle(some) for some in held)
     ends = (0 in stages, of.held.last in stages)
     how = (layout.zero, layout.shards)
     return dealt(of.model, of.vocab_size, layers, ends, layout.tensor, how)[shard]

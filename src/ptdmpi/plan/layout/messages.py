@@ -129,7 +129,7 @@ class RunMethod:
         sums = list(weights) if self.measures(step) else []
         sums += mixed if self.averages(step) else []
         sums += [gradients] if method == "all_reduce" else []
-        for size in sums:
+        for size in filter(None, sums):  # of a rank of which nothing trains
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for some in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):

@@ -4,21 +4,21 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.plan.shape.parameters import Linear, LowRankPair, head, layer
 
 
-def layer_forward_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's forward pass per token: its GEMMs, attention over all s positions (or
-    its window).
+def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
+    """FLOPs of the forward pass of a layer, of this number or the last, per token: its GEMMs,
+    attention over all s positions (or its window).
 
     24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
     their own GEMMs.
     """
-    return 2 * sum(_products(model)) + core_forward_flops(model)
+    return 2 * sum(_products(model, number)) + core_forward_flops(model)
 
 
-def _products(model: ModelConfig) -> tuple[int, int]:
+def _products(model: ModelConfig, number: int | None = None) -> tuple[int, int]:
     """Weights that a token of a layer is multiplied with: of those that train, and of frozen
     ones."""
     train = frozen = 0
-    for part in layer(model).values():
+    for part in layer(model, number).values():
         size = 0
         if isinstance(part, Linear):
             size = part.inputs * sum(part.outputs)
@@ -52,24 +52,27 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 
     For a GPT, 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
     appendix A): the backward pass counts twice the forward. Of weights that do not train it counts
-    once, for their input's gradient.
+    once, for their input's gradient, and of layers in front of all that train not at all.
     """
-    output = head_forward_flops(model, vocab_size)
-    per_token = 3 * (model.layers * layer_forward_flops(model) + output)
+    output, idle = head_forward_flops(model, vocab_size), model.idle()
+    others = model.layers - idle
+    per_token = 3 * (others * layer_forward_flops(model) + output)
+    per_token += idle * layer_forward_flops(model, 0)
     if model.adapt.adapts:
         frozen_output = 0.0 if model.classifies else output
-        per_token -= model.layers * 2 * _products(model)[1] + frozen_output
+        per_token -= others * 2 * _products(model)[1] + frozen_output
     return per_token * tokens
 
 
 def hardware_flops(
     model: ModelConfig, vocab_size: int, tokens: int, recompute: str, layers: int
 ) -> float:
-    """Model FLOPs plus what `layers` of the layers compute again: under "full" their forward pass,
-    under "selective" the two products of attention.
+    """Model FLOPs plus what the first `layers` layers compute again, if they have a backward: under
+    "full" their forward pass, under "selective" the two products of attention.
 
     With every layer in full, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
     """
     core = core_forward_flops(model)
     again = {"none": 0.0, "selective": core, "full": layer_forward_flops(model)}[recompute]
-    return model_flops(model, vocab_size, tokens) + layers * again * tokens
+    recomputed = layers - model.idle(range(layers))
+    return model_flops(model, vocab_size, tokens) + recomputed * again * tokens

@@ -133,7 +133,8 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 def frozen_places(
     model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
 ) -> list[list[int]]:
-    """`parameters.places` of the frozen weights that stand in full, which ZeRO 3 gathers."""
+    """`parameters.places` of the frozen weights that stand in full, which ZeRO 3 gathers: of idle
+    layers as many as of others."""
     found = parameters.places(model, vocab_size, layers, ends, tensor, trains=False)
     packed, _ = frozen_layer(model, tensor)
     for place in found[int(ends[0]) :][:layers]:

@@ -167,8 +167,9 @@ def norm(model: ModelConfig, size: int | None = None) -> Norm:
     return Norm(model.hidden if size is None else size, model.norm == "layernorm")
 
 
-def layer(model: ModelConfig) -> dict[str, Part]:
-    """One layer: attention and MLP, each with its norms."""
+def layer(model: ModelConfig, number: int | None = None) -> dict[str, Part]:
+    """One layer: attention and MLP, each with its norms, and the adapters that layer `number` has;
+    None: the last one, which has them if any has."""
     h, ffn, std = model.hidden, model.ffn_hidden, model.init_std
     query, key_value = model.attention_width, model.kv_heads * model.head_size
     most = (model.heads, model.kv_heads, model.kv_heads)
@@ -188,7 +189,9 @@ def layer(model: ModelConfig) -> dict[str, Part]:
             parts[name] = norm(model, model.head_size)
     if model.block_norm == "sandwich":
         parts |= {"attention_post_norm": norm(model), "mlp_post_norm": norm(model)}
-    return _frozen(model, parts) | adapters(model, parts)
+    last = model.layers - 1
+    idle = (last if number is None else number) < model.adapt.first_layer
+    return _frozen(model, parts) | ({} if idle else adapters(model, parts))
 
 
 def adapters(model: ModelConfig, parts: Parts) -> dict[str, Part]:
@@ -323,18 +326,21 @@ def places(
     ends: tuple[bool, bool],
     tensor: int,
     trains: bool = True,
+    idle: int = 0,
 ) -> list[list[int]]:
     """What sharding gathers and sums at once, in elements on a tensor rank: the units of each place
-    (embedding, a layer, the head) of a stage with so many layers that is, as `ends` says, the first
-    or the last of the model. A tied table is a unit of its own at both places. Of what trains; or
-    of what does not, which is gathered alone (`low_bit.frozen_places`)."""
+    (embedding, a layer, the head) of a stage with so many layers, the first of them `idle`, that
+    is, as `ends` says, the first or the last of the model. A tied table is a unit of its own at
+    both places. Of what trains; or of what does not, which is gathered alone
+    (`low_bit.frozen_places`)."""
 
     def counted(parts: Iterable[Part]) -> int:
         return elements((part for part in parts if part.trains == trains), tensor)
 
     first, last = ends
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    found = [[counted(layer(model).values())]] * layers
+    found = [[counted(layer(model, 0).values())]] * idle
+    found += [[counted(layer(model).values())]] * (layers - idle)
     if first:
         front = counted(embedding(model, vocab_size).values())
         found = [[table, front - table], *found]
@@ -345,16 +351,22 @@ def places(
 
 
 def rank_elements(
-    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
+    model: ModelConfig,
+    vocab_size: int,
+    layers: int,
+    ends: tuple[bool, bool],
+    tensor: int,
+    idle: int,
 ) -> tuple[int, int, int]:
     """(parameters, those of them that train, those of these that stand for two) of a rank with so
-    many layers and, as `ends` says, the first or the last of the model. A tied table is counted
-    once; its second use has a gradient of its own."""
+    many layers, some of them `idle`, and, as `ends` says, the first or the last of the model. A
+    tied table is counted once; its second use has a gradient of its own."""
     first, last = ends
     table = embedding(model, vocab_size)
-    held = ((layers, layer(model)), (int(first), table), (int(last), head(model, vocab_size)))
+    held = ((idle, layer(model, 0)), (layers - idle, layer(model)))
+    held_ends = ((int(first), table), (int(last), head(model, vocab_size)))
     count = train = 0
-    for times, parts in held:
+    for times, parts in (*held, *held_ends):
         count += times * elements(parts.values(), tensor)
         train += times * elements(trained(parts.values()), tensor)
     if not (first and last and model.tie_embeddings):
@@ -366,6 +378,8 @@ def rank_elements(
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     """Parameters of the whole model, a tied head counted once."""
-    count = model.layers * layer_elements(model)
+    idle = model.idle()
+    count = idle * elements(layer(model, 0).values())
+    count += (model.layers - idle) * layer_elements(model)
     count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
     return count - table_elements(model, vocab_size) * model.tie_embeddings

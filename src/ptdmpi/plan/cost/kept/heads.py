@@ -38,9 +38,10 @@ def _loss(sizes: Sizes, logits: int) -> Iterator[Item]:
 def _classes(sizes: Sizes) -> Iterator[Item]:
     """What a head for a task keeps: final norm, one position of each sequence, its scores."""
     model, c, b = sizes.model, sizes.compute_bytes, sizes.layout.micro_size
-    if model.block_norm != "post":
-        yield from norm_items(sizes, "final_norm")
-    yield Item("head.positions", b, 8)
+    if model.idle() < model.layers:  # else it alone has a backward
+        if model.block_norm != "post":
+            yield from norm_items(sizes, "final_norm")
+        yield Item("head.positions", b, 8)
     yield Item("head.selected", b * model.hidden, c)
     if model.masked:
         yield Item("sentence.pooler.output", b * model.hidden, c)

@@ -83,16 +83,22 @@ def rules(sections: Mapping[str, Section], ranks: int) -> Iterator[str]:
     yield from split_mistakes(sections, ranks)
     if isinstance(comm := sections.get("comm"), CommConfig):
         yield from wire_mistakes(comm.wire)
-    if isinstance(adapt := sections.get("adapt"), AdaptConfig):
-        task, checkpoint = sections.get("task"), sections.get("checkpoint")
-        has_task = isinstance(task, TaskConfig) and task.kind != "none"
-        initial = checkpoint.initial if isinstance(checkpoint, CheckpointConfig) else None
-        shape = model if isinstance(model, ModelConfig) else None
-        yield from adapt_rules(adapt, shape, has_task, initial)
+    yield from _adapt_rules(sections)
     yield from optimizer_rules(sections)
     if isinstance(run, RunConfig) and run.compile:
         yield from _compile_rules(sections)
     yield from _task_rules(sections)
+
+
+def _adapt_rules(sections: Mapping[str, Section]) -> Iterator[str]:
+    adapt, task, checkpoint, model = (
+        sections.get(name) for name in ("adapt", "task", "checkpoint", "model")
+    )
+    if isinstance(adapt, AdaptConfig):
+        has_task = isinstance(task, TaskConfig) and task.kind != "none"
+        initial = checkpoint.initial if isinstance(checkpoint, CheckpointConfig) else None
+        shape = model if isinstance(model, ModelConfig) else None
+        yield from adapt_rules(adapt, shape, has_task, initial)
 
 
 def _compile_rules(sections: Mapping[str, Section]) -> Iterator[str]:

@@ -64,6 +64,17 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
     return (held, 0) if on_host or offload == "none" else (0, held + rooms)
 
 
+def _how(layout: Layout) -> tuple[int, int, str]:
+    """How state is sharded and offloaded."""
+    return layout.zero, layout.shards, layout.offload
+
+
+def _ours(wide_products: bool, kept_block: int) -> Software:
+    """This trainer, as a run computes."""
+    changes = {"wide_products": wide_products, "kept_block": kept_block}
+    return TRAINER.model_copy(update=changes)
+
+
 class MemoryModel(StageMemory):
     """Memory of one model in one compute type as a program runs it; what layouts have in common is
     counted once. `runtime_bytes`: what a rank's memory holds before its first tensor. `on_host`:
@@ -105,14 +116,13 @@ class MemoryModel(StageMemory):
         kept_block: int = 0,
     ) -> "MemoryModel":
         """That of a training; `wide_products` and `kept_block` as of `Software`."""
-        changes = {"wide_products": wide_products, "kept_block": kept_block}
-        software = TRAINER.model_copy(update=changes)
-        told = (config.model, vocab_size, config.precision.compute, software)
-        return cls(*told, on_host=on_host, method=RunMethod.of(config))
+        told = (config.model, vocab_size, config.precision.compute)
+        software = _ours(wide_products, kept_block)
+        return cls(*told, software, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The pipeline ranks one of which needs most: where an earlier rank holds no less, the
-        first of those whose stages are alike; else all."""
+        """The pipeline ranks one of which needs most: where an earlier one holds no less, the first
+        of those whose stages are alike; else all."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -171,8 +181,7 @@ class MemoryModel(StageMemory):
         at the least, is asked first: most layouts of a large model fail there."""
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
-        how = (layout.zero, layout.shards, layout.offload)
-        standing = self._stands(Cut.of(layout), layout.tensor, how, ranks=ranks)
+        standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks=ranks)
         if max(standing) > room:
             return False
         least = (_least_held(self, layout, rank, microbatches) for rank in ranks)
@@ -190,8 +199,7 @@ class MemoryModel(StageMemory):
 
     def _state(self, layout: Layout, rank: int) -> tuple[int, int, int, int]:
         """Bytes of weights, gradients and optimizer, and of what the host has of them."""
-        how = (layout.zero, layout.shards, layout.offload)
-        return self._standing(Cut.of(layout), layout.tensor, rank, how)
+        return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
 
     def _counted_standing(
         self, cut: Cut, tensor: int, rank: int, how: tuple[int, int, str]

@@ -62,12 +62,12 @@ test: setup ## lint, import rules, types, all tests but the long ones
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(APART) -m "not together and not long and not slurm"
-	$(TOGETHER) -m "together and not long and not slurm"
+	red=0; $(APART) -m "not together and not long and not slurm" || red=$$?; \
+	$(TOGETHER) -m "together and not long and not slurm" || red=$$?; exit $$red
 
 test-long: setup ## what is exhaustive or slow by nature, and not in `make test`
-	$(APART) -m "not together and long"
-	$(TOGETHER) -m "together and long"
+	red=0; $(APART) -m "not together and long" || red=$$?; \
+	$(TOGETHER) -m "together and long" || red=$$?; exit $$red
 
 test-slurm: setup ## the job templates on a real Slurm, installed and started here (root, Debian)
 	bash jobs/install_slurm.sh

@@ -144,7 +144,7 @@ def test_activations_are_those_of_the_account(comm, mode):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), 2, pytest.param(3, marks=LONG)])
+@pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 def test_an_idle_stage_keeps_weights_alone(comm, first):
     """Beside what one forward works in, which is foreseen at most."""
     wide = {

@@ -17,6 +17,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels.activation import gated
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -122,7 +123,7 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> dict[str, tu
             (torch.randn(s, b, 2 * model.heads, size), *turning),
         ),
         "SwiGLU": (
-            {"ours": lambda x: kernels.gated(x, "swiglu"), "formula": opened},
+            {"ours": lambda x: gated(x, "swiglu"), "formula": opened},
             (torch.randn(s, b, 2 * model.ffn_hidden),),
         ),
         "RMSNorm": (

@@ -9,14 +9,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ptdmpi.base.disk import write_whole
-from ptdmpi.comm.world import World
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import table
+
+if TYPE_CHECKING:  # the import initialises MPI, which previews do without
+    from ptdmpi.comm.world import World
 
 FILE = "kernels.json"  # in the run directory
 # as the table has them -> as torch.nn.attention.SDPBackend does; FlashAttention 3 takes 2's place
@@ -62,7 +64,7 @@ def _has_fa3() -> bool:
 
 
 def agreed(
-    world: World,
+    world: "World",
     folder: Path,
     computing: tuple[torch.device, torch.dtype],
     before: Ways | None,
@@ -87,7 +89,7 @@ def agreed(
 
 
 def _on_hosts(
-    world: World,
+    world: "World",
     here: dict[str, list[str]],
     known: Ways,
     dtype: torch.dtype,
@@ -128,7 +130,7 @@ def _on_hosts(
 
 
 def _on_devices(
-    world: World, device: torch.device, known: Ways, say: Callable[[str], None]
+    world: "World", device: torch.device, known: Ways, say: Callable[[str], None]
 ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """(what the run keeps, what it takes now): what one rank lacks none makes use of."""
     here = world.control.allgather(offered(device))

@@ -12,7 +12,7 @@ from ptdmpi.engine.data_parallel.overlap import BegunSums
 from ptdmpi.engine.runner import Runner
 from tests._configs import layout
 from tests._engines import steps_of
-from tests.comm._races import COMPUTE, BookedStandIn, Books, Watch
+from tests.comm._races import COMPUTE, BookedStandIn, Books, Watch, done
 from tests.comm._stand_in import StandInCommunicator
 from tests.comm.test_nccl import LAYOUTS, STAND_IN, engine_on
 from tests.parallel import parallel
@@ -24,7 +24,7 @@ def races_of(comm, changes: dict, steps: int = 2) -> tuple[list[str], int]:
         patch.setattr(StandInCommunicator, "load", lambda everyone, device: BookedStandIn(everyone))
         engine = engine_on(comm, changes, STAND_IN)
     books = StandInCommunicator.library.books
-    with Watch(books):
+    with Watch(books), changed(Queued, "done", lambda usual: done):
         steps_of(engine, steps)
     StandInCommunicator.library = None
     return [one for found in comm.allgather(books.races) for one in found], books.kernels

@@ -4,21 +4,28 @@ import random
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from benchmarks.faults.training import Way
+from benchmarks.faults.training import BASE, Way
 
 # Of every layout exactly one of the first four, by what `parallel.zero` says; `groups` that hold
-# copies of the shards, and an optimizer whose state stands in a file, come on top.
-KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded")
+# copies of the shards, an optimizer whose state stands in a file, and adapters beside a frozen
+# model come on top.
+KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
+ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}
 
 
 def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
     """A layout in short words, such as `p=2,zero=3`: t and p, and keys of `[parallel]`.
 
-    The ranks that these leave are the data axis; a `d` in the words says so to the reader.
+    The ranks that these leave are the data axis; a `d` in the words says so to the reader. `lora`
+    is the rank of adapters over the model that `training.require_base` makes.
     """
-    pairs = [word.split("=") for word in words.split(",")]
-    settings = [f"parallel.{KEYS.get(key, key)}={value}" for key, value in pairs if key != "d"]
+    pairs = dict(word.split("=") for word in words.split(","))
+    pairs.pop("d", None)
+    lora = pairs.pop("lora", None)
+    settings = [f"parallel.{KEYS.get(key, key)}={value}" for key, value in pairs.items()]
+    if lora is not None:
+        settings += [f"adapt.rank={lora}", *ADAPTED]
     return Way(words, ranks, tuple(settings), options)
 
 
@@ -31,6 +38,8 @@ def kinds_of(way: Way) -> tuple[str, ...]:
         found.append("groups")
     if "parallel.offload" in values:
         found.append("offloaded")
+    if "adapt.method" in values:
+        found.append("adapted")
     return tuple(found)
 
 
@@ -57,6 +66,7 @@ LAYOUTS = (
     Weighted(1, layout("t=2,zero=2,offload=disk", 4)),
     Weighted(1, layout("p=2,zero=3", 4)),
     Weighted(1, layout("zero=3,shard_group=2,offload=disk", 4)),
+    Weighted(1, layout("zero=3,lora=2", 2)),
 )
 # No file system becomes read-only while a file in it is open for writing: the optimizer's is.
 REMOUNTED = tuple(one for one in LAYOUTS if "offloaded" not in kinds_of(one.way))
@@ -69,6 +79,7 @@ SHRINKING = (
     Weighted(1, layout("zero=1", 4, ULFM)),
     Weighted(1, layout("zero=1,shard_group=2", 4, ULFM)),
     Weighted(1, layout("zero=1,offload=disk", 4, ULFM)),
+    Weighted(1, layout("d=2,lora=2", 2, ULFM)),
 )
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.faults.layouts import KINDS, LAYOUTS, REMOUNTED, SHRINKING, ULFM, Deck
+from benchmarks.faults.layouts import KINDS, LAYOUTS, REMOUNTED, SHRINKING, ULFM, Deck, kinds_of
 from benchmarks.faults.rank import PLACES
 from benchmarks.faults.tally import Outcome, table
 from benchmarks.faults.training import (
@@ -35,6 +35,7 @@ from benchmarks.faults.training import (
     newest_sound,
     prepare,
     records_deviate,
+    require_base,
 )
 from benchmarks.launch import mpirun, start
 from ptdmpi.checkpoint import directory as files
@@ -80,6 +81,8 @@ class Torture:
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way
+        if "adapted" in kinds_of(way):
+            require_base(self.folder)
         return replace(way, settings=(*way.settings, f"checkpoint.asynchronous={asynchronous}"))
 
     def reference(self, case: Way) -> Path:

@@ -21,6 +21,7 @@ LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
 VOCAB_SIZE = 23
+BASE = "base"  # beneath adapters, in the folder of the runs
 
 CONFIG = f"""
 [run]
@@ -116,6 +117,14 @@ class StartedRun:
                 os.kill(rank, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+
+def require_base(folder: Path) -> None:
+    """A model for adapters to stand on: that of one step."""
+    if not (folder / BASE).is_dir():
+        made = StartedRun(folder, Way(BASE, 1, ("run.steps=1",)), folder / BASE, ("none", 1, 0))
+        if made.wait() != 0:
+            raise RuntimeError(f"the base was not trained:\n{made.text()}")
 
 
 def newest_sound(run: Path) -> int:

@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/quantization.md"
 WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate
-LENGTH, BATCH, RATE = 256, 4, 1e-4  # of a pretrained model's
+LENGTH, BATCH, RATE = 256, 2, 1e-4  # of a pretrained model's
 FORMS = {  # codes and their block
     "int8, 64": ["--bits", "8"],
     "int4, 64": ["--bits", "4"],
@@ -50,19 +50,19 @@ def train(name: str, steps: int, *settings: str) -> Path:
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """A further training of a pretrained model on two data ranks; its run directory."""
+    """A further training of a pretrained model on one rank, which rounds each matrix for itself;
+    its run directory."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},
         "model": {**smol.sizes(base), "seq_length": LENGTH},
-        "parallel": {"data": 2},
         "precision": {"compute": "bf16"},
-        "batch": {"global_size": BATCH, "micro_size": BATCH // 2},  # rounded once a step
+        "batch": {"global_size": BATCH, "micro_size": BATCH},
         "optimizer": {"learning_rate": RATE, "warmup_steps": steps // 10},
         "data": {"train": [{"path": str(data / "train")}]},
         "checkpoint": {"initial": str(base), "every_minutes": 0.0},
     }
-    smol.train(folder, 2, tree, settings)
+    smol.train(folder, 1, tree, settings)
     return folder
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--mark", default="demo", help="where in the page the table stands")
     parser.add_argument("--samples", default="128", help="of calibration")
     parser.add_argument("--length", help="their tokens")
-    parser.add_argument("--steps", type=int, default=30, help="that a MODEL is trained on for")
+    parser.add_argument("--steps", type=int, default=24, help="that a MODEL is trained on for")
     parser.add_argument("--further", action="store_true", help="the further training alone")
     given = parser.parse_args()
     if not (given.data / "valid").is_dir():

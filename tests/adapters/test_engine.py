@@ -165,7 +165,7 @@ def test_bits_do_not_depend_on_pipeline_schedule_sharding_or_recomputation(comm,
 
 
 @parallel(ranks=[1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_base_has_weights_alone(comm, precision):
     """In the compute type; no gradient, master or moment, nor what no gradient needs is kept."""
     changes = {"precision.compute": precision} | LLAMA | layout(p=comm.size)
@@ -186,7 +186,7 @@ def test_a_base_has_weights_alone(comm, precision):
     size = buffer.precision.compute.itemsize
     assert foreseen.weights == size * (frozen + own)
     assert foreseen.gradients == 4 * own
-    assert foreseen.optimizer == 4 * own * (2 + (precision == "bf16"))
+    assert foreseen.optimizer == 4 * own * (2 + (precision != "fp32"))
 
 
 @parallel(ranks=[1])

@@ -86,10 +86,12 @@ def test_all_kinds_are_tried_often_enough(torture):
 @pytest.mark.parametrize("layouts", [LAYOUTS, REMOUNTED, SHRINKING])
 def test_layouts_can_be_trained_and_are_of_the_kinds_that_they_are_counted_under(torture, layouts):
     for _, way in layouts:
-        found = resolve(load(torture.folder / "config.toml", way.settings), way.ranks).parallel
+        config = resolve(load(torture.folder / "config.toml", way.settings), way.ranks)
+        found = config.parallel
         expected = ["whole" if found.zero == 0 else f"zero-{found.zero}"]
         expected += ["groups"] * (found.shard_group != "all")
         expected += ["offloaded"] * (found.offload != "none")
+        expected += ["adapted"] * config.adapt.adapts
         assert kinds_of(way) == tuple(expected), way.name
         sizes = dict(word.split("=") for word in way.name.split(","))
         assert int(sizes.get("d", found.data)) == found.data, way.name
@@ -138,4 +140,4 @@ def test_counts_stand_by_fault_by_layout_and_by_both():
     assert rows["zero-1"] == rows["groups"] == ["3", "1", "1", "1"]
     assert rows["zero-3"] == ["0", "0", "0", "0"]
     rows = {line.split()[0]: line.split()[1:] for line in of_both.splitlines()[1:]}
-    assert rows["flip"] == ["1/0", "2/1", "0/0", "0/0", "2/1", "0/0"]
+    assert rows["flip"] == ["1/0", "2/1", "0/0", "0/0", "2/1", "0/0", "0/0"]

@@ -18,6 +18,7 @@ machine.CPU_EFFORT = machine.Effort(
     kernels.Extent((16, 32), (1 << 10, 1 << 14), 16, 2, (8, 16)),
     (1 << 8, 1 << 12, 1 << 17),
     (layers.ProbedModel(2, 16, 8, 8, 64, 1), layers.ProbedModel(2, 32, 8, 16, 64, 2)),
+    None,
 )
 from ptdmpi.cli import main
 main()

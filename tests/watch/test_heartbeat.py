@@ -20,21 +20,24 @@ from tests.parallel import mpirun, parallel
 
 HOST = socket.gethostname()
 
-# What rank RANK does inside op OP of step 3 instead of computing.
+# What rank RANK does inside op OP of step 3 before it computes.
 PATCHED = """
-import os, signal, time
+import contextlib, os, signal, time
 from ptdmpi.cli import main
 from ptdmpi.comm import launch
 launch.prepare()
 from ptdmpi.engine.runner import Runner
-timed = Runner._timed
-def patched(self, kind, op, work, peer=None):
+span = Runner._span
+@contextlib.contextmanager
+def patched(self, kind, op, peer=None):
     here = os.environ["OMPI_COMM_WORLD_RANK"] == RANK and kind in ("forward", "backward")
     def act():
         {act}
-    here = here and self._watch.place.step == 3 and op == OP
-    return timed(self, kind, op, act if here else work, peer)
-Runner._timed = patched
+    with span(self, kind, op, peer):
+        if here and self._watch.place.step == 3 and op == OP:
+            act()
+        yield
+Runner._span = patched
 main()
 """
 

@@ -160,14 +160,23 @@ class NcclConnection:
         with self._asking:
             if self._aborted:
                 return "aborted"
-            state = self.communicator.get_async_error()
-        return "" if state.name in ("Success", "InProgress") else str(state.name)
+            state = _name(self.communicator.get_async_error())
+        return "" if state in ("Success", "InProgress") else state
 
     def abort(self) -> None:
         with self._asking:
             before, self._aborted = self._aborted, True
         if not before:
             self.communicator.abort()
+
+
+def _name(state: int) -> str:
+    """What a result is called: a number comes, whatever nccl4py's annotation says."""
+    kinds = importlib.import_module("nccl.bindings.nccl").Result
+    try:
+        return str(kinds(int(state)).name)
+    except ValueError:  # of a libnccl that is newer than the package
+        return f"error {int(state)}"
 
 
 def unique_id() -> bytes:

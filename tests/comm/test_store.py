@@ -3,13 +3,15 @@
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.store import MpiStore
-from ptdmpi.comm.torch_dist import TorchCommunicator
+from ptdmpi.comm.torch_dist import Session, TorchCommunicator
 from ptdmpi.comm.wires import CPU
 from ptdmpi.config import InputError
 from tests.parallel import parallel
@@ -73,3 +75,24 @@ def test_the_wire_needs_an_mpi_of_many_threads(monkeypatch):
     monkeypatch.setattr(Mailbox, "works_in_a_thread", lambda: False)
     with pytest.raises(InputError, match=r'no MPI_THREAD_MULTIPLE; legal: .* "mpi"'):
         TorchCommunicator.open(SimpleNamespace(Get_size=lambda: 2), CPU)
+
+
+def test_groups_of_a_device_are_made_by_their_own_ranks_alone():
+    """A default group that is bound to a device would have the whole world take part in each."""
+    session = object.__new__(Session)
+    session.device, session.made = torch.device("cuda", 1), 0
+    with (
+        mock.patch.object(dist, "init_process_group") as begun,
+        mock.patch("ptdmpi.comm.torch_dist.MpiStore"),
+    ):
+        everyone = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 3)
+        Session.__init__(session, everyone, session.device)
+    assert begun.call_args.args == ("nccl",) and "device_id" not in begun.call_args.kwargs
+    with mock.patch.object(dist, "new_group") as made:
+        made.return_value = mock.Mock(spec=dist.ProcessGroup)
+        session._new([0, 1])
+        session._new([1])  # nobody to connect to
+    assert [(one.args, one.kwargs) for one in made.call_args_list] == [
+        (([0, 1],), {"use_local_synchronization": True, "device_id": session.device}),
+        (([1],), {"use_local_synchronization": True, "device_id": None}),
+    ]

@@ -47,8 +47,8 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # connected at once, and to the right GPU
-            device_id=None if device.type == "cpu" else device,
+            # not bound to a device: of one that is, torch makes groups by a split, in which all
+            # ranks of the world take part, and not the group's alone
         )
 
     @classmethod
@@ -87,7 +87,9 @@ class Session:
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         self.made += 1
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        # connected at once, and to the right GPU, where there is somebody to connect to
+        device = None if self.device.type == "cpu" or len(ranks) == 1 else self.device
+        group = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         assert isinstance(group, dist.ProcessGroup), "this rank is in it"
         return group
 

@@ -14,7 +14,7 @@ from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch import heartbeat, wires
 from ptdmpi.watch.heartbeat import Heartbeat
 from ptdmpi.watch.requests import StopRequest
-from ptdmpi.watch.stopwatch import Place
+from ptdmpi.watch.stopwatch import Place, _UnderWay
 from ptdmpi.watch.whereabouts import Ranks, Seen, culprits, describe, waits_for
 from tests.comm._stand_in import Marked, StandInCommunicator
 from tests.parallel import parallel
@@ -83,4 +83,39 @@ def test_a_connection_that_fails_while_the_host_waits_ends_the_wait(comm, tmp_pa
         assert heart._report().failure[1] == "WireError: tensor: RemoteError"
         heart.failed(WireError("aborted"))  # what comes of the abort says why it was
         assert heart._report().failure[1] == "WireError: aborted; tensor: RemoteError"
+    comm.Barrier()
+
+
+class Broken:
+    """A mark of a device that answers every question with its last error."""
+
+    def done(self) -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    at_s = done
+
+
+@parallel(ranks=[2])
+def test_a_device_that_has_failed_does_not_end_the_watch(comm, tmp_path):
+    """What it said when it was asked is told in the rank's report, and the heart beats on."""
+    _, heart = watched(comm, tmp_path)
+    if comm.rank == 0:
+        place = heart.place
+        place._under_way.append(_UnderWay(place.doing, Broken(), Broken()))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(heartbeat, "BEAT_S", 0.05)
+            assert heart.start()
+            end_s = time.monotonic() + 20.0
+            while not heart._failure and time.monotonic() < end_s:
+                time.sleep(0.02)
+            beat_s = heart._beat_s
+            while heart._beat_s == beat_s and time.monotonic() < end_s:
+                time.sleep(0.02)
+            alive = heart._thread.is_alive()
+            heart.close()
+        assert alive and heart._beat_s > beat_s
+        said = heart._report().failure
+        assert said[1] == (
+            "its device: AcceleratorError: CUDA error: an illegal memory access was encountered"
+        )
     comm.Barrier()

@@ -126,13 +126,29 @@ class Heartbeat:
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        try:
-            while not self._ended.is_set():
+        while not self._ended.is_set():
+            try:
                 self._beat()
-        except MPI.Exception:
-            # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own. The
-            # main thread may wait for its device, and that for what the lost rank does not send.
-            self.axes.abort()
+            except MPI.Exception:
+                # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own.
+                # The main thread may wait for its device, and that for what the lost one does not
+                # send.
+                self.axes.abort()
+                return
+            except Exception as error:  # a device that has failed answers each question so
+                if self.wires.deaf:
+                    raise
+                self._goes_deaf(error)
+
+    def _goes_deaf(self, error: Exception) -> None:
+        """Tell what the device, or the library that connects it, answered when it was asked; from
+        now on only the host is. The main thread hears of it by itself, or hangs."""
+        self.wires.deaf = True
+        self.place.forget_device()
+        if not self._failure:
+            first = str(error).partition("\n")[0]
+            self._failure = (time.time(), f"its device: {type(error).__name__}: {first}")
+        self.axes.abort()
 
     def _beat(self) -> None:
         hurried = self.judge is not None and self.judge.verdict is not None

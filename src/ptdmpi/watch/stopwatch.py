@@ -59,6 +59,10 @@ class Place:
                 return doing._replace(since_s=since_s)
         return self.doing
 
+    def forget_device(self) -> None:
+        """From now on what the host does counts alone."""
+        self._under_way = deque(maxlen=0)
+
     def enter(self, phase: str) -> None:
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())

@@ -15,6 +15,7 @@ class Wires:
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.failed = ""  # what was found, at the time when its wires were ended
+        self.deaf = False  # whether devices are no longer asked
         self._ended_s = 0.0
 
     def inside(self) -> tuple[str, str]:
@@ -24,14 +25,14 @@ class Wires:
             if busy := group.busy:  # read once: the other thread may leave it meanwhile
                 return self.axes.grid.called(name), busy
         for name, group in self.axes.groups.items():
-            if pending := group.pending():
+            if not self.deaf and (pending := group.pending()):
                 return self.axes.grid.called(name), pending
         return "", ""
 
     def stuck(self, now_s: float) -> str:
         """End all wires of this rank once one has failed: whoever waits for its device comes out
         of that, and raises. Returns what has failed if that has had its time."""
-        if not self.failed and (failure := self.axes.failure()):
+        if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed, self._ended_s = failure, now_s
             self.axes.abort()
         return self.failed if self.failed and now_s > self._ended_s + PATIENCE_S else ""

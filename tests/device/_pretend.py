@@ -306,7 +306,7 @@ def pretended(inner: str = "cpu") -> Iterator[torch.device]:
         mock.patch.dict(SETTINGS, inner=inner),
         mock.patch.multiple(
             queues,
-            locked=pin,
+            locked=lambda size: pin(torch.empty(size, dtype=torch.uint8)),
             pinned_like=lambda values: pin(torch.ones(values.shape, dtype=values.dtype)),
         ),
         mock.patch.object(buffer, "Parameter", parameter),

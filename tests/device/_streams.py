@@ -101,6 +101,9 @@ class _Module:
     def device_count(self) -> int:
         return 1
 
+    def set_device(self, device: Any) -> None:
+        pass
+
     def _is_in_bad_fork(self) -> bool:
         return False
 

@@ -30,7 +30,7 @@ from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
 from ptdmpi.checkpoint.manifest import Manifest, Progress, Written, write_manifest
 from ptdmpi.checkpoint.share import share
-from ptdmpi.comm.queues import Passed, copies_of, on_its_way
+from ptdmpi.comm.queues import Passed, belong_to, copies_of, on_its_way
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
@@ -97,7 +97,9 @@ class Checkpoints:
         self._host: Tensor | None = None
         self._flight: _Flight | None = None
         # one: on rank 0 publishing stands behind the writing of its own file
-        self._threads = ThreadPoolExecutor(1, "checkpoint")
+        self._threads = ThreadPoolExecutor(
+            1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
+        )
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -203,6 +205,8 @@ class Checkpoints:
         """Asked for one by one, as each is written: those before need no memory any more. A device
         copies them into memory that cannot be paged out, as it does what is copied beside it."""
         self.state.let_go()
+        if values.device.type == "cpu":  # it waits for nothing, least for what is computed now
+            return values.numpy()
         with self._copies.behind(self._copies.computed()):
             host = on_its_way(values)
         self._copies.passed().host_waits()

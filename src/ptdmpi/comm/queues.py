@@ -7,6 +7,7 @@ page out is copied in this way: a copy of pageable memory makes the host wait.
 """
 
 import contextlib
+import mmap
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -84,7 +85,7 @@ class _DeviceCopies:
         return _DevicePassed(self._module, self._device, stream.record_event())
 
     def locked(self, size: int) -> Tensor:
-        return locked(torch.empty(size, dtype=torch.uint8))
+        return locked(size)
 
 
 class _DevicePassed:
@@ -98,24 +99,34 @@ class _DevicePassed:
         self._event.synchronize()
 
 
+def belong_to(device: torch.device) -> None:
+    """A new thread's calls go to this device, and not to the first that the process sees."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
 def copies_of(device: torch.device) -> Copies:
     """A queue of copies for a device; for the host one that does everything at once."""
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 
-def locked(host: Tensor) -> Tensor:
-    """`host`, its memory locked for as long as anybody holds it. Raises MemoryError where the
+def locked(size: int) -> Tensor:
+    """Bytes of the host, locked for as long as anybody holds them. Raises MemoryError where the
     system does not let it.
 
-    The allocator of torch rounds up to powers of two: for 81 GB it would lock 128 GiB.
+    They have pages of their own, of which none is locked twice. The allocator of torch rounds up to
+    powers of two: for 81 GB it would lock 128 GiB.
     """
-    if host.numel():
-        runtime, address = torch.cuda.cudart(), host.data_ptr()
-        failed = int(runtime.cudaHostRegister(address, host.nbytes, 0))
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8)
+    begin = -room.data_ptr() % mmap.PAGESIZE
+    if size:
+        runtime, address = torch.cuda.cudart(), room.data_ptr() + begin
+        failed = int(runtime.cudaHostRegister(address, whole, 0))
         if failed:
-            raise MemoryError(f"{host.nbytes} bytes of the host cannot be locked: error {failed}")
-        weakref.finalize(host.untyped_storage(), runtime.cudaHostUnregister, address)
-    return host
+            raise MemoryError(f"{whole} bytes of the host cannot be locked: error {failed}")
+        weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, address)
+    return room[begin : begin + size]
 
 
 def pinned_like(values: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def room_for(tensor: Tensor) -> Tensor | None:
     MemoryError where the system does not let it."""
     if tensor.device.type == "cpu":
         return None
-    return queues.locked(torch.empty(tensor.shape, dtype=tensor.dtype))
+    return queues.locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 class FileStorage(Storage):

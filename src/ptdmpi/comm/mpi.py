@@ -27,6 +27,11 @@ def _bytes(flat: Tensor) -> np.ndarray:
     return flat.detach().view(torch.uint8).numpy()
 
 
+def _host_room(flat: Tensor) -> Tensor:
+    """The tensor itself, or of a device's, which is overwritten whole, room for it."""
+    return flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+
+
 class _Request:
     """An MPI request with the host tensor that it works on."""
 
@@ -108,7 +113,7 @@ class MpiCommunicator(Communicator):
         self.control.Allgatherv(MPI.IN_PLACE, [data, (counts, starts), MPI.BYTE])
 
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
-        host = result.cpu()
+        host = _host_room(result)
         own = host.view(self.size, -1)[self.rank]
         # MPI forbids a buffer that is sent and received into, but for one that is in its place
         inside = own.data_ptr() == flat.data_ptr() or host is not result
@@ -143,7 +148,7 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _broadcast(self, flat: Tensor, root: int) -> Handle:
-        host = flat.cpu()
+        host = flat.cpu() if self.rank == root else _host_room(flat)
         self.control.Bcast(_bytes(host), root)
         if host is not flat:
             flat.copy_(host)
@@ -155,7 +160,7 @@ class MpiCommunicator(Communicator):
         return _Request(self.control.Isend(_bytes(host), peer), host)
 
     def _irecv(self, flat: Tensor, peer: int) -> Handle:
-        host = flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+        host = _host_room(flat)
         return _Request(self.control.Irecv(_bytes(host), peer), host, flat)
 
 
@@ -177,7 +182,7 @@ class MpiNeighbourhood(Neighbourhood):
         group.control.Barrier()
 
     def _gather(self, result: Tensor, flat: Tensor) -> Handle:
-        sent, host = flat.cpu(), result.cpu()
+        sent, host = flat.cpu(), _host_room(result)
         request = self._graph.Ineighbor_allgather(
             [_bytes(sent), flat.nbytes, MPI.BYTE], [_bytes(host), flat.nbytes, MPI.BYTE]
         )

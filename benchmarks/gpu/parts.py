@@ -145,7 +145,7 @@ def _of_shape(
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
     """All parts of one process, in the order in which they are worth most; those that come behind
     others find in `folder` what these measured."""
-    yield Measurement("machine", 15, lambda: machine(device))
+    yield Measurement("machine", 30, lambda: machine(device))
     yield Measurement("parity", 30, lambda: parity(device))
     yield Measurement("weight gradients", 15, lambda: kernels.weight_gradients(device))
     yield Measurement("attention", 20, lambda: kernels.attentions(device))

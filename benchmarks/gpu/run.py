@@ -108,7 +108,6 @@ def gpu() -> "torch.device | None":
 def one_part(name: str, folder: Path) -> Iterator[dict[str, Any]]:
     """A part on this process's GPU, as far as it got, after each row of it; or why there is none of
     it."""
-    launch.prepare()
     device = gpu()
     if device is None:
         yield {"skipped": "there is no GPU here"}
@@ -203,6 +202,7 @@ def fill(found: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    launch.prepare()  # of what is started from here too: the environment that a training has
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", help="one part, on this process's GPU; prints its numbers")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)

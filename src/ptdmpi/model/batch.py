@@ -72,8 +72,8 @@ class _Slot:
 
 class Placing:
     """Brings microbatches to a device, all of a step by one copy, in a ring of two: while the
-    device computes with one half, the host fills the other, and neither waits. What was placed two
-    calls ago is overwritten. On the host they are there already."""
+    device computes with one half, the host fills the other, and neither waits. What was placed may
+    be used by what is computed until the next call. On the host they are there already."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._copies = device, copies_of(device)

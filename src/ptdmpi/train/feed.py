@@ -194,7 +194,7 @@ class Feed:
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[Microbatch]) -> list[Batch]:
-        """As tensors on the device, sequence first, until two more calls have gone by."""
+        """As tensors on the device, sequence first, until the next call."""
         return self._placing.place([as_batch(microbatch) for microbatch in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:

@@ -222,7 +222,10 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
         total.addmm_(dy.t(), x)
     elif adds_wide(dy.device.type):
         # its accumulator in float32 is added as it is; else it is rounded, stored, and read again
-        torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+        if torch.compiler.is_compiling():  # whose compiler has no such addmm (pytorch #163880)
+            total += torch.mm(dy.t(), x, out_dtype=total.dtype)
+        else:
+            torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
     else:
         total += dy.t() @ x
 

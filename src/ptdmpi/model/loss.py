@@ -58,13 +58,8 @@ def _wide(chunk: Tensor) -> Tensor:
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
     """The greatest logit of each row of [s b, V/t], over all ranks' columns, with which no
     exponential overflows and which cancels in the loss; and the label's, 0 where it is not here."""
-    wide = torch.float32 if _widens(flat) else flat.dtype
-    top, target = (flat.new_empty(len(flat), dtype=wide) for _ in "ab")
-    for rows in _chunks(flat):
-        chunk = _wide(flat[rows])
-        torch.amax(chunk, -1, out=top[rows])
-        torch.gather(chunk, -1, local[rows], out=target[rows, None])
-        del chunk  # or it would be there beside the next one
+    # of a half type the same numbers as of all of them widened
+    top, target = _wide(flat.amax(-1)), _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 

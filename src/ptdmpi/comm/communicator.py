@@ -351,7 +351,8 @@ def _require(tensor: Tensor) -> Tensor:
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """`result` [n] = sum or max of at least two `pieces` [n], in ascending order.
 
-    Half types are summed in float32 and rounded once. `result` may be the first piece.
+    Half types are summed in float32 and rounded once, as one addition of theirs is anyway. `result`
+    may be the first piece.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)
@@ -359,7 +360,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
             torch.maximum(result, piece, out=result)
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
-    elif result.dtype in (torch.bfloat16, torch.float16):
+    elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
         # rounded once: with eight bits, after each addition, small gradients are lost beside large
         total = pieces[0].float()
         for piece in pieces[1:]:

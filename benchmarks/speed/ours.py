@@ -16,8 +16,10 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.kernels.attention import Scores, attention
+from ptdmpi.model.kernels.choice import host_ways, written
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train.capacity import Memory
 
 REPEATS = 6
 
@@ -32,6 +34,7 @@ class OurTrainer:
         axes = world.split(grid_of(config))
         self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
         self.microbatches = config.microbatches
+        self.ways = _settled(row, world)
         self.engine = Engine(config, axes, row.case.vocab_size)
         give_back()
 
@@ -52,7 +55,8 @@ class OurTrainer:
         ]
 
     def step(self, step: int, batch: list[Batch]) -> float:
-        return self.engine.step(step, batch).loss
+        with kernels.taken(self.ways):
+            return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
         """Seconds of a step's linear GEMMs, and of these with its attention, each alone."""
@@ -70,7 +74,8 @@ class OurTrainer:
             case.hidden // case.heads,
         )
         dtype = PRECISIONS[self.row.precision].compute
-        once = min(_attention_time_s(shape, dtype, way) for way in ("products", "blocks", "whole"))
+        ways = ("products", "kept", "blocks", "whole")
+        once = min(_attention_time_s(shape, dtype, way) for way in ways)
         return once * layers * self.microbatches
 
     def _gemm_time_s(self) -> float:
@@ -89,6 +94,14 @@ class OurTrainer:
             dtype = torch.float32
         once = sum(count * _linear_time_s(rows, *shape, dtype) for shape, count in shapes.items())
         return once * self.microbatches
+
+
+def _settled(row: Row, world: World) -> kernels.HostWays:
+    """What `ptdmpi train` takes on this machine for such a run."""
+    device, dtype = torch.device("cpu"), PRECISIONS[row.precision].compute
+    memory = Memory(row.config, row.case.vocab_size, world, device)
+    here = written(kernels.measured_ways(dtype, {}))
+    return host_ways(memory.settle(here, lambda line: None))
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
@@ -127,7 +140,8 @@ def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> f
             out = attention(q, k, v, scores)
         torch.autograd.grad(out, (q, k, v), dy)
 
-    with kernels.taken(kernels.HostWays(products=way == "products")):
+    products = kernels.HostWays(products=way in ("products", "kept"), keeps=way == "kept")
+    with kernels.taken(products):
         return min(_time_s(there_and_back) for _ in range(REPEATS))
 
 

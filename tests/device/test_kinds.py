@@ -1,11 +1,14 @@
 """Every kind of training on a pretended device: the host's numbers, one wait of the host a step and
 the others by name, devices apart."""
 
+import gc
+
 import pytest
 
 from tests._configs import layout
 from tests.device import _pretend
-from tests.device.test_engine import BERT, LLAMA, check_like_the_host
+from tests.device._pretend import pretended
+from tests.device.test_engine import BERT, LLAMA, check_like_the_host, trained
 from tests.parallel import parallel
 
 PROCESS = "device"  # torch takes the pretended device on before its first backward
@@ -43,12 +46,27 @@ KINDS = {
 SHORT = ("qlora", "rounded to int4", "muon, mean of weights", "classes")
 
 
+def waits_of(comm, changes: dict) -> list[list[str]]:
+    """Where the host waited in each of two steps."""
+    with pretended() as device:
+        engine, _, waits = trained(comm, changes, device, 2, True)
+        engine.state.settle()  # what is still on its way from others arrives in its memory
+    gc.collect()
+    return waits
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wait_a_step(comm, kind):
+    assert waits_of(comm, KINDS[kind]) == [[STEP]] * 2
+
+
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     "kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS]
 )
-def test_one_wait_a_step(comm, kind):
-    assert check_like_the_host(comm, KINDS[kind]) == [[STEP]] * 2
+def test_values_are_those_of_the_host(comm, kind):
+    check_like_the_host(comm, KINDS[kind])
 
 
 TWO = layout(d=2)
@@ -105,6 +123,15 @@ def own(waits: list[list[str]]) -> list[list[str]]:
 
 
 @parallel(ranks=[2])
+@pytest.mark.parametrize("name", [*LAYOUTS, *CODES])
+def test_one_wait_a_step_of_two_ranks(comm, name):
+    """Whether a gradient may be remembered at all is asked before its codes are sent: once more."""
+    asked = ["event at engine/data_parallel/compressed.py:_overflows"] if name in CODES else []
+    waits = waits_of(comm, (LAYOUTS | CODES)[name])
+    assert own(waits) == [[*asked, STEP]] * 2
+
+
+@parallel(ranks=[2])
 @pytest.mark.parametrize(
     "name",
     [
@@ -112,11 +139,8 @@ def own(waits: list[list[str]]) -> list[list[str]]:
         for one in (*LAYOUTS, *CODES)
     ],
 )
-def test_over_two_ranks(comm, name):
-    """Whether a gradient may be remembered at all is asked before its codes are sent: once more."""
-    asked = ["event at engine/data_parallel/compressed.py:_overflows"] if name in CODES else []
-    waits = check_like_the_host(comm, (LAYOUTS | CODES)[name])
-    assert own(waits) == [[*asked, STEP]] * 2
+def test_values_of_two_ranks_are_those_of_the_host(comm, name):
+    check_like_the_host(comm, (LAYOUTS | CODES)[name])
 
 
 @pytest.mark.long

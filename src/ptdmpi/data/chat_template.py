@@ -5,7 +5,7 @@ conversation is the same text every day.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ PLAIN = (
 )
 # What no text has: around what {% generation %} blocks write.
 BEGIN, END = "\ufdd0", "\ufdd1"
+ASKED = "\ufdd2"  # nor this, which stands for an answer
 
 Message = Mapping[str, str]
 
@@ -65,6 +66,13 @@ class ChatTemplate:
             return str(template.render(**told, **self.special))
         except Exception as error:  # of the template's own: any
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
+
+    def end_of_turn(self, special: Collection[str]) -> str | None:
+        """Which of some special tokens is written directly behind an answer; None where there is
+        another text. Raises InputError."""
+        turns = [{"role": "user", "content": "a"}, {"role": ANSWER, "content": ASKED}]
+        behind = self.render(turns).partition(ASKED)[2].lstrip()
+        return max((one for one in special if behind.startswith(one)), key=len, default=None)
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
         """A conversation with its answers: what the template's own {% generation %} blocks write;

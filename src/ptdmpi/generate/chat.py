@@ -1,14 +1,12 @@
 """A conversation on the terminal: line by line, each behind all that was said before."""
 
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TextIO
 
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.data.chat_template import ANSWER
+from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Prompt, generate
-from ptdmpi.generate.text import find_chat
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
 from ptdmpi.terminal.say import note
 
@@ -33,10 +31,9 @@ class Chat:
         self.answers = 0
         self._shown = ""
         # found by rank 0 first, whose mistake is everybody's
-        writer.world.on_root(lambda: find_chat(writer.stored, writer.text) and None)
-        self.template = find_chat(writer.stored, writer.text)
-        around = writer.text.prefix if self.template is None else self._seen([""])
-        most = writer.model.seq_length - len(around) - 1
+        writer.world.on_root(lambda: Dialogue.of(writer.stored, writer.text) and None)
+        self.dialogue = Dialogue.of(writer.stored, writer.text)
+        most = writer.model.seq_length - self.dialogue.around - 1
         if not 1 <= self._room <= most:
             raise SharedInputError(
                 f"--max-new-tokens {self._room} in a conversation; legal: 1 to {most}, for the "
@@ -75,7 +72,7 @@ class Chat:
             return False
 
         prompt = Prompt(ids, self._room, self.answers, show)
-        (found,) = generate(writer.model, [prompt], writer.sampling, text.ends)
+        (found,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
         written = text.behind(ids, found.ids)
         if writer.model.decides and writer.model.axes["data"].rank == 0:
             self._show(written + ("" if written.endswith("\n") else "\n"), whole=True)
@@ -94,31 +91,22 @@ class Chat:
         """Raises InputError for a line that cannot be said."""
         text = self.writer.text
         text.encode(line)
-        special = () if self.template is None else getattr(text.tokenizer, "special", ())
+        special = () if self.dialogue.template is None else text.special
         if named := sorted(one for one in special if one in line):
             raise InputError(
                 f"the line has the text {named[0]}, which the chat template would make a special "
                 "token of"
             )
 
-    def _seen(self, lines: Sequence[str]) -> list[int]:
-        """The ids of lines and answers in turn, and of what asks for the next answer."""
-        text = self.writer.text
-        if self.template is None:
-            return text.prompt("".join(one.removesuffix("\n") + "\n" for one in lines))
-        said = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
-        messages = [{"role": role, "content": content} for role, content in said]
-        return text.marked(self.template.render(messages, ask=True))
-
     def _within(self, line: str) -> list[int]:
         """The ids of the text so far with `line`, as many as leave room for the answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
-        while len(ids := self._seen([*self.said, line])) > most:
+        while len(ids := self.dialogue.prompt([*self.said, line])) > most:
             if self.said:
                 del self.said[:2]
                 note("ptdmpi generate: the oldest line and its answer are out of sight now")
-            elif self.template is None:
+            elif self.dialogue.template is None:
                 kept = most - len(text.prefix)
                 return [*text.prefix, *ids[len(ids) - kept :]]
             else:

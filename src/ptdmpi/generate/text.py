@@ -46,6 +46,12 @@ class Text:
         """The ids of a text that begins here; never empty."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
 
+    @property
+    def special(self) -> frozenset[str]:
+        """Names that mean special tokens in a template's text."""
+        found: frozenset[str] = getattr(self.tokenizer, "special", frozenset())
+        return found
+
     def marked(self, text: str) -> list[int]:
         """The ids of a template's text, in which names of special tokens mean these."""
         tokenizer = cast(MarkedTokenizer, self.tokenizer)
@@ -88,7 +94,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     special: tuple[int, ...] = ()
     ends = {tokenizer.eod_id}
     if kept is not None and not trained_here:
-        ends, special = _ends(kept) or ends, _prefix(name)
+        ends, special = ends_of(stored) or ends, _prefix(name)
     beyond = sorted(one for one in {*special, *ends} if one >= stored.vocab_size)
     if beyond and min(ends) >= stored.vocab_size:
         raise InputError(
@@ -148,11 +154,12 @@ def token_ids(name: str) -> dict[str, int]:
         raise InputError(f"{file}: is no tokenizer.json: {error}") from None
 
 
-def _ends(kept: Path) -> set[int]:
-    """The ids that config.json and generation_config.json name as ends."""
-    found: set[int] = set()
+def ends_of(stored: StoredModel) -> set[int]:
+    """The ids that config.json and generation_config.json of a model from Hugging Face, or of the
+    one that it began from, name as ends. Raises InputError."""
+    found, kept = set[int](), kept_files(stored)
     for name in ("config.json", "generation_config.json"):
-        if (kept / name).is_file():
+        if kept is not None and (kept / name).is_file():
             try:
                 value = json.loads((kept / name).read_bytes())["eos_token_id"]
             except KeyError:

@@ -2,18 +2,23 @@
 
 import hashlib
 import io
+import json
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from data_prep.vocabulary import load_tokenizer, train_bpe
+from ptdmpi.checkpoint.manifest import checksum
 from ptdmpi.comm.world import World
+from ptdmpi.convert.adapters import merge, split
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.chat import Chat
 from ptdmpi.generate.generator import Continuation
 from ptdmpi.generate.write import Writer
+from ptdmpi.inference.stored import open_model
+from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn
 from tests import _stored
 from tests.data_prep.test_chat import CHATML
 from tests.generate.test_prompts_and_chat import OPTIONS
@@ -64,3 +69,41 @@ def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, monkeypatch, te
     monkeypatch.setattr("ptdmpi.generate.chat.generate", generate)
     chat.answer("some")
     assert seen == [ends]
+
+
+def adapter_of(run, shards, folder):
+    """An adapter over a run that was trained on shards; another model's difference from the run."""
+    vocab_size = open_model(run).vocab_size
+    other = _stored.stored(folder / "other", vocab_size, factor=0.2, seq_length=64)
+    split(run, other, folder / "adapter", 2)
+    (path,) = (folder / "adapter").rglob("manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]
+    sha256 = hashlib.sha256((shards / "tokenizer.json").read_bytes()).hexdigest()
+    source = Source(str(shards), "", 1, "1", 0)
+    known = TrainedOn("tokenizer.json", sha256, (Stretch(0, 0, 0, 0, 1, 64, (source,)),))
+    manifest["trained_on"] = known.as_json()
+    path.write_text(json.dumps(manifest | {"crc32": checksum(manifest)}))
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize("own", [None, PLAIN], ids=["text", "conversations"])
+def test_adapters_bring_the_template_that_they_were_trained_by(tmp_path, own):
+    """Beside their base, and merged into it; where their data are gone, that is said."""
+    base = trained(tmp_path, own)
+    shards(tmp_path / "chat", CHATML)
+    adapter = adapter_of(base, tmp_path / "chat", tmp_path)
+    template = chat_of(base).dialogue.template
+    assert (None if template is None else template.source) == own
+    assert chat_of(base, adapter=adapter).dialogue.template.source == CHATML
+    assert merge(base, adapter, tmp_path / "merged")[1] == ""
+    assert chat_of(tmp_path / "merged").dialogue.template.source == CHATML
+    # a base that was merged itself, beneath adapters of plain text
+    shards(tmp_path / "text")
+    (tmp_path / "more").mkdir()
+    adapter = adapter_of(tmp_path / "merged", tmp_path / "text", tmp_path / "more")
+    merge(tmp_path / "merged", adapter, tmp_path / "twice")
+    assert chat_of(tmp_path / "twice").dialogue.template.source == CHATML
+    (tmp_path / "text").rename(tmp_path / "gone")
+    note = merge(tmp_path / "merged", adapter, tmp_path / "third")[1]
+    assert note.startswith(f"no {TEMPLATE} of the adapter") and "no such directory" in note

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
+from ptdmpi.inference.stored import open_adapter
 from ptdmpi.terminal.say import note
 
 SIGN = "> "
@@ -31,8 +33,8 @@ class Chat:
         self.answers = 0
         self._shown = ""
         # found by rank 0 first, whose mistake is everybody's
-        writer.world.on_root(lambda: Dialogue.of(writer.stored, writer.text) and None)
-        self.dialogue = Dialogue.of(writer.stored, writer.text)
+        writer.world.on_root(lambda: _dialogue(writer) and None)
+        self.dialogue = _dialogue(writer)
         most = writer.model.seq_length - self.dialogue.around - 1
         if not 1 <= self._room <= most:
             raise SharedInputError(
@@ -119,6 +121,13 @@ class Chat:
             self.out.write(written[len(self._shown) :])
             self.out.flush()
             self._shown = written
+
+
+def _dialogue(writer: Writer) -> Dialogue:
+    """How the writer's model, with its adapters, is asked. Raises InputError."""
+    adapter: Path | None = writer.options["adapter"]
+    beside = None if adapter is None else open_adapter(adapter)
+    return Dialogue.of(writer.stored, writer.text, beside)
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:

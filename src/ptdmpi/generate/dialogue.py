@@ -7,7 +7,7 @@ from typing import Self
 
 from ptdmpi.data.chat_template import ANSWER, ChatTemplate
 from ptdmpi.generate.text import Text, ends_of, find_chat
-from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.stored import StoredAdapter, StoredModel
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Dialogue:
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, stored: StoredModel, text: Text) -> Self:
-        """By the template of the model. Answers end as texts do; in a template's words also by the
-        special token that it writes behind an answer, and by those that the model's config.json
-        names. Raises InputError."""
-        template = find_chat(stored, text)
+    def of(cls, stored: StoredModel, text: Text, beside: StoredAdapter | None) -> Self:
+        """By the template of the model, or of the adapters `beside` it. Answers end as texts do;
+        in a template's words also by the special token that it writes behind an answer, and by
+        those that the config.json of a model from Hugging Face names. Raises InputError."""
+        template = find_chat(stored, text, beside)
         if template is None:
             return cls(text, None, text.ends)
         turn = template.end_of_turn(text.special)

@@ -11,14 +11,15 @@ import numpy as np
 
 from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
+from ptdmpi.data.chat_template import PLAIN, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
-from ptdmpi.inference.stored import KEPT, StoredModel, open_model
+from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
     TOKENIZER,
     find_tokenizer,
     kept_files,
     shard_header,
+    template_file,
     tokenizer_sha256,
 )
 
@@ -104,21 +105,20 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
-def find_chat(stored: StoredModel, text: Text) -> ChatTemplate | None:
-    """How the model was told who speaks: the template of the conversations that it was trained on
-    here, else of the model that came from Hugging Face; None where there is none. Raises
-    InputError."""
-    kept, header, given = kept_files(stored), shard_header(stored), None
+def find_chat(
+    stored: StoredModel, text: Text, beside: StoredAdapter | None = None
+) -> ChatTemplate | None:
+    """How the model was told who speaks: the template of the conversations that the adapters
+    `beside` it, else itself, were trained on here, else of the model that came from Hugging Face;
+    None where there is none. Raises InputError."""
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
-    if header is not None:
-        given = header.path.parent / TEMPLATE
-        if not given.is_file():
-            return None  # trained on plain text
-    if kept is None and given is None:
-        return None
-    beside = None if kept is None else kept / TOKENIZER
-    found = find_template(beside, given, text.decode([text.eod]))
+    given = None if beside is None else template_file(beside)
+    given, kept = given or template_file(stored), kept_files(stored)
+    if given is None and (kept is None or stored.datasets):
+        return None  # trained on plain text
+    own = None if kept is None else kept / TOKENIZER
+    found = find_template(own, given, text.decode([text.eod]))
     return found if given is not None or found.source != PLAIN else None
 
 

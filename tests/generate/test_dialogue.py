@@ -1,4 +1,4 @@
-"""Conversations as the model was trained on them: what ends an answer, by whose template."""
+"""Conversations as the model was trained on them: what ends an answer, by whose template, and where it begins."""
 
 import hashlib
 import io
@@ -6,16 +6,19 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data_prep.vocabulary import load_tokenizer, train_bpe
+from data_prep.chat.conversations import counted
+from data_prep.vocabulary import ByteTokenizer, load_tokenizer, train_bpe
 from ptdmpi.checkpoint.manifest import checksum
 from ptdmpi.comm.world import World
 from ptdmpi.convert.adapters import merge, split
-from ptdmpi.data.chat_template import PLAIN, TEMPLATE
+from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.chat import Chat
+from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Continuation
+from ptdmpi.generate.text import Text
 from ptdmpi.generate.write import Writer
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn
@@ -107,3 +110,54 @@ def test_adapters_bring_the_template_that_they_were_trained_by(tmp_path, own):
     (tmp_path / "text").rename(tmp_path / "gone")
     note = merge(tmp_path / "merged", adapter, tmp_path / "third")[1]
     assert note.startswith(f"no {TEMPLATE} of the adapter") and "no such directory" in note
+
+
+OLD = PLAIN.replace("assistant:{% endif", "assistant: {% endif")  # as shards of before have it
+TWO = OLD.replace("role }}: ", "role }}:  ").replace("assistant: {%", "assistant:  {%")
+BLOCKS = (
+    "{% for one in messages %}{% if one.role == 'assistant' %}A: {% generation %}{{ one.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}Q: {{ one.content }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+def byte_level(texts):
+    return Tokenizer.from_str(train_bpe(texts, 300)[0])
+
+
+def metaspace(texts):
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=special, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+@pytest.mark.parametrize("source", [PLAIN, OLD, TWO, BLOCKS], ids=["new", "old", "two", "blocks"])
+@pytest.mark.parametrize("made", [byte_level, metaspace, None])
+def test_the_first_token_of_an_answer_counts_and_is_asked_for(tmp_path, made, source):
+    """Also where it begins by a space that the template writes: what is asked by are tokens as in
+    training, and behind them all that counted there."""
+    tokenizer = ByteTokenizer()
+    if made is not None:
+        said = "user: what is it\nassistant: yes\nQ: what A: yes; no"
+        (tmp_path / "tokenizer.json").write_text(made([said] * 9).to_str())
+        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    template = ChatTemplate(source, "test", {"eos_token": "<|endoftext|>"})
+    eod = tokenizer.eod_id
+    dialogue = Dialogue(Text(tokenizer, (), frozenset({eod}), eod), template, frozenset({eod}))
+    lines = ["what is it", "yes"]
+    turns = [{"role": "user", "content": lines[0]}, {"role": "assistant", "content": lines[1]}]
+    whole = template.rendered(turns)
+    ((ids, starts),) = tokenizer.encode_marked([whole.text])
+    weights, prompt = counted(starts, whole.answers), dialogue.prompt(lines[:1])
+    assert ids[: len(prompt)].tolist() == prompt
+    first = int(weights.argmax())
+    assert first <= len(prompt) and weights[first : ids.tolist().index(eod) + 1].all()
+    written = ids[len(prompt) : ids.tolist().index(eod)].tolist()
+    assert dialogue.answer(prompt, written) == "yes"
+    # and so it stands in the next prompt as it stood in training
+    again = dialogue.prompt([*lines, "no"])
+    assert again[: ids.tolist().index(eod) + 1] == ids[: ids.tolist().index(eod) + 1].tolist()

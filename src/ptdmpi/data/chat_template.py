@@ -20,7 +20,7 @@ ANSWER = "assistant"  # the role whose turns are answers
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 # What no text has: around what {% generation %} blocks write.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -67,18 +67,38 @@ class ChatTemplate:
         except Exception as error:  # of the template's own: any
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
 
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """What is written between what asks for an answer and the answer, and behind it."""
+        turns = [{"role": "user", "content": "a"}, {"role": ANSWER, "content": ASKED}]
+        asked, (whole, _, behind) = self.asks, self.render(turns).partition(ASKED)
+        return whole.removeprefix(asked) if whole.startswith(asked) else "", behind
+
+    @property
+    def asks(self) -> str:
+        """A text that ends in what asks for an answer. Raises InputError."""
+        return self.render([{"role": "user", "content": "a"}], ask=True)
+
+    @property
+    def lead(self) -> str:
+        """The spaces that are written in front of an answer, and not when it is asked for. Raises
+        InputError."""
+        lead, _ = self._around
+        return "" if lead.strip(" ") else lead
+
     def end_of_turn(self, special: Collection[str]) -> str | None:
         """Which of some special tokens is written directly behind an answer; None where there is
         another text. Raises InputError."""
-        turns = [{"role": "user", "content": "a"}, {"role": ANSWER, "content": ASKED}]
-        behind = self.render(turns).partition(ASKED)[2].lstrip()
-        return max((one for one in special if behind.startswith(one)), key=len, default=None)
+        _, behind = self._around
+        ends = (one for one in special if behind.lstrip().startswith(one))
+        return max(ends, key=len, default=None)
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
         """A conversation with its answers: what the template's own {% generation %} blocks write;
         without such, of each turn of the assistant what stands behind the text that asks for it,
-        but no white space behind the end of the turn. Raises InputError, also where the text of a
-        conversation does not begin with that of its first turns.
+        but no white space behind the end of the turn. Spaces in front of an answer are its own, as
+        tokenizers have them in the token of the word behind. Raises InputError, also where the
+        text of a conversation does not begin with that of its first turns.
         """
         marked = self._marked(messages)
         if BEGIN in marked:
@@ -100,7 +120,7 @@ class ChatTemplate:
             least = answer.find(content) + len(content) if content in answer else 0
             stop = max(least, len(answer.rstrip()))
             answers.append((len(before), min(len(before) + stop, len(marked))))
-        return Rendered(marked, answers)
+        return Rendered(marked, _with_spaces(marked, answers))
 
 
 def _of_marks(marked: str) -> Rendered:
@@ -113,7 +133,13 @@ def _of_marks(marked: str) -> Rendered:
         length += len(answer) + len(rest)
         if bool(number) != bool(mark):
             raise InputError("a chat template has {% generation %} blocks inside each other")
-    return Rendered("".join(parts), answers)
+    text = "".join(parts)
+    return Rendered(text, _with_spaces(text, answers))
+
+
+def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that are not empty with the spaces in front of them."""
+    return [(len(text[:a].rstrip(" ")) if a < b else a, b) for a, b in answers]
 
 
 def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:

@@ -65,17 +65,17 @@ class Chat:
     def answer(self, line: str) -> str:
         """What the model writes behind `line` and all that was said before, printed as it arises by
         the one rank that decides."""
-        writer, text = self.writer, self.writer.text
+        writer = self.writer
         ids = self._within(line)
         self._shown = ""
 
         def show(new: list[int]) -> bool:
-            self._show(text.behind(ids, new))
+            self._show(self.dialogue.answer(ids, new))
             return False
 
         prompt = Prompt(ids, self._room, self.answers, show)
         (found,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
-        written = text.behind(ids, found.ids)
+        written = self.dialogue.answer(ids, found.ids)
         if writer.model.decides and writer.model.axes["data"].rank == 0:
             self._show(written + ("" if written.endswith("\n") else "\n"), whole=True)
         self.said += [line, written]

@@ -1,8 +1,9 @@
-"""A conversation as a model's tokens: its chat template, and what ends an answer."""
+"""A conversation as a model's tokens: its chat template, and where an answer begins and ends."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 from ptdmpi.data.chat_template import ANSWER, ChatTemplate
@@ -37,7 +38,31 @@ class Dialogue:
             return self.text.prompt("".join(one.removesuffix("\n") + "\n" for one in lines))
         said = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
         messages = [{"role": role, "content": content} for role, content in said]
-        return self.text.marked(self.template.render(messages, ask=True))
+        return self._without_spaces(self.template.render(messages, ask=True), self._left)
+
+    def answer(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """What was written behind a prompt, as the next one has it among its lines: without the
+        spaces in front that the template writes itself."""
+        found = self.text.behind(prompt, ids)
+        own = 0 if self.template is None else self._left + len(self.template.lead)
+        return found[min(own, len(found) - len(found.lstrip(" "))) :]
+
+    @cached_property
+    def _left(self) -> int:
+        """How many of the spaces that end what asks for an answer are no token of their own once
+        there is one, but the beginning of its first: a prompt goes without them."""
+        if self.template is None:
+            return 0
+        asks = self.template.asks
+        whole = self.text.marked(f"{asks}{self.template.lead}a")
+        for left in range(len(asks) - len(asks.rstrip(" ")) + 1):
+            ids = self._without_spaces(asks, left)
+            if whole[: len(ids)] == ids:
+                return left
+        return 0  # where even other tokens change
+
+    def _without_spaces(self, asks: str, left: int) -> list[int]:
+        return self.text.marked(asks[: len(asks) - left])
 
     @property
     def around(self) -> int:

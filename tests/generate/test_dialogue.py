@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 
 from data_prep.chat.conversations import counted
 from data_prep.vocabulary import ByteTokenizer, load_tokenizer, train_bpe
@@ -23,6 +23,7 @@ from ptdmpi.generate.write import Writer
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn
 from tests import _stored
+from tests._texts import metaspace
 from tests.data_prep.test_chat import CHATML
 from tests.generate.test_prompts_and_chat import OPTIONS
 
@@ -123,16 +124,6 @@ BLOCKS = (
 
 def byte_level(texts):
     return Tokenizer.from_str(train_bpe(texts, 300)[0])
-
-
-def metaspace(texts):
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    made.decoder = decoders.Metaspace(prepend_scheme="first")
-    special = ["<|endoftext|>"]
-    trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=special, show_progress=False)
-    made.train_from_iterator(texts, trainer)
-    return made
 
 
 @pytest.mark.parametrize("source", [PLAIN, OLD, TWO, BLOCKS], ids=["new", "old", "two", "blocks"])

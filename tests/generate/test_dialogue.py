@@ -152,3 +152,12 @@ def test_the_first_token_of_an_answer_counts_and_is_asked_for(tmp_path, made, so
     # and so it stands in the next prompt as it stood in training
     again = dialogue.prompt([*lines, "no"])
     assert again[: ids.tolist().index(eod) + 1] == ids[: ids.tolist().index(eod) + 1].tolist()
+
+
+def test_a_text_ends_as_in_the_shards(tmp_path):
+    """Whatever stands beside the tokenizer since."""
+    run = trained(tmp_path)
+    (tmp_path / "shards/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    text = chat_of(run).writer.text
+    assert text.decode([text.tokenizer.eod_id]) == "<|im_end|>"
+    assert [text.decode([one]) for one in (*text.ends, text.eod)] == ["<|endoftext|>"] * 2

@@ -149,7 +149,7 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     said: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent
     if folder is not None and (folder / TOKENIZER_CONFIG).is_file():
-        said = _config(folder / TOKENIZER_CONFIG)
+        said = json_object(folder / TOKENIZER_CONFIG)
     special = {"eos_token": eod, "bos_token": "", **_special(said)}
     if given is not None:
         return ChatTemplate(_read(given), str(given), special)
@@ -178,10 +178,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"chat template {path}: {error}") from None
+        raise InputError(f"{path}: {error}") from None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file beside a tokenizer says. Raises InputError for one that cannot be read."""
     try:
         said = json.loads(_read(path))
     except ValueError as error:

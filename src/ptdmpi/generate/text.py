@@ -93,7 +93,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
             "its ids mean another text; legal: the tokenizer that it was trained with"
         )
     special: tuple[int, ...] = ()
-    ends = {tokenizer.eod_id}
+    ends = {_end_of(stored, tokenizer)}
     if kept is not None and not trained_here:
         ends, special = ends_of(stored) or ends, _prefix(name)
     beyond = sorted(one for one in {*special, *ends} if one >= stored.vocab_size)
@@ -103,6 +103,16 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
             f"{stored.vocab_size}: give the --tokenizer that it was trained with"
         )
     return Text(tokenizer, special, frozenset(ends), min(ends))
+
+
+def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
+    """The end of document that the model was trained with: its shards say it, for what stood beside
+    the tokenizer when they were made need not stand there now."""
+    try:
+        header = shard_header(stored)
+    except InputError:  # they have gone elsewhere
+        header = None
+    return tokenizer.eod_id if header is None else header.eod_id
 
 
 def find_chat(

@@ -114,7 +114,6 @@ def test_the_end_is_what_files_beside_the_tokenizer_name(tmp_path, special, file
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_inspect_and_verify(corpus, tmp_path, monkeypatch, capsys, name):
     if name == "bpe":

@@ -1,4 +1,4 @@
-"""Conversations as the model was trained on them: what ends an answer, by whose template, and where it begins."""
+"""Conversations as the model was trained on them: by whose template, from where to where."""
 
 import hashlib
 import io
@@ -133,7 +133,7 @@ def test_the_first_token_of_an_answer_counts_and_is_asked_for(tmp_path, made, so
     training, and behind them all that counted there."""
     tokenizer = ByteTokenizer()
     if made is not None:
-        said = "user: what is it\nassistant: yes\nQ: what A: yes; no"
+        said = "user: what is a it\nassistant: yes\nQ: what A: yes; no"
         (tmp_path / "tokenizer.json").write_text(made([said] * 9).to_str())
         tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     template = ChatTemplate(source, "test", {"eos_token": "<|endoftext|>"})

@@ -50,7 +50,7 @@ class Dialogue:
     @cached_property
     def _left(self) -> int:
         """How many of the spaces that end what asks for an answer are no token of their own once
-        there is one, but the beginning of its first: a prompt goes without them."""
+        there is one (a word, say), but the beginning of its first: a prompt goes without them."""
         if self.template is None:
             return 0
         asks = self.template.asks

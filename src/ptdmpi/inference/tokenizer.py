@@ -40,9 +40,9 @@ def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
 
 
 def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
-    """The chat template of the conversations that the model, or the adapters, were trained on: the
-    one beside a merged model's config.toml, else beside the shards. None where these are plain text,
-    or the training was not here. Raises InputError as `shard_header` does."""
+    """The chat template of the conversations that the model, or the adapters, were trained on: it
+    lies beside a merged model's config.toml, else beside the shards. None where these are plain
+    text, or the training was not here. Raises InputError as `shard_header` does."""
     if isinstance(stored, StoredModel) and (stored.path / TEMPLATE).is_file():
         return stored.path / TEMPLATE
     header = shard_header(stored)

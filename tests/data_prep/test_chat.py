@@ -47,6 +47,7 @@ def test_what_counts_of_a_conversation_is_each_answer_and_its_end():
     assert answers_of(chatml) == ["4 <|im_end|>", "no\nnumber<|im_end|>"]
     plain = ChatTemplate(PLAIN, "plain", {"eos_token": "<|endoftext|>"})
     assert plain.render(TURNS[1:3]) == "user: 2+2?\nassistant: 4 <|endoftext|>\n"
+    assert plain.render([], ask=True) == "assistant:"  # no lone space, which no training has
     assert answers_of(plain) == [" 4 <|endoftext|>", " no\nnumber<|endoftext|>"]
     marked = ChatTemplate(MARKED, "marked", {"eos_token": "</s>"})
     assert answers_of(marked) == [" 4 </s>", " no\nnumber</s>"]

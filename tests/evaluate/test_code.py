@@ -144,8 +144,8 @@ def spaces(tmp_path):
 
 
 def test_a_continuation_keeps_its_indentation(spaces, monkeypatch):
-    """Of a tokenizer that drops the first space of a text: a program, the harness' answer, and an
-    answer that is compared."""
+    """A program, the harness' answer, and one that is compared, by a tokenizer that drops the first
+    space of a text."""
     text, model, written = spaces
     programs = []
     for name in ("code", "harness", "questions"):

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -12,10 +12,14 @@ import numpy as np
 
 from data_prep.other_tokenizers import MISSING, SentencePieceTokenizer, TiktokenTokenizer
 from ptdmpi.config import InputError
+from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The last one is BERT's: a model of its vocabulary has no room for a new id.
-END_OF_DOCUMENT = ("<|endoftext|>", "</s>", "<eod>", "[SEP]")
+# Where nothing else says. Gemma's vocabulary has "</s>", too, which is HTML there. The last one is
+# BERT's: a model of its vocabulary has no room for a new id.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
+# Beside a tokenizer.json, they name ends by their ids.
+NAMING = ("config.json", "generation_config.json")
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # and the name of a tokenizer.json
@@ -91,9 +95,9 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file. The end of document is the first of END_OF_DOCUMENT that its
-    vocabulary has, else a new id behind it. Special tokens' names inside the text are ordinary
-    text."""
+    """A `tokenizer.json` file. The end of document is what the files of its model beside it name as
+    the end of a text, else the first of END_OF_DOCUMENT that its vocabulary has, else a new id
+    behind it. Special tokens' names inside the text are ordinary text."""
 
     def __init__(self, path: str | Path):
         # The parallelism is that of our processes; rayon's threads on top would oversubscribe the
@@ -117,9 +121,9 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise InputError(f"tokenizer {path}: its vocabulary is empty")
         known = max(vocabulary.values()) + 1
-        self.eod_id = next(
-            (vocabulary[text] for text in END_OF_DOCUMENT if text in vocabulary), known
-        )
+        listed = (vocabulary[text] for text in END_OF_DOCUMENT if text in vocabulary)
+        named = _named_end(path.parent, vocabulary)
+        self.eod_id = next(listed, known) if named is None else named
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -210,17 +214,34 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
     path = tokenizer_file(str(name))
     assert path is not None, "only names that are handled above have no file"
-    at = path.stat() if path.is_file() else None
-    fast = str(name).startswith(GIGATOKEN)
-    return _load_file(path, fast, None if at is None else (at.st_size, at.st_mtime_ns))
+    read = (path, *(path.parent / one for one in (TOKENIZER_CONFIG, *NAMING)))
+    at = tuple((one.stat().st_size, one.stat().st_mtime_ns) for one in read if one.is_file())
+    return _load_file(path, str(name).startswith(GIGATOKEN), at)
 
 
 @lru_cache(1)  # a large vocabulary takes half a second, and is asked for twice in a process
-def _load_file(path: Path, fast: bool, state: tuple[int, int] | None) -> Tokenizer:
-    """`state`: size and time of the file, so that a changed one is read anew."""
+def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
+    """`state`: sizes and times of all files, so that a changed one is read anew."""
     if fast:
         return GigatokenTokenizer(path)
     return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+
+
+def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
+    """The id in a vocabulary that files beside its tokenizer name as the end of a text:
+    `eos_token`, else the first `eos_token_id`. Raises InputError for a damaged one."""
+    if (folder / TOKENIZER_CONFIG).is_file():
+        token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in vocabulary:
+            return vocabulary[text]
+    known = set(vocabulary.values())
+    for path in (folder / name for name in NAMING if (folder / name).is_file()):
+        ids = json_object(path).get("eos_token_id")
+        for one in ids if isinstance(ids, list) else [ids]:
+            if isinstance(one, int) and one in known:
+                return one
+    return None
 
 
 def tokenizer_file(name: str) -> Path | None:

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,3 +37,17 @@ def byte_shards(folder: Path, shards: list[list[str]], tokenizer: str = "bytes")
         with ShardWriter(path, tokenizer, digest, VOCAB_SIZE, END) as writer:
             writer.write(np.concatenate(ids), np.cumsum([len(one) for one in ids]))
     return Dataset(folder)
+
+
+def metaspace(texts: list[str]) -> Any:
+    """A tokenizer as SentencePiece's: a space is the beginning of the word behind it, and the first
+    one of a text is not decoded."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(vocab_size=99, special_tokens=special, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    return made

@@ -155,8 +155,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
         raise InputError(f"--seq-length {options.seq_length}: at least 2")
     tokenizer = _tokenizer(options.tokenizer)
     file = tokenizer_file(options.tokenizer)
-    ends = {END_OF_DOCUMENT[0]} if file is None else tokenizer.special
-    eod = next((text for text in END_OF_DOCUMENT if text in ends), "")
+    eod = tokenizer.decode(np.array([tokenizer.eod_id]))
+    eod = eod if eod in tokenizer.special else ""
     template = find_template(file, options.template, eod)
     if template.source == PLAIN and not eod:
         raise InputError(

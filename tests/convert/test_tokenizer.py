@@ -13,6 +13,7 @@ from data_prep.vocabulary import BYTES_SHA256, load_tokenizer, train_bpe
 from ptdmpi.commands.convert import command
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
+from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.inference.stored import open_model
 from ptdmpi.inference.tokenizer import tokenizer_sha256
@@ -119,3 +120,39 @@ def test_what_has_no_file_is_said(tmp_path):
     shutil.rmtree(tmp_path / "b/shards")
     assert "shards: no such directory" in to_hf(run, tmp_path / "hf3").note
     assert not (tmp_path / "hf3/tokenizer.json").exists()
+
+
+def test_the_chat_template_of_its_conversations_goes_with_it(tmp_path):
+    """Also in the place of another one that came with the model; where the shards are gone, that
+    is said."""
+    import transformers
+
+    own, other = "own: {{ messages[0].content }}", "other: {{ messages[0].content }}"
+    content, _ = train_bpe([TEXT] * 3, 300)
+    run, _ = trained(tmp_path, content)
+    (tmp_path / "shards" / TEMPLATE).write_text(own)
+    told = f"{TEMPLATE} is that of its conversations"
+    assert to_hf(run, tmp_path / "hf").note == told
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    said = [{"role": "user", "content": "He"}]
+    assert theirs.apply_chat_template(said, tokenize=False) == "own: He"
+    # of a model that came with it, and with another
+    config = tmp_path / "hf/tokenizer_config.json"
+    for source, note in (
+        (own, ""),
+        (other, f"{told}, in place of another that came with the model"),
+    ):
+        (tmp_path / "hf" / TEMPLATE).unlink(missing_ok=True)
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": source}))
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+        shutil.copytree(tmp_path / "ours/hugging_face", run / "hugging_face")
+        assert to_hf(run, tmp_path / "back").note == note
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+        assert theirs.apply_chat_template(said, tokenize=False) == "own: He"
+        if note:
+            break
+        for folder in (tmp_path / "ours", run / "hugging_face", tmp_path / "back"):
+            shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "shards")
+    note = to_hf(run, tmp_path / "gone").note
+    assert note.startswith(f"no {TEMPLATE} of its own is written: ") and "no such dir" in note

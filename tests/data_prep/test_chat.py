@@ -42,14 +42,15 @@ def answers_of(template, messages=TURNS):
 
 def test_what_counts_of_a_conversation_is_each_answer_and_its_end():
     """Each turn of the assistant with the mark that ends it; neither its head nor the line end
-    behind it. A template's own generation blocks win."""
+    behind it; but spaces in front of an answer. A template's own generation blocks win."""
     chatml = ChatTemplate(CHATML, "chatml")
     assert answers_of(chatml) == ["4 <|im_end|>", "no\nnumber<|im_end|>"]
     plain = ChatTemplate(PLAIN, "plain", {"eos_token": "<|endoftext|>"})
     assert plain.render(TURNS[1:3]) == "user: 2+2?\nassistant: 4 <|endoftext|>\n"
-    assert answers_of(plain) == ["4 <|endoftext|>", "no\nnumber<|endoftext|>"]
+    assert plain.render([], ask=True) == "assistant:"  # no lone space, which no training has
+    assert answers_of(plain) == [" 4 <|endoftext|>", " no\nnumber<|endoftext|>"]
     marked = ChatTemplate(MARKED, "marked", {"eos_token": "</s>"})
-    assert answers_of(marked) == ["4 </s>", "no\nnumber</s>"]
+    assert answers_of(marked) == [" 4 </s>", " no\nnumber</s>"]
     forgets = ChatTemplate("{{ messages[-1].content }}{{ add_generation_prompt }}", "f")
     with pytest.raises(InputError, match="writes the turns before answer 1 differently"):
         forgets.rendered(TURNS[1:3])
@@ -142,8 +143,8 @@ def test_rows(tmp_path, monkeypatch, capsys):
         else:
             assert not weights[start:stop].any()
     assert len(texts) == 32 and texts[0] == "user: p\nassistant: ok<|endoftext|>\n"
-    assert labels[0] == "ok<|endoftext|>"
-    assert "4 <|endoftext|>no\nnumber<|endoftext|>" in labels
+    assert labels[0] == " ok<|endoftext|>"
+    assert " 4 <|endoftext|> no\nnumber<|endoftext|>" in labels
     assert sum(text.startswith("user: q\n") and len(text) == 100 for text in texts) == 1
     again = run(monkeypatch, capsys, *arguments, "--output", tmp_path / "again")
     assert {**again, "seconds": 0} == {**table, "seconds": 0}

@@ -13,6 +13,7 @@ import pytest
 
 from data_prep.cli import main
 from data_prep.vocabulary import load_tokenizer
+from ptdmpi.config import InputError
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -81,6 +82,36 @@ def test_tokenizer_without_an_end_gets_a_new_id(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "t.json")
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (4, 3)
     assert tokenizer.encode(["abba"])[0].tolist() == [2, 1, 0]
+
+
+TOLD = {
+    "llama 3": ({"<|end_of_text|>": 1}, {}, 1),
+    "gemma": ({"<eos>": 1, "</s>": 2}, {}, 1),
+    "bert": ({"[SEP]": 1}, {"tokenizer_config.json": {"cls_token": "[CLS]"}}, 1),
+    "a name": ({"</s>": 1, "<end>": 2}, {"tokenizer_config.json": {"eos_token": "<end>"}}, 2),
+    "a table": ({"<end>": 2}, {"tokenizer_config.json": {"eos_token": {"content": "<end>"}}}, 2),
+    "an id": ({"</s>": 1, "<end>": 2}, {"config.json": {"eos_token_id": 2}}, 2),
+    "ids": ({"</s>": 1, "<end>": 2}, {"generation_config.json": {"eos_token_id": [9, 2, 1]}}, 2),
+    "none": ({"</s>": 1}, {"tokenizer_config.json": {"eos_token": None}, "config.json": {}}, 1),
+    "no token": ({"</s>": 1}, {"tokenizer_config.json": {"eos_token": "<other>"}}, 1),
+}
+
+
+@pytest.mark.parametrize("special, files, expected", TOLD.values(), ids=TOLD)
+def test_the_end_is_what_files_beside_the_tokenizer_name(tmp_path, special, files, expected):
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({"a": 0, **special}, "a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    before = load_tokenizer(tmp_path / "tokenizer.json")
+    for name, said in files.items():
+        (tmp_path / name).write_text(json.dumps(said))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.eod_id, tokenizer.sha256) == (expected, before.sha256)
+    (tmp_path / "config.json").write_text("[")
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"tokenizer_config.json: is no JSON object"):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])

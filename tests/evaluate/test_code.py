@@ -5,14 +5,21 @@ import json
 import os
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from data_prep.vocabulary import load_tokenizer
 from ptdmpi.config import InputError
 from ptdmpi.evaluate import sandbox
 from ptdmpi.evaluate.code import CodeAsking, CodeTask, judged, pass_at_k, read
+from ptdmpi.evaluate.harness import Harness
+from ptdmpi.evaluate.questions import Answers, Asking
 from ptdmpi.evaluate.sandbox import PASSED, TIMEOUT, Sandbox
+from ptdmpi.generate.generator import Continuation
 from ptdmpi.generate.sampling import GREEDY
+from ptdmpi.generate.text import Text
+from tests._texts import metaspace
 
 TASK = CodeTask(
     prompt="def add(a, b):\n",
@@ -120,3 +127,35 @@ def test_a_wrong_line_is_told(tmp_path: Path, line, told):
     (tmp_path / "x.jsonl").write_text(json.dumps(line))
     with pytest.raises(InputError, match=f"x.jsonl:1: {told}"):
         read(tmp_path / "x.jsonl")
+
+
+@pytest.fixture
+def spaces(tmp_path):
+    """A text's tokenizer that leaves out the first space of what it decodes, and a model that is
+    one rank."""
+    (tmp_path / "tokenizer.json").write_text(metaspace([TASK.prompt + BODY] * 9).to_str())
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    text = Text(tokenizer, (), frozenset({tokenizer.eod_id}), tokenizer.eod_id)
+    ids, prompt = text.encode(TASK.prompt + BODY), text.prompt(TASK.prompt)
+    assert ids[: len(prompt)] == prompt and text.decode(ids[len(prompt) :]) == BODY[1:]
+    world = SimpleNamespace(rank=0, broadcast_object=lambda value: value)
+    model = SimpleNamespace(seq_length=99, axes=SimpleNamespace(world=world))
+    return text, model, [Continuation(ids[len(prompt) :], "eod")]
+
+
+def test_a_continuation_keeps_its_indentation(spaces, monkeypatch):
+    """A program, the harness' answer, and one that is compared, by a tokenizer that drops the first
+    space of a text."""
+    text, model, written = spaces
+    programs = []
+    for name in ("code", "harness", "questions"):
+        monkeypatch.setattr(f"ptdmpi.evaluate.{name}.generate", lambda *more: written)
+    judge = "ptdmpi.evaluate.code.judged"
+    monkeypatch.setattr(judge, lambda found, sandbox: programs.extend(found) or [PASSED])
+    CodeAsking(1, GREEDY, 8, (1,), Sandbox()).ask(model, text, [TASK])
+    assert programs == [TASK.program(BODY)]
+    harness = Harness(model, text)
+    assert harness.generate_until([(TASK.prompt, {"max_gen_toks": 8})]) == [BODY]
+    asking = Asking(max_new_tokens=8, until=("\n",))
+    asked = Answers((), asking, 0, (tuple(text.prompt(TASK.prompt)),))
+    assert asked.ask(model, text, range(1)) == [[BODY.removesuffix("\n")]]

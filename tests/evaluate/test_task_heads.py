@@ -2,6 +2,7 @@
 validation says is what `ptdmpi evaluate` finds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,9 @@ def test_rows_of_a_task(tmp_path):
     decoder = framing(frame.text, "bytes", config.model.model_copy(update={"attention": "causal"}))
     row, lost = decoder.row(list(range(40)), [200, 201])
     assert (row.ids.tolist(), lost) == ([*range(22), 200, 201], 18)
+    # filled up with an id of the model, where the tokenizer's own end lies beyond its table
+    ended = replace(frame.text, ends=frozenset({7}), eod=7)
+    assert framing(ended, "bytes", config.model).form.pad == 7 != ended.tokenizer.eod_id
 
 
 @pytest.mark.parametrize(

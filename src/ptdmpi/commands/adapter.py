@@ -32,7 +32,10 @@ def merge(base: Path, adapter: Path, target: Path) -> None:
     launch.prepare()
     from ptdmpi.convert import adapters
 
-    print(f"{target}: a whole model, {file_size(adapters.merge(base, adapter, target))}")
+    size, note = adapters.merge(base, adapter, target)
+    print(f"{target}: a whole model, {file_size(size)}")
+    if note:
+        print(f"note: {note}")
 
 
 @command.command()

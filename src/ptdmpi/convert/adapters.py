@@ -23,9 +23,11 @@ from ptdmpi.config.adapt import targets_of
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.from_hf import write_checkpoint
 from ptdmpi.convert.tensors import slabs
+from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.inference.stored import (
     CONFIG,
     KEPT,
+    StoredAdapter,
     StoredModel,
     config_of,
     declarations,
@@ -120,12 +122,13 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
         return write_checkpoint(folder / "checkpoints", parts, model, adapter.adapted.in_manifest())
 
 
-def merge(base: Path, adapter: Path, target: Path) -> int:
+def merge(base: Path, adapter: Path, target: Path) -> tuple[int, str]:
     """The whole model that `base` with `adapter` is, as a directory that `train`, `evaluate`,
-    `generate` and `convert` take; returns its bytes. Raises InputError; then there is no
-    `target`."""
-    stored, beside = open_model(base), load_adapter(adapter)
-    config = open_adapter(adapter).over(stored, stored.config())
+    `generate` and `convert` take, with the chat template of either; returns its bytes, and a note
+    of what it lacks. Raises InputError; then there is no `target`."""
+    stored, beside, opened = open_model(base), load_adapter(adapter), open_adapter(adapter)
+    config = opened.over(stored, stored.config())
+    template, note = _template(stored, opened)
     model = config.model.model_dump()
     needed = declarations(config_of(model), stored.vocab_size)
     with new_directory(target) as folder, stored.reader() as reader:
@@ -136,7 +139,9 @@ def merge(base: Path, adapter: Path, target: Path) -> int:
         _write_config(folder / CONFIG, stored, config)
         if (stored.path / KEPT).is_dir():
             shutil.copytree(stored.path / KEPT, folder / KEPT)
-    return size
+        if template is not None:
+            shutil.copyfile(template, folder / TEMPLATE)
+    return size, note
 
 
 def _merged(
@@ -308,6 +313,20 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
         task["tokenizer"] = config.task.tokenizer or _tokenizer_of(stored)
         kept["task"] = {name: one for name, one in task.items() if one}
     write_whole(path, tomlkit.dumps(kept))
+
+
+def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
+    """The chat template that the merged model is to have beside it: of the adapter's conversations,
+    else what the base has so; and a note where that of the adapter is not to be found."""
+    # reads a shard by h5py, which adapters of others' models do without
+    from ptdmpi.inference.tokenizer import template_file
+
+    found, note, own = None, "", stored.path / TEMPLATE
+    try:
+        found = template_file(adapter) if adapter.datasets else None
+    except InputError as error:
+        note = f"no {TEMPLATE} of the adapter is written: {error}"
+    return found or (own if own.is_file() else None), note
 
 
 def _tokenizer_of(stored: StoredModel) -> str:

@@ -28,6 +28,7 @@ from ptdmpi.convert.heads import lost, padding, task_in, with_task
 from ptdmpi.convert.packed import PackedModel, UnpackedFiles
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import TYPES, Stored, WeightFiles, slabs
+from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.inference.stored import (
     KEPT,
     StoredModel,
@@ -45,8 +46,8 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 @dataclass(frozen=True)
 class Contents:
-    """What the directory shall hold: config.json, the header of each weight file, and the other
-    files of the directory `kept`, or those of `others`. `note`: what it lacks."""
+    """What the directory shall hold: config.json, the header of each weight file, the other files
+    of the directory `kept`, and those of `others`. `note`: what it lacks, or has otherwise."""
 
     family: Family
     config: dict[str, Any]
@@ -79,6 +80,7 @@ def to_hf(
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
     contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)
+    contents = _with_template(contents, stored)
     where = str(kept or stored.checkpoint)
     plan = make_plan(contents.family, stored.config().model, needed, contents.tensors, where)
     repeated = set(contents.family.again.values())
@@ -256,6 +258,18 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     return Contents(family, config, headers, None, tokenizer.files, tokenizer.note)
 
 
+def _with_template(contents: Contents, stored: StoredModel) -> Contents:
+    """With the chat template of the conversations that the model was trained on here."""
+    if not (stored.datasets or (stored.path / TEMPLATE).is_file()):
+        return contents
+    # reads a shard by h5py, which a conversion of others' models does without
+    from ptdmpi.convert.tokenizer import template_of
+
+    files, told = template_of(stored, contents.kept)
+    note = "; ".join(filter(None, (contents.note, told)))
+    return replace(contents, others={**contents.others, **files}, note=note)
+
+
 def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
     """With all parameters in another type; buffers stay."""
     kind, found = DTYPES[dtype], contents.tensors
@@ -281,10 +295,11 @@ def _write_others(contents: Contents, folder: Path) -> None:
         for path in sorted(contents.kept.iterdir()):
             if path.name not in (HEADERS, BUFFERS):
                 shutil.copyfile(path, folder / path.name)
-        if contents.config == tensors.read_json(contents.kept / "config.json"):
-            return
     for name, content in contents.others.items():
         write_whole(folder / name, content)
+    kept = contents.kept
+    if kept is not None and contents.config == tensors.read_json(kept / "config.json"):
+        return
     _write_json(folder / "config.json", contents.config)
     if tensors.SINGLE not in contents.headers:
         _write_json(folder / tensors.INDEX, tensors.index_json(contents.headers))

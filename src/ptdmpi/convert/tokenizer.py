@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ptdmpi.config import InputError
+from ptdmpi.data.chat_template import PLAIN, TEMPLATE, find_template
 from ptdmpi.data.header import ShardHeader
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header
+from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, template_file
 
 # What transformers calls the special tokens of a masked language model.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}
@@ -53,6 +54,25 @@ def tokenizer_of(stored: StoredModel) -> Beside:
     if not masked:
         names = dict.fromkeys(("bos_token", "eos_token"), (header.eod_id, (END,)))
     return _beside(eod_id, content, names, stored.config().model.seq_length)
+
+
+def template_of(stored: StoredModel, kept: Path | None) -> tuple[dict[str, bytes], str]:
+    """The chat template of the conversations that the model was trained on here, as a file that
+    transformers prefers to what `kept` has, where that is another one; and what is to be known of
+    it."""
+    try:
+        file = template_file(stored)
+    except InputError as error:  # the shards are gone, which is told where the tokenizer lacks, too
+        return {}, "" if kept is None else f"no {TEMPLATE} of its own is written: {error}"
+    if file is None:
+        return {}, ""
+    own, before = find_template(None, file, "").source, ""
+    if kept is not None and (found := find_template(kept / TOKENIZER, None, "").source) != PLAIN:
+        before = found
+    if own == before:
+        return {}, ""
+    instead = ", in place of another that came with the model" if before else ""
+    return {TEMPLATE: own.encode()}, f"{TEMPLATE} is that of its conversations{instead}"
 
 
 def _beside(eod_id: int | None, content: bytes, names: Names, seq_length: int) -> Beside:

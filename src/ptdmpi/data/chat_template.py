@@ -5,7 +5,7 @@ conversation is the same text every day.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,11 @@ ANSWER = "assistant"  # the role whose turns are answers
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 # What no text has: around what {% generation %} blocks write.
 BEGIN, END = "\ufdd0", "\ufdd1"
+ASKED = "\ufdd2"  # nor this, which stands for an answer
 
 Message = Mapping[str, str]
 
@@ -66,11 +67,38 @@ class ChatTemplate:
         except Exception as error:  # of the template's own: any
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
 
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """What is written between what asks for an answer and the answer, and behind it."""
+        turns = [{"role": "user", "content": "a"}, {"role": ANSWER, "content": ASKED}]
+        asked, (whole, _, behind) = self.asks, self.render(turns).partition(ASKED)
+        return whole.removeprefix(asked) if whole.startswith(asked) else "", behind
+
+    @property
+    def asks(self) -> str:
+        """A text that ends in what asks for an answer. Raises InputError."""
+        return self.render([{"role": "user", "content": "a"}], ask=True)
+
+    @property
+    def lead(self) -> str:
+        """The spaces that are written in front of an answer, and not when it is asked for. Raises
+        InputError."""
+        lead, _ = self._around
+        return "" if lead.strip(" ") else lead
+
+    def end_of_turn(self, special: Collection[str]) -> str | None:
+        """Which of some special tokens is written directly behind an answer; None where there is
+        another text. Raises InputError."""
+        _, behind = self._around
+        ends = (one for one in special if behind.lstrip().startswith(one))
+        return max(ends, key=len, default=None)
+
     def rendered(self, messages: Sequence[Message]) -> Rendered:
         """A conversation with its answers: what the template's own {% generation %} blocks write;
         without such, of each turn of the assistant what stands behind the text that asks for it,
-        but no white space behind the end of the turn. Raises InputError, also where the text of a
-        conversation does not begin with that of its first turns.
+        but no white space behind the end of the turn. Spaces in front of an answer are its own, as
+        tokenizers have them in the token of the word behind. Raises InputError, also where the
+        text of a conversation does not begin with that of its first turns.
         """
         marked = self._marked(messages)
         if BEGIN in marked:
@@ -92,7 +120,7 @@ class ChatTemplate:
             least = answer.find(content) + len(content) if content in answer else 0
             stop = max(least, len(answer.rstrip()))
             answers.append((len(before), min(len(before) + stop, len(marked))))
-        return Rendered(marked, answers)
+        return Rendered(marked, _with_spaces(marked, answers))
 
 
 def _of_marks(marked: str) -> Rendered:
@@ -105,7 +133,13 @@ def _of_marks(marked: str) -> Rendered:
         length += len(answer) + len(rest)
         if bool(number) != bool(mark):
             raise InputError("a chat template has {% generation %} blocks inside each other")
-    return Rendered("".join(parts), answers)
+    text = "".join(parts)
+    return Rendered(text, _with_spaces(text, answers))
+
+
+def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that are not empty with the spaces in front of them."""
+    return [(len(text[:a].rstrip(" ")) if a < b else a, b) for a, b in answers]
 
 
 def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:
@@ -115,7 +149,7 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     said: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent
     if folder is not None and (folder / TOKENIZER_CONFIG).is_file():
-        said = _config(folder / TOKENIZER_CONFIG)
+        said = json_object(folder / TOKENIZER_CONFIG)
     special = {"eos_token": eod, "bos_token": "", **_special(said)}
     if given is not None:
         return ChatTemplate(_read(given), str(given), special)
@@ -144,10 +178,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"chat template {path}: {error}") from None
+        raise InputError(f"{path}: {error}") from None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file beside a tokenizer says. Raises InputError for one that cannot be read."""
     try:
         said = json.loads(_read(path))
     except ValueError as error:

@@ -92,9 +92,10 @@ class CodeAsking:
             for number, ids in enumerate(encoded)
             for k in range(self.samples)
         ]
+        found = generate(model, prompts, self.sampling, text.ends)
         written = [
-            cut(text.decode(one.ids), ENDS)
-            for one in generate(model, prompts, self.sampling, text.ends)
+            cut(text.behind(prompt.ids, one.ids), ENDS)
+            for prompt, one in zip(prompts, found, strict=True)
         ]
         world = model.axes.world
         outcomes = None
@@ -102,8 +103,8 @@ class CodeAsking:
             rows = (task for task in tasks for _ in range(self.samples))
             programs = [task.program(one) for task, one in zip(rows, written, strict=True)]
             outcomes = judged(programs, self.sandbox)
-        found = self.result(world.broadcast_object(outcomes))
-        return {"truncated": sum(len(ids) > room for ids in encoded), **found}
+        truncated = sum(len(ids) > room for ids in encoded)
+        return {"truncated": truncated, **self.result(world.broadcast_object(outcomes))}
 
     def result(self, outcomes: Sequence[str]) -> dict[str, Any]:
         """The scores of what became of all samples, task by task; `outcomes` are counted, too."""

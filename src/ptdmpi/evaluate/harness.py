@@ -89,10 +89,10 @@ class Harness:
                 for i in chosen
                 for ids, length, until, _ in [wanted[i]]
             ]
-            for i, one in zip(
-                chosen, generate(self.model, prompts, sampling, self.text.ends), strict=True
-            ):
-                written[i] = cut(self.text.decode(one.ids), wanted[i][2])
+            found = generate(self.model, prompts, sampling, self.text.ends)
+            for prompt, one in zip(prompts, found, strict=True):
+                text = self.text.behind(prompt.ids, one.ids)
+                written[prompt.number] = cut(text, wanted[prompt.number][2])
         return [written[i] for i in range(len(wanted))]
 
 

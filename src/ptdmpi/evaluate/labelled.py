@@ -48,9 +48,9 @@ class Framing:
     @property
     def form(self) -> LabelledForm:
         last_type = 0 if self.model.token_types == 1 else 1
-        return LabelledForm(
-            self.model.seq_length, self.text.tokenizer.eod_id, self.model.masked, last_type
-        )
+        # an id of the model, which the end of document of a tokenizer need not be
+        pad = self.text.eod
+        return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
         """The sequence of one text, or of two; and how many tokens it has no room for."""

@@ -92,7 +92,10 @@ class Answers(Questions):
         ]
         found = generate(model, prompts, asking.sampling, text.ends)
         pattern = compiled(asking.extract)
-        given = [extract(text.decode(one.ids), asking.until, pattern) for one in found]
+        given = [
+            extract(text.behind(prompt.ids, one.ids), asking.until, pattern)
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
         return [given[start : start + samples] for start in range(0, len(given), samples)]
 
     def result(self, given: Sequence[Any]) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """A conversation on the terminal: line by line, each behind all that was said before."""
 
-import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.data.chat_template import ANSWER
+from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Prompt, generate
-from ptdmpi.generate.text import find_chat
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
+from ptdmpi.inference.stored import open_adapter
 from ptdmpi.terminal.say import note
 
 SIGN = "> "
@@ -33,10 +33,9 @@ class Chat:
         self.answers = 0
         self._shown = ""
         # found by rank 0 first, whose mistake is everybody's
-        writer.world.on_root(lambda: find_chat(writer.stored, writer.text) and None)
-        self.template = find_chat(writer.stored, writer.text)
-        around = writer.text.prefix if self.template is None else self._seen([""])
-        most = writer.model.seq_length - len(around) - 1
+        writer.world.on_root(lambda: _dialogue(writer) and None)
+        self.dialogue = _dialogue(writer)
+        most = writer.model.seq_length - self.dialogue.around - 1
         if not 1 <= self._room <= most:
             raise SharedInputError(
                 f"--max-new-tokens {self._room} in a conversation; legal: 1 to {most}, for the "
@@ -66,17 +65,17 @@ class Chat:
     def answer(self, line: str) -> str:
         """What the model writes behind `line` and all that was said before, printed as it arises by
         the one rank that decides."""
-        writer, text = self.writer, self.writer.text
+        writer = self.writer
         ids = self._within(line)
         self._shown = ""
 
         def show(new: list[int]) -> bool:
-            self._show(text.behind(ids, new))
+            self._show(self.dialogue.answer(ids, new))
             return False
 
         prompt = Prompt(ids, self._room, self.answers, show)
-        (found,) = generate(writer.model, [prompt], writer.sampling, text.ends)
-        written = text.behind(ids, found.ids)
+        (found,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
+        written = self.dialogue.answer(ids, found.ids)
         if writer.model.decides and writer.model.axes["data"].rank == 0:
             self._show(written + ("" if written.endswith("\n") else "\n"), whole=True)
         self.said += [line, written]
@@ -94,31 +93,22 @@ class Chat:
         """Raises InputError for a line that cannot be said."""
         text = self.writer.text
         text.encode(line)
-        special = () if self.template is None else getattr(text.tokenizer, "special", ())
+        special = () if self.dialogue.template is None else text.special
         if named := sorted(one for one in special if one in line):
             raise InputError(
                 f"the line has the text {named[0]}, which the chat template would make a special "
                 "token of"
             )
 
-    def _seen(self, lines: Sequence[str]) -> list[int]:
-        """The ids of lines and answers in turn, and of what asks for the next answer."""
-        text = self.writer.text
-        if self.template is None:
-            return text.prompt("".join(one.removesuffix("\n") + "\n" for one in lines))
-        said = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
-        messages = [{"role": role, "content": content} for role, content in said]
-        return text.marked(self.template.render(messages, ask=True))
-
     def _within(self, line: str) -> list[int]:
         """The ids of the text so far with `line`, as many as leave room for the answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
-        while len(ids := self._seen([*self.said, line])) > most:
+        while len(ids := self.dialogue.prompt([*self.said, line])) > most:
             if self.said:
                 del self.said[:2]
                 note("ptdmpi generate: the oldest line and its answer are out of sight now")
-            elif self.template is None:
+            elif self.dialogue.template is None:
                 kept = most - len(text.prefix)
                 return [*text.prefix, *ids[len(ids) - kept :]]
             else:
@@ -131,6 +121,13 @@ class Chat:
             self.out.write(written[len(self._shown) :])
             self.out.flush()
             self._shown = written
+
+
+def _dialogue(writer: Writer) -> Dialogue:
+    """How the writer's model, with its adapters, is asked. Raises InputError."""
+    adapter: Path | None = writer.options["adapter"]
+    beside = None if adapter is None else open_adapter(adapter)
+    return Dialogue.of(writer.stored, writer.text, beside)
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:

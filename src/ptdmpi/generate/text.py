@@ -4,21 +4,21 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from data_prep.vocabulary import MarkedTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from ptdmpi.config import InputError
-from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
+from ptdmpi.data.chat_template import PLAIN, ChatTemplate, find_template
 from ptdmpi.data.words import tokens_of
-from ptdmpi.inference.stored import KEPT, StoredModel, open_model
+from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
 from ptdmpi.inference.tokenizer import (
     TOKENIZER,
     find_tokenizer,
     kept_files,
     shard_header,
+    template_file,
     tokenizer_sha256,
 )
 
@@ -45,6 +45,12 @@ class Text:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins here; never empty."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
+
+    @property
+    def special(self) -> frozenset[str]:
+        """Names that mean special tokens in a template's text."""
+        found: frozenset[str] = getattr(self.tokenizer, "special", frozenset())
+        return found
 
     def marked(self, text: str) -> list[int]:
         """The ids of a template's text, in which names of special tokens mean these."""
@@ -86,9 +92,9 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
             "its ids mean another text; legal: the tokenizer that it was trained with"
         )
     special: tuple[int, ...] = ()
-    ends = {tokenizer.eod_id}
+    ends = {_end_of(stored, tokenizer)}
     if kept is not None and not trained_here:
-        ends, special = _ends(kept) or ends, _prefix(name)
+        ends, special = ends_of(stored) or ends, _prefix(name)
     beyond = sorted(one for one in {*special, *ends} if one >= stored.vocab_size)
     if beyond and min(ends) >= stored.vocab_size:
         raise InputError(
@@ -98,21 +104,30 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     return Text(tokenizer, special, frozenset(ends), min(ends))
 
 
-def find_chat(stored: StoredModel, text: Text) -> ChatTemplate | None:
-    """How the model was told who speaks: the template of the conversations that it was trained on
-    here, else of the model that came from Hugging Face; None where there is none. Raises
-    InputError."""
-    kept, header, given = kept_files(stored), shard_header(stored), None
+def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
+    """The end of document that the model was trained with: its shards say it, for what stood beside
+    the tokenizer when they were made need not stand there now."""
+    try:
+        header = shard_header(stored)
+    except InputError:  # they have gone elsewhere
+        header = None
+    return tokenizer.eod_id if header is None else header.eod_id
+
+
+def find_chat(
+    stored: StoredModel, text: Text, beside: StoredAdapter | None = None
+) -> ChatTemplate | None:
+    """How the model was told who speaks: the template of the conversations that the adapters
+    `beside` it, else itself, were trained on here, else of the model that came from Hugging Face;
+    None where there is none. Raises InputError."""
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
-    if header is not None:
-        given = header.path.parent / TEMPLATE
-        if not given.is_file():
-            return None  # trained on plain text
-    if kept is None and given is None:
-        return None
-    beside = None if kept is None else kept / TOKENIZER
-    found = find_template(beside, given, text.decode([text.eod]))
+    given = None if beside is None else template_file(beside)
+    given, kept = given or template_file(stored), kept_files(stored)
+    if given is None and (kept is None or stored.datasets):
+        return None  # trained on plain text
+    own = None if kept is None else kept / TOKENIZER
+    found = find_template(own, given, text.decode([text.eod]))
     return found if given is not None or found.source != PLAIN else None
 
 
@@ -148,11 +163,12 @@ def token_ids(name: str) -> dict[str, int]:
         raise InputError(f"{file}: is no tokenizer.json: {error}") from None
 
 
-def _ends(kept: Path) -> set[int]:
-    """The ids that config.json and generation_config.json name as ends."""
-    found: set[int] = set()
+def ends_of(stored: StoredModel) -> set[int]:
+    """The ids that config.json and generation_config.json of a model from Hugging Face, or of the
+    one that it began from, name as ends. Raises InputError."""
+    found, kept = set[int](), kept_files(stored)
     for name in ("config.json", "generation_config.json"):
-        if (kept / name).is_file():
+        if kept is not None and (kept / name).is_file():
             try:
                 value = json.loads((kept / name).read_bytes())["eos_token_id"]
             except KeyError:

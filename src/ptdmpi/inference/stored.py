@@ -159,6 +159,19 @@ class StoredAdapter:
         return config.model_copy(update=update).adapted()
 
     @property
+    def trained_on(self) -> TrainedOn | None:
+        """What they were trained on; None where another program wrote them. Raises InputError for a
+        damaged manifest."""
+        return Before.of(self.checkpoint, self.manifest.said).trained_on
+
+    @property
+    def datasets(self) -> list[str]:
+        """Paths of the shards that they were trained on last; none of those with a head for a
+        task."""
+        known = None if self.adapted.has_head else self.trained_on
+        return [] if known is None else [one.path for one in known.last.sources]
+
+    @property
     def model(self) -> ModelConfig:
         """The shape of the model beneath as they were trained with it, with their head."""
         return ModelConfig.model_validate(self.manifest.said["model"])

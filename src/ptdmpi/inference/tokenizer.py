@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ptdmpi.config import InputError
+from ptdmpi.data.chat_template import TEMPLATE
 from ptdmpi.data.header import ShardHeader, read_header
 from ptdmpi.data.shards import find_shards
-from ptdmpi.inference.stored import KEPT, StoredModel, open_model
+from ptdmpi.inference.stored import KEPT, StoredAdapter, StoredModel, open_model
 
 TOKENIZER = "tokenizer.json"
 
@@ -19,9 +20,9 @@ def kept_files(stored: StoredModel) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def shard_header(stored: StoredModel) -> ShardHeader | None:
-    """The header of the first shard that the model was trained on; None where it was not trained
-    here.
+def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
+    """The header of the first shard that the model, or the adapters, were trained on; None where
+    that was not here.
 
     Raises InputError where it was, and the shards are gone, or were made anew with another
     tokenizer.
@@ -36,6 +37,17 @@ def shard_header(stored: StoredModel) -> ShardHeader | None:
             f"(sha256 {known.tokenizer_sha256[:12]})"
         )
     return header
+
+
+def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
+    """The chat template of the conversations that the model, or the adapters, were trained on: it
+    lies beside a merged model's config.toml, else beside the shards. None where these are plain
+    text, or the training was not here. Raises InputError as `shard_header` does."""
+    if isinstance(stored, StoredModel) and (stored.path / TEMPLATE).is_file():
+        return stored.path / TEMPLATE
+    header = shard_header(stored)
+    found = None if header is None else header.path.parent / TEMPLATE
+    return found if found is not None and found.is_file() else None
 
 
 def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:

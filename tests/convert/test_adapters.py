@@ -16,7 +16,9 @@ from ptdmpi.config import AdaptConfig, InputError
 from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.peft import CONFIG_FILE, WEIGHTS_FILE, export, import_peft
+from ptdmpi.convert.peft.export import export
+from ptdmpi.convert.peft.form import CONFIG_FILE, WEIGHTS_FILE
+from ptdmpi.convert.peft.read import import_peft
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.model import InferenceModel, open_inference

@@ -58,9 +58,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 def to_peft(adapter: Path, target: Path) -> None:
     """Write ADAPTER into the directory TARGET as the package `peft` reads it."""
     launch.prepare()
-    from ptdmpi.convert import peft
+    from ptdmpi.convert.peft.export import export
 
-    print(f"{target}: {short(peft.export(adapter, target))} parameters")
+    print(f"{target}: {short(export(adapter, target))} parameters")
 
 
 @command.command("import")
@@ -71,6 +71,6 @@ def of_peft(source: Path, base: Path, target: Path) -> None:
     """Write the adapter that `peft` has saved in the directory SOURCE, beside the model BASE, into
     the directory TARGET."""
     launch.prepare()
-    from ptdmpi.convert import peft
+    from ptdmpi.convert.peft.read import import_peft
 
-    print(f"{target}: {short(peft.import_peft(source, base, target))} parameters")
+    print(f"{target}: {short(import_peft(source, base, target))} parameters")

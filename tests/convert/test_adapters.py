@@ -126,9 +126,65 @@ def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
     for wrong, message in (
         ({"use_dora": True}, "use_dora = True; legal: False"),
         ({"peft_type": "PROMPT"}, "peft_type = 'PROMPT'; legal: 'LORA' or 'IA3'"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens = \[1\]; legal: None"),
+        # whose base has other weights
+        ({"init_lora_weights": "pissa_niter_4"}, "= 'pissa_niter_4'; legal: True, False, 'gauss"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights = 'lora_ga'; legal: "),
     ):
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@parallel(ranks=[1])
+def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
+    """As regular expressions, the first that matches; of ranks, what the file has."""
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    adapter = kept(engine_over(comm, base, KINDS["llama"]), base, tmp_path / "adapter")
+    export(adapter, tmp_path / "peft")
+    path = tmp_path / "peft" / CONFIG_FILE
+    config = json.loads(path.read_text())
+    patterns = {r"layers\.1\..*(q|v)_proj": 12.0, "q_proj": 24.0}
+    path.write_text(json.dumps(config | {"alpha_pattern": patterns}))
+    import_peft(tmp_path / "peft", base, tmp_path / "again")
+    found, factors = load_adapter(tmp_path / "again").tensors, []
+    for name, before in load_adapter(adapter).tensors.items():
+        factor = 4.0 if name.endswith("lora_q.b") else 1.0
+        if name in ("layers.1.attention.qkv.lora_q.b", "layers.1.attention.qkv.lora_v.b"):
+            factor = 2.0
+        assert torch.equal(found[name], before * factor), name
+        factors.append(factor)
+    assert {1.0, 2.0, 4.0} == {*factors}
+    for wrong, message in (
+        ({"alpha_pattern": {"query": 1.0}}, "alpha_pattern: 'query' names no module that has"),
+        ({"alpha_pattern": {"proj": 1.0}}, "alpha_pattern: 'proj' names no module that has"),
+        ({"alpha_pattern": {"(": 1.0}}, r"alpha_pattern: '\(': .*; legal: a regular expression"),
+        ({"rank_pattern": {"q_proj": 2}}, r"say rank 2 of .*q_proj, and .* has 3 rows; legal: as"),
+        ({"r": 2}, "r or rank_pattern say rank 2 of"),
+    ):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+@parallel(ranks=[1])
+def test_factors_of_inputs_are_none_of_outputs(comm, tmp_path):
+    """The shape says which of both `peft` multiplies, where there are as many, too."""
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    engine = engine_over(comm, base, KINDS["ia3"])
+    export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
+    weights = tmp_path / "peft" / WEIGHTS_FILE
+    tensors = load_file(weights)
+    for end in ("k_proj.ia3_l", "down_proj.ia3_l"):
+        name = next(one for one in tensors if one.endswith(end))
+        turned = tensors[name].T.contiguous()
+        save_file({**tensors, name: turned}, weights)
+        told = rf"{end} has shape \[{turned.shape[0]}, {turned.shape[1]}\]: .*legal: the channels, "
+        with pytest.raises(InputError, match=told):
             import_peft(tmp_path / "peft", base, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

@@ -1,6 +1,7 @@
 """What `peft` has saved as adapters of ours."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +32,16 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
-# What changes the product, and is not known here: legal is what does not.
+# What changes the product, or the base beneath it, and is not known here: legal is what does not.
 LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
     "trainable_token_indices": (None,),
+    # adapters that act behind some tokens only
+    "alora_invocation_tokens": (None,),
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA have other weights beneath them than the base has
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
@@ -54,7 +59,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     where = str(source / CONFIG_FILE)
     for name, legal in LEGAL.items():
         if config.get(name, legal[0]) not in legal:
-            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {legal[0]!r}")
+            told = ", ".join(map(repr, legal))
+            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {told}")
     model, task = _with_head(stored, config, tensors, where)
     head = _head(stored, with_task(family_for(model), task), model, tensors)
     adapt, found = _own(config, tensors, model, where)
@@ -176,8 +182,9 @@ def _require_fit(
             rank = len(tensors[names[0]])
             fits, legal = len(shape) == 2 and shape[0] in outputs and shape[1] == rank, "outputs"
         else:
-            sizes = {linear.inputs} if place.by_rows else outputs
-            fits, legal = one is not None and one.numel() in sizes, "channels"
+            # the shape says what is multiplied: inputs (their feedforward_modules), or outputs
+            shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
+            fits, legal = shape in shapes, f"channels, as {shapes[0]},"
         if not fits:
             found = "is missing" if one is None else f"has shape {shape}"
             raise InputError(
@@ -201,17 +208,21 @@ def _low_rank(
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
     """All of one rank: those of a lower one are padded, and what their scales differ in is in B."""
     rank = max(len(tensors[names[0]]) for _, names in own)
-    scale = _number(config, "lora_alpha", where) / _number(config, "r", where)
-    known = config.get("alpha_pattern") or {}
-    if not isinstance(known, dict):
-        raise InputError(f"{where}: alpha_pattern = {known!r}; legal: a table of numbers")
+    alpha, usual = (_number(config, name, where) for name in ("lora_alpha", "r"))
+    scale = alpha / usual
+    modules = [first.removesuffix(".lora_A.weight") for _, (first, _) in own]
+    alphas = _pattern(config, "alpha_pattern", modules, where)
+    ranks = _pattern(config, "rank_pattern", modules, where)
     found: dict[str, Tensor] = {}
-    for place, (first, second) in own:
+    for module, (place, (first, second)) in zip(modules, own, strict=True):
         a, b = tensors[first], _part(place, tensors[second])
-        module = first.removesuffix(".lora_A.weight")
-        own_alpha = (name for name in known if f".{module}".endswith(f".{name}"))
-        table = {"lora_alpha": config["lora_alpha"], **known}
-        factor = _number(table, next(own_alpha, "lora_alpha"), where) / len(a) / scale
+        said = ranks.get(module, usual)
+        if said != len(a):
+            raise InputError(
+                f"{where}: r or rank_pattern say rank {said:g} of {module}, and {first} has "
+                f"{counted(len(a), 'row')}; legal: as many"
+            )
+        factor = alphas.get(module, alpha) / len(a) / scale
         padded_a, padded_b = a.new_zeros(rank, a.shape[1]), b.new_zeros(len(b), rank)
         padded_a[: len(a)], padded_b[:, : len(a)] = a, b if factor == 1.0 else b * factor
         found[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
@@ -219,6 +230,34 @@ def _low_rank(
     dropout = _number({"lora_dropout": 0.0, **config}, "lora_dropout", where, least=0.0, below=1.0)
     told: dict[str, Any] = {"rank": rank, "alpha": scale * rank, "dropout": dropout}
     return AdaptConfig(method="lora", targets=targets, **told), found
+
+
+def _pattern(
+    config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
+) -> dict[str, float]:
+    """What a table of theirs says of each module that it names: by the first of its keys that is a
+    regular expression for the module's name, or for an end of that behind a dot, as
+    `peft.utils.other.get_pattern_key` has it. Raises InputError for a key that names none."""
+    table = config.get(name) or {}
+    if not isinstance(table, dict):
+        raise InputError(f"{where}: {name} = {table!r}; legal: a table of numbers")
+    found: dict[str, float] = {}
+    for pattern in table:
+        value = _number(table, pattern, where)
+        try:
+            own = [one for one in modules if re.match(rf"(.*\.)?({pattern})$", one)]
+        except re.error as error:
+            raise InputError(
+                f"{where}: {name}: {pattern!r}: {error}; legal: a regular expression"
+            ) from None
+        if not own:
+            raise InputError(
+                f"{where}: {name}: {pattern!r} names no module that has an adapter; legal: the "
+                f"end of such a one's name, say {modules[0].rpartition('.')[2]!r}"
+            )
+        for module in own:
+            found.setdefault(module, value)
+    return found
 
 
 def _number(

@@ -9,7 +9,10 @@ import pytest
 from mpi4py import MPI
 
 from ptdmpi.comm.world import World
+from ptdmpi.commands.evaluate import _table
 from ptdmpi.config import InputError, TaskConfig, resolve
+from ptdmpi.data.labelled import LabelledFile, LabelledRow
+from ptdmpi.evaluate.classes import accuracy
 from ptdmpi.evaluate.labelled import LabelledItem, framing, items
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.plan.machine.cluster import load_cluster
@@ -152,6 +155,22 @@ def serial(comm, folder: Path, wanted: dict, layout: dict) -> list[float]:
             made.run()
         found = [one["loss"] for one in records(run) if "loss" in one]
     return from_root(comm, found)
+
+
+def test_a_class_without_samples_has_no_accuracy():
+    """No number stands for it, in JSON, which has no NaN, nor in the table."""
+    rows = [LabelledRow(np.zeros(1, dtype=np.int32), 1)] * 2
+    file = LabelledFile(Path("x"), "t", "0", "0", rows, 1, np.array([0, 0]), 0, 0)
+    found = accuracy(file, np.array([0, 1]), ("no", "yes"))
+    assert found["by_class"]["yes"] == {"items": 0, "accuracy": None}
+    json.dumps(found, allow_nan=False)
+    one = {"file": "x", "kind": "classification", **found}
+    told = {"checkpoint": "c", "step": 1, "layout": "l", "precision": "fp32"}
+    lines = _table({**told, "perplexity": [], "tasks": [one]}).splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["accuracy", "of", "no", "0.5000", "of", "2"],
+        ["accuracy", "of", "yes", "-", "of", "0"],
+    ]
 
 
 def test_rows_of_a_task(tmp_path):

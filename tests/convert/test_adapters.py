@@ -5,17 +5,22 @@ import json
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.base import base_at
+from ptdmpi.checkpoint.boxes import Outgoing
 from ptdmpi.checkpoint.load import load_frozen
+from ptdmpi.cli import group as program
 from ptdmpi.comm.world import World
 from ptdmpi.config import AdaptConfig, InputError
+from ptdmpi.config.sections import AVERAGE
 from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
 from ptdmpi.convert.folder import new_directory
-from ptdmpi.convert.from_hf import from_hf
+from ptdmpi.convert.from_hf import from_hf, write_checkpoint
 from ptdmpi.convert.peft.export import export
 from ptdmpi.convert.peft.form import CONFIG_FILE, WEIGHTS_FILE
 from ptdmpi.convert.peft.read import import_peft
@@ -23,6 +28,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.lineage.adapted import Adapted
+from ptdmpi.model.state import WEIGHTS
 from tests._engines import build, load, logits_of, microbatches, tokens, whole_weights
 from tests._layers import difference
 from tests._stored import stored
@@ -226,6 +232,40 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     refused("not all layers from 0 to the last, .*, have adapters of the same linears")
     save_file({name: one for name, one in tensors.items() if name != b}, weights)
     refused(r"lora_B\.weight is missing: not that of this model")
+
+
+@parallel(ranks=[1])
+def test_the_average_of_adapters_leaves_in_their_place(comm, tmp_path):
+    """Merged and exported; adapters without one are refused."""
+    base, shape = stored(tmp_path / "base", V), AdaptConfig(method="lora", rank=2)
+    engine = engine_over(comm, base, shape)
+    plain = kept(engine, base, tmp_path / "plain")
+    tensors, model = load_adapter(plain).tensors, engine.config.model
+    adapted = Adapted(shape, base_at(base)[1])
+    average = {name: 2 * one for name, one in tensors.items()}
+    write_adapter(tmp_path / "average", LoadedAdapter(adapted, model, average))
+    parts = [
+        Outgoing(f"{kind}/{name}", tuple(one.shape), Box.whole(one.shape), "float32", one.numpy)
+        for kind, values in ((WEIGHTS, tensors), (AVERAGE, average))
+        for name, one in values.items()
+    ]
+    both = tmp_path / "both"
+    write_checkpoint(both / "checkpoints", parts, model.model_dump(), adapted.in_manifest())
+    assert all(torch.equal(load_adapter(both).tensors[n], one) for n, one in tensors.items())
+    for command, front in (("merge", [str(base)]), ("export", [])):
+        found = []
+        for adapter, more in ((tmp_path / "average", []), (both, ["--ema"])):
+            target = tmp_path / f"{command}-{adapter.name}"
+            words = ["adapter", command, *front, str(adapter), str(target), *more]
+            result = CliRunner().invoke(program, words)
+            assert result.exit_code == 0, result.output
+            found.append(load_file(next(target.rglob("*.safetensors"))))
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+        words = ["adapter", command, *front, str(plain), str(tmp_path / "none"), "--ema"]
+        told = CliRunner().invoke(program, words)
+        assert "holds no ema: its run keeps none" in str(told.exception)
+        assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):

@@ -6,6 +6,7 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
+from ptdmpi.commands.generate import EMA
 from ptdmpi.terminal.program import CommandGroup
 
 PATH = click.Path(path_type=Path)
@@ -24,15 +25,18 @@ def command() -> None:
 @click.argument("base", type=PATH)
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
-def merge(base: Path, adapter: Path, target: Path) -> None:
+@EMA
+def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
     """Write the whole model that BASE with ADAPTER is into the directory TARGET,
 
     which `ptdmpi train`, `evaluate`, `generate` and `convert to-hf` take.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
+    from ptdmpi.inference.stored import kind_of
 
-    print(f"{target}: a whole model, {file_size(adapters.merge(base, adapter, target))}")
+    size = adapters.merge(base, adapter, target, kind_of(ema))
+    print(f"{target}: a whole model, {file_size(size)}")
 
 
 @command.command()
@@ -55,12 +59,14 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @command.command("export")
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
-def to_peft(adapter: Path, target: Path) -> None:
+@EMA
+def to_peft(adapter: Path, target: Path, ema: bool) -> None:
     """Write ADAPTER into the directory TARGET as the package `peft` reads it."""
     launch.prepare()
     from ptdmpi.convert.peft.export import export
+    from ptdmpi.inference.stored import kind_of
 
-    print(f"{target}: {short(export(adapter, target))} parameters")
+    print(f"{target}: {short(export(adapter, target, kind_of(ema)))} parameters")
 
 
 @command.command("import")

@@ -97,9 +97,9 @@ class LoadedAdapter:
         return list(places(self.model, self.adapted.adapt))
 
 
-def load_adapter(path: Path) -> LoadedAdapter:
-    """The adapters that `path` names. Raises InputError."""
-    found = open_adapter(path)
+def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
+    """The adapters that `path` names; `kind` stands for their weights. Raises InputError."""
+    found = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(found.checkpoint, found.manifest) as reader:
         names = [name for name in (*reader.tensors, *reader.means) if name.startswith(prefix)]
@@ -120,11 +120,12 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
         return write_checkpoint(folder / "checkpoints", parts, model, adapter.adapted.in_manifest())
 
 
-def merge(base: Path, adapter: Path, target: Path) -> int:
+def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> int:
     """The whole model that `base` with `adapter` is, as a directory that `train`, `evaluate`,
-    `generate` and `convert` take; returns its bytes. Raises InputError; then there is no
+    `generate` and `convert` take; returns its bytes. `kind` stands for the
+    weights of `adapter`. Raises InputError; then there is no
     `target`."""
-    stored, beside = open_model(base), load_adapter(adapter)
+    stored, beside = open_model(base), load_adapter(adapter, kind)
     config = open_adapter(adapter).over(stored, stored.config())
     model = config.model.model_dump()
     needed = declarations(config_of(model), stored.vocab_size)

@@ -17,14 +17,15 @@ from ptdmpi.convert.family import Family
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.heads import head_names, with_task
 from ptdmpi.convert.peft.form import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_fused, module_of
+from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
 
-def export(source: Path, target: Path) -> int:
+def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
     """Write the adapters that `source` names into the directory `target`; returns their elements.
-    Raises InputError; then there is no `target`."""
-    adapter = load_adapter(source)
+    `kind` stands for their weights. Raises InputError; then there is no `target`."""
+    adapter = load_adapter(source, kind)
     family = with_task(family_for(adapter.model), adapter.adapted.task)
     adapt, names = adapter.adapted.adapt, head_names(family, adapter.model)
     if not adapter.places:

@@ -13,7 +13,7 @@ from ptdmpi.commands.evaluate import _table
 from ptdmpi.config import InputError, TaskConfig, resolve
 from ptdmpi.data.labelled import LabelledFile, LabelledRow
 from ptdmpi.evaluate.classes import accuracy
-from ptdmpi.evaluate.labelled import LabelledItem, framing, items
+from ptdmpi.evaluate.labelled import LabelledItem, framing, items, read
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.search import choose
@@ -189,6 +189,30 @@ def test_rows_of_a_task(tmp_path):
     decoder = framing(frame.text, "bytes", config.model.model_copy(update={"attention": "causal"}))
     row, lost = decoder.row(list(range(40)), [200, 201])
     assert (row.ids.tolist(), lost) == ([*range(22), 200, 201], 18)
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt"])
+def test_a_question_that_is_too_long_leaves_the_candidate_whole(tmp_path, model):
+    """It loses its end, the passage all; both are counted, and a longer candidate is refused."""
+    path = tmp_path / "x.jsonl"
+    line = {"context": "ppp", "question": 30 * "q", "choices": ["abc", "x", "de"], "answer": 0}
+    path.write_text(json.dumps(line) + "\n")
+    config = resolve(tree(changes(tmp_path, "choice", **{"model.kind": model})), 1)
+    frame = task_framing(config)
+    found = read(path, config.task, frame)
+    for row, choice in zip(found.rows, line["choices"], strict=True):
+        text = bytes(one for one in row.ids if one < 256).decode().strip("\n")
+        assert len(row.ids) == 24 and text.endswith(f"q\n{choice}") and "p" not in text
+    # of a sequence: what frames it, and the line ends in front of a question and a candidate
+    frame_tokens, ends = (3, 1) if model == "bert" else (0, 2)
+    whole = sum(3 + 30 + ends + len(one) for one in line["choices"])
+    assert (found.cut, found.lost) == (3, whole - 3 * (24 - frame_tokens))
+    line["choices"][1] = 24 * "x"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(
+        InputError, match=r"x\.jsonl:1: choice 1 has 25 tokens, .* room for 2[14]; "
+    ):
+        read(path, config.task, frame)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ class ChatFields:
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens: ids [n]; weights bool [n], whether each counts as a label; answers [a],
-    where each of its answers begins; and its text."""
+    """A conversation as tokens: ids [n]; weights bool [n], whether each counts as a label; answers
+    [a], where each of its answers begins; and its text."""
 
     ids: np.ndarray
     weights: np.ndarray

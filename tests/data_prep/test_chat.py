@@ -117,7 +117,7 @@ def prompts(path, count, answer="ok"):
 
 
 def test_answers_that_were_cut_away_are_not_counted(tmp_path, monkeypatch, capsys):
-    """Of three in a conversation the second loses its end, and the third is gone."""
+    """A conversation has three: the second loses its end, and the third is gone."""
     turns = [{"role": role, "content": 20 * "z"} for role in ("user", "assistant") * 3]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     arguments = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--seq-length", 110)

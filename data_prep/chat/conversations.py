@@ -25,12 +25,12 @@ class ChatFields:
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens: ids [n]; weights bool [n], whether each counts as a label; how many
-    of its turns are answers; and its text."""
+    """A conversation as tokens: ids [n]; weights bool [n], whether each counts as a label; answers
+    [a], where each of its answers begins; and its text."""
 
     ids: np.ndarray
     weights: np.ndarray
-    answers: int
+    answers: np.ndarray
     text: str
 
 
@@ -71,7 +71,7 @@ class Conversations:
                     self.bad_lines += 1
         encoded = self._tokenizer.encode_marked([one.text for one in rendered])
         return [
-            Conversation(ids, counted(starts, one.answers), len(one.answers), one.text)
+            Conversation(ids, counted(starts, one.answers), firsts(starts, one.answers), one.text)
             for one, (ids, starts) in zip(rendered, encoded, strict=True)
         ]
 
@@ -124,6 +124,11 @@ def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
     for begin, end in answers:
         weights |= (starts >= begin) & (starts < end)
     return weights
+
+
+def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int [answers]: the first token of each, of tokens that begin at characters `starts`."""
+    return np.searchsorted(starts, [begin for begin, _ in answers])
 
 
 def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Conversation]:

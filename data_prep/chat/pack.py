@@ -248,7 +248,7 @@ def _written(
                 counts += CorpusCounters(
                     documents=not left_out,
                     empty_documents=left_out and not cut,
-                    answers=0 if left_out else one.answers,
+                    answers=0 if left_out else int((one.answers < length).sum()),
                     text_bytes=len(one.text.encode()),
                     truncated=cut and not left_out,
                     too_long=left_out and cut,

@@ -5,22 +5,30 @@ import json
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.base import base_at
+from ptdmpi.checkpoint.boxes import Outgoing
 from ptdmpi.checkpoint.load import load_frozen
+from ptdmpi.cli import group as program
 from ptdmpi.comm.world import World
 from ptdmpi.config import AdaptConfig, InputError
+from ptdmpi.config.sections import AVERAGE
 from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
 from ptdmpi.convert.folder import new_directory
-from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.peft import CONFIG_FILE, WEIGHTS_FILE, export, import_peft
+from ptdmpi.convert.from_hf import from_hf, write_checkpoint
+from ptdmpi.convert.peft.export import export
+from ptdmpi.convert.peft.form import CONFIG_FILE, WEIGHTS_FILE
+from ptdmpi.convert.peft.read import import_peft
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.lineage.adapted import Adapted
+from ptdmpi.model.state import WEIGHTS
 from tests._engines import build, load, logits_of, microbatches, tokens, whole_weights
 from tests._layers import difference
 from tests._stored import stored
@@ -124,9 +132,65 @@ def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
     for wrong, message in (
         ({"use_dora": True}, "use_dora = True; legal: False"),
         ({"peft_type": "PROMPT"}, "peft_type = 'PROMPT'; legal: 'LORA' or 'IA3'"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens = \[1\]; legal: None"),
+        # whose base has other weights
+        ({"init_lora_weights": "pissa_niter_4"}, "= 'pissa_niter_4'; legal: True, False, 'gauss"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights = 'lora_ga'; legal: "),
     ):
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@parallel(ranks=[1])
+def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
+    """As regular expressions, the first that matches; of ranks, what the file has."""
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    adapter = kept(engine_over(comm, base, KINDS["llama"]), base, tmp_path / "adapter")
+    export(adapter, tmp_path / "peft")
+    path = tmp_path / "peft" / CONFIG_FILE
+    config = json.loads(path.read_text())
+    patterns = {r"layers\.1\..*(q|v)_proj": 12.0, "q_proj": 24.0}
+    path.write_text(json.dumps(config | {"alpha_pattern": patterns}))
+    import_peft(tmp_path / "peft", base, tmp_path / "again")
+    found, factors = load_adapter(tmp_path / "again").tensors, []
+    for name, before in load_adapter(adapter).tensors.items():
+        factor = 4.0 if name.endswith("lora_q.b") else 1.0
+        if name in ("layers.1.attention.qkv.lora_q.b", "layers.1.attention.qkv.lora_v.b"):
+            factor = 2.0
+        assert torch.equal(found[name], before * factor), name
+        factors.append(factor)
+    assert {1.0, 2.0, 4.0} == {*factors}
+    for wrong, message in (
+        ({"alpha_pattern": {"query": 1.0}}, "alpha_pattern: 'query' names no module that has"),
+        ({"alpha_pattern": {"proj": 1.0}}, "alpha_pattern: 'proj' names no module that has"),
+        ({"alpha_pattern": {"(": 1.0}}, r"alpha_pattern: '\(': .*; legal: a regular expression"),
+        ({"rank_pattern": {"q_proj": 2}}, r"say rank 2 of .*q_proj, and .* has 3 rows; legal: as"),
+        ({"r": 2}, "r or rank_pattern say rank 2 of"),
+    ):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(InputError, match=message):
+            import_peft(tmp_path / "peft", base, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+@parallel(ranks=[1])
+def test_factors_of_inputs_are_none_of_outputs(comm, tmp_path):
+    """The shape says which of both `peft` multiplies, where there are as many, too."""
+    base = tmp_path / "base"
+    from_hf(saved(tmp_path / "hf", "llama"), base)
+    engine = engine_over(comm, base, KINDS["ia3"])
+    export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
+    weights = tmp_path / "peft" / WEIGHTS_FILE
+    tensors = load_file(weights)
+    for end in ("k_proj.ia3_l", "down_proj.ia3_l"):
+        name = next(one for one in tensors if one.endswith(end))
+        turned = tensors[name].T.contiguous()
+        save_file({**tensors, name: turned}, weights)
+        told = rf"{end} has shape \[{turned.shape[0]}, {turned.shape[1]}\]: .*legal: the channels, "
+        with pytest.raises(InputError, match=told):
             import_peft(tmp_path / "peft", base, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -168,6 +232,40 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     refused("not all layers from 0 to the last, .*, have adapters of the same linears")
     save_file({name: one for name, one in tensors.items() if name != b}, weights)
     refused(r"lora_B\.weight is missing: not that of this model")
+
+
+@parallel(ranks=[1])
+def test_the_average_of_adapters_leaves_in_their_place(comm, tmp_path):
+    """Merged and exported; adapters without one are refused."""
+    base, shape = stored(tmp_path / "base", V), AdaptConfig(method="lora", rank=2)
+    engine = engine_over(comm, base, shape)
+    plain = kept(engine, base, tmp_path / "plain")
+    tensors, model = load_adapter(plain).tensors, engine.config.model
+    adapted = Adapted(shape, base_at(base)[1])
+    average = {name: 2 * one for name, one in tensors.items()}
+    write_adapter(tmp_path / "average", LoadedAdapter(adapted, model, average))
+    parts = [
+        Outgoing(f"{kind}/{name}", tuple(one.shape), Box.whole(one.shape), "float32", one.numpy)
+        for kind, values in ((WEIGHTS, tensors), (AVERAGE, average))
+        for name, one in values.items()
+    ]
+    both = tmp_path / "both"
+    write_checkpoint(both / "checkpoints", parts, model.model_dump(), adapted.in_manifest())
+    assert all(torch.equal(load_adapter(both).tensors[n], one) for n, one in tensors.items())
+    for command, front in (("merge", [str(base)]), ("export", [])):
+        found = []
+        for adapter, more in ((tmp_path / "average", []), (both, ["--ema"])):
+            target = tmp_path / f"{command}-{adapter.name}"
+            words = ["adapter", command, *front, str(adapter), str(target), *more]
+            result = CliRunner().invoke(program, words)
+            assert result.exit_code == 0, result.output
+            found.append(load_file(next(target.rglob("*.safetensors"))))
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+        words = ["adapter", command, *front, str(plain), str(tmp_path / "none"), "--ema"]
+        told = CliRunner().invoke(program, words)
+        assert "holds no ema: its run keeps none" in str(told.exception)
+        assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):

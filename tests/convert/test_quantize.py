@@ -228,6 +228,7 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
             writer.write(ids, np.array([200]))
     comm.Barrier()
     options = {"method": "gptq", "data": data, "samples": 9, "length": 12, "evaluate": (data,)}
+    options |= {"ema": False}
     given = (tmp_path / "model", tmp_path / "low", LowBit("int8", 16), World(comm))
     found = work(*given, precision="fp32", **options)
     (one,) = found["perplexity"]
@@ -259,7 +260,7 @@ def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, m
     with ShardWriter(data / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
         writer.write(np.zeros(50, np.int64), np.array([50]))
     given = (source, tmp_path / "low", LowBit("int4", 16), World(comm))
-    options = {"method": "absmax", "data": None, "precision": None}
+    options = {"method": "absmax", "data": None, "precision": None, "ema": False}
     with pytest.raises(InputError, match=f"--evaluate: .*model {told}"):
         work(*given, **options, evaluate=(data,))
     assert not (tmp_path / "low").exists()

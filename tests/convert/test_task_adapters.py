@@ -11,7 +11,9 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError, TaskConfig
 from ptdmpi.convert.adapters import LoadedAdapter, load_adapter, merge, split, write_adapter
 from ptdmpi.convert.from_hf import from_hf
-from ptdmpi.convert.peft import CONFIG_FILE, export, import_peft
+from ptdmpi.convert.peft.export import export
+from ptdmpi.convert.peft.form import CONFIG_FILE
+from ptdmpi.convert.peft.read import import_peft
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.inference.stored import open_model

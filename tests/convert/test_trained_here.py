@@ -4,8 +4,11 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from ptdmpi.checkpoint.manifest import checksum
+from ptdmpi.cli import group
 from ptdmpi.config import InputError
 from ptdmpi.convert.to_hf import to_hf
 from tests import _stored
@@ -140,3 +143,31 @@ def test_what_is_no_model(tmp_path):
     with pytest.raises(InputError, match=r"no config.toml in"):
         to_hf(run, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_the_weights_average_leaves_in_their_place(tmp_path, capfd):
+    """By --ema of convert and quantize, as if it were what the checkpoint holds; a run without one
+    is refused."""
+    other = stored(tmp_path / "other", factor=0.2)
+    both = stored(tmp_path / "both", average=0.2)
+    for words, file in (
+        (("convert", "to-hf"), "model.safetensors"),
+        (("quantize",), "checkpoints/step-00000007/rank-00000.safetensors"),
+    ):
+        found = []
+        for source, more in ((other, ()), (both, ("--ema",))):
+            target = tmp_path / f"{words[0]}-{source.name}"
+            result = CliRunner().invoke(
+                group, [*words, str(source), str(target), *BLOCK[words[0]], *more]
+            )
+            assert result.exit_code == 0, result.output
+            found.append(load_file(target / file))
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+        told = CliRunner().invoke(group, [*words, str(other), str(tmp_path / "none"), "--ema"])
+        said = f"{told.exception} {told.output} {capfd.readouterr().err}"
+        assert "holds no ema: its run keeps none" in said
+        assert not (tmp_path / "none").exists()
+
+
+BLOCK = {"convert": (), "quantize": ("--block", "16")}

@@ -117,6 +117,16 @@ def prompts(path, count, answer="ok"):
     return path
 
 
+def test_answers_that_were_cut_away_are_not_counted(tmp_path, monkeypatch, capsys):
+    """A conversation has three: the second loses its end, and the third is gone."""
+    turns = [{"role": role, "content": 20 * "z"} for role in ("user", "assistant") * 3]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    arguments = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--seq-length", 110)
+    table = run(monkeypatch, capsys, *arguments, "--output", tmp_path / "o")
+    assert (table["truncated"], table["answers"]) == (1, 2)
+    assert 21 < table["answer_tokens"] < 42
+
+
 def test_rows(tmp_path, monkeypatch, capsys):
     """Conversations are whole in rows of one length, in a deterministic order; what is too long is
     cut or left out, and counted."""

@@ -10,8 +10,11 @@ import pytest
 from mpi4py import MPI
 
 from ptdmpi.comm.world import World
+from ptdmpi.commands.evaluate import _table
 from ptdmpi.config import InputError, TaskConfig, resolve
-from ptdmpi.evaluate.labelled import LabelledItem, framing, items
+from ptdmpi.data.labelled import LabelledFile, LabelledRow
+from ptdmpi.evaluate.classes import accuracy
+from ptdmpi.evaluate.labelled import LabelledItem, framing, items, read
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.search import choose
@@ -155,6 +158,22 @@ def serial(comm, folder: Path, wanted: dict, layout: dict) -> list[float]:
     return from_root(comm, found)
 
 
+def test_a_class_without_samples_has_no_accuracy():
+    """No number stands for it, in JSON, which has no NaN, nor in the table."""
+    rows = [LabelledRow(np.zeros(1, dtype=np.int32), 1)] * 2
+    file = LabelledFile(Path("x"), "t", "0", "0", rows, 1, np.array([0, 0]), 0, 0)
+    found = accuracy(file, np.array([0, 1]), ("no", "yes"))
+    assert found["by_class"]["yes"] == {"items": 0, "accuracy": None}
+    json.dumps(found, allow_nan=False)
+    one = {"file": "x", "kind": "classification", **found}
+    told = {"checkpoint": "c", "step": 1, "layout": "l", "precision": "fp32"}
+    lines = _table({**told, "perplexity": [], "tasks": [one]}).splitlines()
+    assert [line.split() for line in lines[-2:]] == [
+        ["accuracy", "of", "no", "0.5000", "of", "2"],
+        ["accuracy", "of", "yes", "-", "of", "0"],
+    ]
+
+
 def test_rows_of_a_task(tmp_path):
     """The passage loses its end, the answer nothing; cuts are counted."""
     config = resolve(tree(changes(tmp_path, "choice", **{"model.kind": "bert"})), 1)
@@ -174,6 +193,30 @@ def test_rows_of_a_task(tmp_path):
     # filled up with an id of the model, where the tokenizer's own end lies beyond its table
     ended = replace(frame.text, ends=frozenset({7}), eod=7)
     assert framing(ended, "bytes", config.model).form.pad == 7 != ended.tokenizer.eod_id
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt"])
+def test_a_question_that_is_too_long_leaves_the_candidate_whole(tmp_path, model):
+    """It loses its end, the passage all; both are counted, and a longer candidate is refused."""
+    path = tmp_path / "x.jsonl"
+    line = {"context": "ppp", "question": 30 * "q", "choices": ["abc", "x", "de"], "answer": 0}
+    path.write_text(json.dumps(line) + "\n")
+    config = resolve(tree(changes(tmp_path, "choice", **{"model.kind": model})), 1)
+    frame = task_framing(config)
+    found = read(path, config.task, frame)
+    for row, choice in zip(found.rows, line["choices"], strict=True):
+        text = bytes(one for one in row.ids if one < 256).decode().strip("\n")
+        assert len(row.ids) == 24 and text.endswith(f"q\n{choice}") and "p" not in text
+    # of a sequence: what frames it, and the line ends in front of a question and a candidate
+    frame_tokens, ends = (3, 1) if model == "bert" else (0, 2)
+    whole = sum(3 + 30 + ends + len(one) for one in line["choices"])
+    assert (found.cut, found.lost) == (3, whole - 3 * (24 - frame_tokens))
+    line["choices"][1] = 24 * "x"
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(
+        InputError, match=r"x\.jsonl:1: choice 1 has 25 tokens, .* room for 2[14]; "
+    ):
+        read(path, config.task, frame)
 
 
 @pytest.mark.parametrize(

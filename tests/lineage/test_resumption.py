@@ -2,15 +2,17 @@
 or what changed is said. Exhaustive over a small product, without a model."""
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ptdmpi.config import Config, InputError, resolve
+from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig, resolve
 from ptdmpi.data.batches import TrainBatches
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
+from ptdmpi.lineage.adapted import Base
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import settings
 from ptdmpi.lineage.trained_on import TrainedOn, begun
@@ -184,6 +186,74 @@ def test_weights_of_another_tokenizer_or_other_heads_are_no_beginning(corpora, n
     fresh = _course(*_start(corpora, seed=3, mixture="b"))
     fresh.judge("initial", Path("step-5"), _manifest(first))
     assert fresh.trained_on == fresh.now and fresh.samples(0) == 0
+
+
+# Of each key of [model], another value than `_start` has.
+OTHERS = {
+    "kind": "llama",
+    "layers": 2,
+    "hidden": 8,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_size": 4,
+    "ffn_hidden": 8,
+    "seq_length": 2 * LENGTH,
+    "vocab_size": 51,
+    "norm": "rmsnorm",
+    "zero_centered_norm": True,
+    "qk_norm": True,
+    "activation": "gelu_exact",
+    "positions": "rope",
+    "bias": "qkv",
+    "tie_embeddings": False,
+    "scale_embedding": True,
+    "attention": "bidirectional",
+    "query_scalar": 2.0,
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+    "sliding_window": 4,
+    "sliding_layers": "even",
+    "block_norm": "sandwich",
+    "embedding_norm": True,
+    "output_head": "mlm",
+    "classes": 3,
+    "token_types": 2,
+    "sentence_order": True,
+    "norm_eps": 1e-6,
+    "rope_theta": 5e5,
+    "rope_scaling": "llama3",
+    "rope_factor": 32.0,
+    "rope_low_factor": 2.0,
+    "rope_high_factor": 8.0,
+    "rope_original_length": 4096,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init_std": 0.01,
+}
+HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
+
+
+@pytest.mark.parametrize("has_task", [False, True], ids=["text", "task"])
+def test_adapters_stand_on_no_other_function_of_the_weights(corpora, has_task):
+    """Whatever shapes do not tell is held against the base; a head for a task is its own."""
+    config, datasets = _start(corpora)
+    manifest = _manifest(_course(config, datasets))
+    if has_task:
+        task = TaskConfig(kind="classification", labels=("no", "yes"))
+        config = config.model_copy(update={"task": task}).with_head()
+    course, base = _course(config, datasets), Base("base", 64 * "0")
+    free = {"kind", "vocab_size", "seq_length", "dropout", "attention_dropout", "init_std"}
+    assert OTHERS.keys() == ModelConfig.model_fields.keys()
+    course.stand_on(base, Path("step-5"), manifest, None)
+    for key, value in OTHERS.items():
+        other = {**manifest, "model": {**manifest["model"], key: value}}
+        if key in (free | HEAD if has_task else free):
+            course.stand_on(base, Path("step-5"), other, None)
+            continue
+        given = getattr(config.model, key)
+        message = f"step-5: it was trained with model.{key} = {value}, this run has {given}; legal:"
+        with pytest.raises(InputError, match=re.escape(message)):
+            course.stand_on(base, Path("step-5"), other, None)
 
 
 def test_other_validation_data_are_told(corpora):

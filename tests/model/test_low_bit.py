@@ -28,6 +28,15 @@ def test_packed_values_are_those_that_rounding_on_the_way_gives(codes, dtype):
 
 
 @pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_type_is_rounded_as_the_same_numbers_in_float32(codes, dtype):
+    """Scales, too: of int8 they are quotients that a half type does not hold."""
+    form, x = LowBit(codes, 32), matrix().to(dtype)
+    assert torch.equal(scales_of(x, form), scales_of(x.float(), form))
+    assert torch.equal(rounded(x, form), rounded(x.float(), form).to(dtype))
+
+
+@pytest.mark.parametrize("codes", CODES)
 def test_a_file_s_reader_has_the_same_levels(codes):
     form = LowBit(codes, 32)
     held = packed(matrix(), form)

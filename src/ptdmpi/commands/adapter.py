@@ -6,6 +6,7 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
+from ptdmpi.commands.generate import EMA
 from ptdmpi.terminal.program import CommandGroup
 
 PATH = click.Path(path_type=Path)
@@ -24,15 +25,17 @@ def command() -> None:
 @click.argument("base", type=PATH)
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
-def merge(base: Path, adapter: Path, target: Path) -> None:
+@EMA
+def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
     """Write the whole model that BASE with ADAPTER is into the directory TARGET,
 
     which `ptdmpi train`, `evaluate`, `generate` and `convert to-hf` take.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
+    from ptdmpi.inference.stored import kind_of
 
-    size, note = adapters.merge(base, adapter, target)
+    size, note = adapters.merge(base, adapter, target, kind_of(ema))
     print(f"{target}: a whole model, {file_size(size)}")
     if note:
         print(f"note: {note}")
@@ -58,12 +61,14 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @command.command("export")
 @click.argument("adapter", type=PATH)
 @click.argument("target", type=PATH)
-def to_peft(adapter: Path, target: Path) -> None:
+@EMA
+def to_peft(adapter: Path, target: Path, ema: bool) -> None:
     """Write ADAPTER into the directory TARGET as the package `peft` reads it."""
     launch.prepare()
-    from ptdmpi.convert import peft
+    from ptdmpi.convert.peft.export import export
+    from ptdmpi.inference.stored import kind_of
 
-    print(f"{target}: {short(peft.export(adapter, target))} parameters")
+    print(f"{target}: {short(export(adapter, target, kind_of(ema)))} parameters")
 
 
 @command.command("import")
@@ -74,6 +79,6 @@ def of_peft(source: Path, base: Path, target: Path) -> None:
     """Write the adapter that `peft` has saved in the directory SOURCE, beside the model BASE, into
     the directory TARGET."""
     launch.prepare()
-    from ptdmpi.convert import peft
+    from ptdmpi.convert.peft.read import import_peft
 
-    print(f"{target}: {short(peft.import_peft(source, base, target))} parameters")
+    print(f"{target}: {short(import_peft(source, base, target))} parameters")

@@ -11,6 +11,7 @@ import click
 
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
+from ptdmpi.commands.generate import EMA
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
@@ -52,9 +53,16 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 @click.option("--like", type=PATH, help="A directory of from-hf: its files, names and types.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Another type for all weights.")
 @click.option("--packed", is_flag=True, help="What is in few bits stays so: compressed-tensors.")
+@EMA
 @AS_JSON
 def to_hugging_face(
-    source: Path, target: Path, like: Path | None, dtype: str | None, packed: bool, as_json: bool
+    source: Path,
+    target: Path,
+    like: Path | None,
+    dtype: str | None,
+    packed: bool,
+    ema: bool,
+    as_json: bool,
 ) -> None:
     """Convert SOURCE, a run directory, a checkpoint or what from-hf made, into the model directory
     TARGET.
@@ -63,8 +71,9 @@ def to_hugging_face(
     """
     launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
+    from ptdmpi.inference.stored import kind_of
 
-    _print(lambda: to_hf(source, target, like, dtype, packed), as_json)
+    _print(lambda: to_hf(source, target, like, dtype, packed, kind_of(ema)), as_json)
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:

@@ -75,7 +75,8 @@ def _table(found: dict[str, Any]) -> str:
         for key, value in values.items():
             if isinstance(value, dict):
                 for name, one in value.items():
-                    shown = f"{one['accuracy']:.4f} of {one['items']:,}"
+                    share = "-" if one["accuracy"] is None else f"{one['accuracy']:.4f}"
+                    shown = f"{share} of {one['items']:,}"
                     lines.append(f"  {f'accuracy of {name}':<28} {shown:>16}")
             elif key not in ("dataset", "file", "alias", "kind"):
                 lines.append(f"  {key.replace('_', ' '):<28} {_shown(value):>16}")

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 FILE = click.Path(path_type=Path)
 
+EMA = click.option("--ema", is_flag=True, help="The weights' average (optimizer.ema_decay).")
 SHARED = (
     click.option("--adapter", type=FILE, help="Adapters over RUN: their run or checkpoint."),
     click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
     click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"])),
-    click.option("--ema", is_flag=True, help="The weights' average (optimizer.ema_decay)."),
+    EMA,
     click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
 )

@@ -99,9 +99,9 @@ class LoadedAdapter:
         return list(places(self.model, self.adapted.adapt))
 
 
-def load_adapter(path: Path) -> LoadedAdapter:
-    """The adapters that `path` names. Raises InputError."""
-    found = open_adapter(path)
+def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
+    """The adapters that `path` names; `kind` stands for their weights. Raises InputError."""
+    found = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(found.checkpoint, found.manifest) as reader:
         names = [name for name in (*reader.tensors, *reader.means) if name.startswith(prefix)]
@@ -122,11 +122,12 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
         return write_checkpoint(folder / "checkpoints", parts, model, adapter.adapted.in_manifest())
 
 
-def merge(base: Path, adapter: Path, target: Path) -> tuple[int, str]:
+def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple[int, str]:
     """The whole model that `base` with `adapter` is, as a directory that `train`, `evaluate`,
     `generate` and `convert` take, with the chat template of either; returns its bytes, and a note
-    of what it lacks. Raises InputError; then there is no `target`."""
-    stored, beside, opened = open_model(base), load_adapter(adapter), open_adapter(adapter)
+    of what it lacks. `kind` stands for the weights of `adapter`. Raises InputError; then there is
+    no `target`."""
+    stored, beside, opened = open_model(base), load_adapter(adapter, kind), open_adapter(adapter)
     config = opened.over(stored, stored.config())
     template, note = _template(stored, opened)
     model = config.model.model_dump()

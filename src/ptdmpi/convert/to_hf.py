@@ -67,8 +67,9 @@ def to_hf(
     like: Path | None = None,
     dtype: str | None = None,
     in_few_bits: bool = False,
+    kind: str = WEIGHTS,
 ) -> Converted:
-    """Convert the newest checkpoint that `source` names.
+    """Convert the newest checkpoint that `source` names; `kind` stands for its weights.
 
     `like`: a directory that `from_hf` wrote, whose files, names and types are taken; by default
     that of `source`, or of what its run began from. Without one they are made from [model], in
@@ -76,7 +77,7 @@ def to_hf(
     checkpoint has in few bits stays so (`packed`), else it is unpacked. Raises InputError, and
     CheckFailed; then there is no `target`.
     """
-    stored = open_model(source)
+    stored = open_model(source, kind)
     needed = declarations(stored.config(), stored.vocab_size)
     kept = _kept(stored, like)
     contents = _kept_contents(kept, stored, needed) if kept else _new_contents(stored, needed)

@@ -51,7 +51,7 @@ class StepResult:
     `traffic` is what this rank has sent in the step. `consensus`: how far replicas that differ were
     apart, before they were mixed (`Replicas.consensus`), in steps where that is asked for.
     `bits_per_element`: of this rank's codes, where gradients are compressed. `noise`: of data
-    ranks' gradients, in steps where that is asked for."""
+    ranks' gradients, in steps where that is asked for; none where one is skipped."""
 
     loss: float
     grad_norm: float
@@ -215,7 +215,7 @@ class Engine:
             order_total / orders if orders else None,
             apart,
             self.policy.bits_per_element,
-            None if mine is None else mine.noise(self.axes["data"], norm, valid),
+            None if mine is None or skipped else mine.noise(self.axes["data"], norm, valid),
         )
 
     def stopwatch(self) -> Stopwatch:

@@ -1,6 +1,5 @@
 """Accuracies of a model with a head for a task, in any layout."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
 
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """The share of samples that were classified right, that of each class among its own (by
-    `names`), and what always naming the most frequent class would reach."""
+    `names`; None: it has none), and what always naming the most frequent class would reach."""
     right, count = predicted == file.labels, len(file.labels)
     share = float(right.mean())
     own = {name: right[file.labels == number] for number, name in enumerate(names)}
@@ -63,7 +62,7 @@ def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) ->
         "most_frequent": float(np.bincount(file.labels).max()) / count,
         "truncated": file.cut,
         "by_class": {
-            name: {"items": len(part), "accuracy": float(part.mean()) if len(part) else math.nan}
+            name: {"items": len(part), "accuracy": float(part.mean()) if len(part) else None}
             for name, part in own.items()
         },
     }

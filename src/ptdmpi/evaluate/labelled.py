@@ -1,8 +1,8 @@
 """Task files for heads: JSON lines of texts with a label, or of questions with candidates, as the
 sequences of a model.
 
-A text that a sequence has no room for loses the end of its first part (the passage), not the
-question or the candidate. Cuts are counted.
+A text that a sequence has no room for loses the end of its first part (the passage), then that of
+its question, and nothing of the candidate. Cuts are counted.
 """
 
 import hashlib
@@ -26,12 +26,20 @@ BETWEEN = "\n"  # of a passage, a question and an answer, for a model that reads
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One sample as text: `first`, and one `second` for each of its sequences ("": none)."""
+    """One sample as text: `first`, and one `second` for each of its sequences ("": none), in front
+    of which stands the `question`, of candidates."""
 
     first: str
     seconds: tuple[str, ...]
     label: int
     place: str
+    question: str = ""
+
+    @property
+    def joined(self) -> list[str]:
+        """The second texts of its sequences as they are read: questions with their candidates."""
+        front = f"{self.question}{BETWEEN}" if self.question else ""
+        return [f"{front}{second}" for second in self.seconds]
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,11 @@ class Framing:
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
+    def room(self, texts: int) -> int:
+        """Tokens that a sequence has room for, of so many texts."""
+        frame = 1 + texts if self.model.masked else len(self.text.prefix)
+        return max(0, self.model.seq_length - frame)
+
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
         """The sequence of one text, or of two; and how many tokens it has no room for."""
         rest = list(second or ())
@@ -59,8 +72,7 @@ class Framing:
             head, tail = [self.begin], [self.separator]
         else:
             head, tail = list(self.text.prefix), []
-        frame = len(head) + len(tail) * (1 if second is None else 2)
-        room = max(0, self.model.seq_length - frame)
+        room = self.room(1 if second is None else 2)
         kept = rest[:room]
         front = list(first[: room - len(kept)])
         ids = [*head, *front, *tail]
@@ -106,8 +118,7 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
             f"{place}: {len(item.choices)} choices; legal: task.choices = {legal} of them"
         )
     question = _text(json.loads(line), "question", place)
-    seconds = (f"{question}{BETWEEN if question else ''}{choice}" for choice in item.choices)
-    return LabelledItem(item.context, tuple(seconds), item.answer, place)
+    return LabelledItem(item.context, tuple(item.choices), item.answer, place, question)
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
@@ -128,21 +139,41 @@ def _text(values: dict[str, Any], key: str, place: str) -> str:
 
 def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
     """The samples of a file as sequences. Raises InputError as `items` does, and where the file
-    cannot be read."""
+    cannot be read, or a sequence has no room for a candidate."""
     every = items(path, task)
     encode = frame.text.tokenizer.encode
     between = "" if frame.model.masked else BETWEEN
-    seconds = [f"{between}{one}" if one else "" for item in every for one in item.seconds]
+    seconds = [f"{between}{one}" if one else "" for item in every for one in item.joined]
     firsts, rest = encode([item.first for item in every]), iter(encode(seconds))
     rows, cut, lost = [], 0, 0
     for item, first in zip(every, firsts, strict=True):
-        for one in item.seconds:
-            ids = next(rest).tolist()
+        for number, one in enumerate(item.joined):
+            ids, early = next(rest).tolist(), 0
+            if task.kind == "choice" and len(ids) > frame.room(2):
+                ids, early = _with_candidate(item, number, frame)
             row, gone = frame.row(first.tolist(), ids if one else None)
             rows.append(row)
-            cut, lost = cut + (gone > 0), lost + gone
+            cut, lost = cut + (gone + early > 0), lost + gone + early
     labels = np.array([item.label for item in every], dtype=np.int64)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     known = frame.text.tokenizer
     counts = (len(every[0].seconds), labels, cut, lost)
     return LabelledFile(path, known.name, known.sha256, digest, rows, *counts)
+
+
+def _with_candidate(item: LabelledItem, number: int, frame: Framing) -> tuple[list[int], int]:
+    """The tokens of a question and its candidate that a sequence has room for, which is not all:
+    the question loses its end; and how many it loses. Raises InputError where the candidate alone
+    is too long."""
+    between = "" if frame.model.masked else BETWEEN
+    front = f"{between}{item.question}" if item.question else ""
+    candidate = f"{BETWEEN if item.question else between}{item.seconds[number]}"
+    question, kept = (one.tolist() for one in frame.text.tokenizer.encode([front, candidate]))
+    room = frame.room(2)
+    if len(kept) > room:
+        raise InputError(
+            f"{item.place}: choice {number} has {len(kept)} tokens, and of model.seq_length = "
+            f"{frame.model.seq_length} a sequence has room for {room}; legal: at most so many"
+        )
+    found = [*question[: room - len(kept)], *kept]
+    return found, len(question) + len(kept) - len(found)

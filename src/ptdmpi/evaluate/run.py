@@ -7,7 +7,6 @@ from typing import Any
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.config.sections import AVERAGE
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import code, tasks
 from ptdmpi.evaluate.answers import compiled
@@ -20,9 +19,8 @@ from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
-from ptdmpi.inference.stored import StoredModel, open_adapter, open_model
+from ptdmpi.inference.stored import StoredModel, kind_of, open_adapter, open_model
 from ptdmpi.inference.tokenizer import tokenizer_sha256
-from ptdmpi.model.state import WEIGHTS
 
 Options = Mapping[str, Any]
 
@@ -34,7 +32,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     """
     heads = world.on_root(lambda: _has_task_head(run, options))
     work = world.on_root(lambda: {} if heads else _read(options))
-    kind = AVERAGE if options["ema"] else WEIGHTS
+    kind = kind_of(options["ema"])
     how = options["layout"], options["precision"], heads, options["adapter"], kind
     model, stored = open_inference(run, world, *how)
     parallel = model.config.parallel

@@ -9,14 +9,12 @@ from typing import Any
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.config.sections import AVERAGE
 from ptdmpi.generate.generator import Prompt, check, generate
 from ptdmpi.generate.prompts import Given, read_prompts
 from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
-from ptdmpi.inference.stored import StoredModel
-from ptdmpi.model.state import WEIGHTS
+from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.terminal.progress import progress
 
 MAX_NEW_TOKENS = 100
@@ -67,7 +65,7 @@ class Writer:
         chosen = {key: options[key] for key in ("temperature", "top_k", "top_p", "seed")}
         self.world, self.options = world, options
         self.sampling = world.on_root(lambda: Sampling(**chosen))
-        kind = AVERAGE if options["ema"] else WEIGHTS
+        kind = kind_of(options["ema"])
         how = options["layout"], options["precision"], False, options["adapter"], kind
         opened = open_inference(run, world, *how)
         self.model: InferenceModel = opened[0]

@@ -23,6 +23,7 @@ from ptdmpi.config import (
     TaskConfig,
     synthetic_config,
 )
+from ptdmpi.config.sections import AVERAGE
 from ptdmpi.lineage.adapted import Adapted, Base, adapted_of, require_kind
 from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
@@ -103,6 +104,11 @@ class StoredModel:
         return Reader(self.checkpoint, self.manifest)
 
 
+def kind_of(average: bool) -> str:
+    """What of a checkpoint stands for its weights: they themselves, or their moving average."""
+    return AVERAGE if average else WEIGHTS
+
+
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
     """What is in a checkpoint; of another `kind` than the weights, that in their place. Raises
     InputError."""
@@ -177,10 +183,11 @@ class StoredAdapter:
         return ModelConfig.model_validate(self.manifest.said["model"])
 
 
-def open_adapter(path: Path) -> StoredAdapter:
-    """The adapters of the newest complete checkpoint that `path` names. Raises InputError."""
+def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
+    """The adapters of the newest complete checkpoint that `path` names; `kind` stands for their
+    weights. Raises InputError."""
     checkpoint = examine.newest(path)
-    manifest = sound_manifest(checkpoint)
+    manifest = manifest_of(checkpoint, kind)
     found = adapted_of(checkpoint, manifest.said)
     if found is None:
         raise InputError(f"checkpoint {checkpoint} is a whole model, no adapter; legal: as RUN")

@@ -4,7 +4,7 @@ The same as before; or refused, in one line that says what, where, and what is l
 name (`data.change = "from here"`), and then said.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +18,10 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
 # without these the tensors of a checkpoint, whose shapes fit, are another function
 HEADS = ("heads", "kv_heads", "head_size")
+# beneath adapters besides: a name for other keys, what shapes say, and how long texts are
+FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
+# what `Config.with_head` sets: a head for a task, which trains, stands in place of the base's own
+NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
 # What a run may change, and tells: sections, without the keys that change no number.
 _TOLD = {
@@ -89,7 +93,11 @@ def judge(
     """Whether a run may go on from, or begin with the weights of, the checkpoint `before`, when it
     is given `config` and the data of `now` (as of a run that begins). Raises InputError."""
     _require_same_tokenizer(before, now)
-    _require_same_model(kind, before, config)
+    if kind == "resume":
+        begin = ", or another run.dir with checkpoint.initial to begin from its weights"
+        _require_same_model(before, config, _keys_without(FREE_TO_CHANGE), begin)
+    else:
+        _require_same_model(before, config, HEADS)
     told = tuple(_told(before, config))
     if kind == "initial":
         told = tuple(text for text in told if text.startswith("model."))
@@ -108,9 +116,11 @@ def judge(
 
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     """Raises InputError if adapters that are trained on the data of `now` cannot stand on the
-    weights of `before`."""
+    weights of `before`: they would train beside another function of these than `generate`,
+    `evaluate` and `adapter merge` put them beside, who take the shape of the base."""
     _require_same_tokenizer(before, now)
-    _require_same_model("initial", before, config)
+    free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
+    _require_same_model(before, config, _keys_without(free))
 
 
 def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
@@ -124,19 +134,25 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
         )
 
 
-def _require_same_model(kind: str, before: Before, config: Config) -> None:
-    """The shapes fit; but other heads or another activation make another function of them."""
-    here = config.model.model_dump(exclude=FREE_TO_CHANGE)
+def _keys_without(free: Set[str]) -> list[str]:
+    """Keys of [model], in their order."""
+    return [key for key in ModelConfig.model_fields if key not in free]
+
+
+def _require_same_model(
+    before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
+) -> None:
+    """The shapes fit; but other heads or another activation make another function of them.
+    `otherwise`: what is legal besides, of other keys than the heads."""
+    here = config.model.model_dump()
     # a key that an older checkpoint lacks had the value that it has by default
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
-    for key in here if kind == "resume" else HEADS:
+    for key in keys:
         stored = known.get(key, here[key])
         if stored != here[key]:
-            begin = ", or another run.dir with checkpoint.initial to begin from its weights"
             raise InputError(
                 f"checkpoint {before.path}: it was trained with model.{key} = {stored}, this run "
-                f"has {here[key]}; legal: the value of before"
-                f"{begin if kind == 'resume' and key not in HEADS else ''}"
+                f"has {here[key]}; legal: the value of before{'' if key in HEADS else otherwise}"
             )
 
 

@@ -1,5 +1,6 @@
 """Whether a larger batch would be of use, by the noise of gradients that a run has recorded."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,17 @@ LARGER, SMALLER = 2.0, 0.5  # of the noise scale in batches: beyond these the an
 
 
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """From the last records that have `gradient_noise`: `noise_scale_tokens`, B_simple = tr(Sigma)
-    / |G|^2 of the means of both, None where the gradient is lost in the noise; `batch_tokens`, the
-    valid ones of a step; `steps`, how many records; `answer`. None where there is no record.
+    """From the last records that have a `gradient_noise` of finite numbers: `noise_scale_tokens`,
+    B_simple = tr(Sigma) / |G|^2 of the means of both, None where the gradient is lost in the noise;
+    `batch_tokens`, the valid ones of a step; `steps`, how many records; `answer`. None where there
+    is no such record.
 
     A batch of B needs 1 + B_simple / B times the steps of an endless one, and B / B_simple + 1
     times the least number of samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
     """
-    found = [one["gradient_noise"] for one in records if "gradient_noise" in one][-MOST:]
+    every = (one["gradient_noise"] for one in records if "gradient_noise" in one)
+    # older runs have recorded that of steps that were skipped, too
+    found = [one for one in every if all(map(math.isfinite, one.values()))][-MOST:]
     if not found:
         return None
     square, variance, tokens = (

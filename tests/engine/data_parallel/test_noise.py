@@ -58,6 +58,10 @@ def test_noise_is_that_of_data_ranks_gradients(comm):
     assert comm.allgather([result.noise for result in results]) == (
         [[result.noise for result in results]] * comm.size
     )
+    norm = engine.reduction.global_norm
+    engine.reduction.global_norm = lambda: norm() * math.inf
+    lost = engine.step(3, microbatches(engine.config, 3, engine.axes["data"].rank))
+    assert lost.skipped and lost.noise is None
     world = World(comm).first(1)
     if world is not None:
         serial, parts = build(world, {}), []
@@ -86,14 +90,18 @@ def test_noise_is_that_of_data_ranks_gradients(comm):
         assert_same_bits(train(comm, untied | NOISE, steps=3), train(comm, untied, steps=3))
 
 
+LOST = {"square": math.nan, "variance": -math.inf, "tokens": 100.0}
+
+
 def test_answers():
     def answer(square: float, variance: float) -> str:
         of = {"square": square, "variance": variance, "tokens": 100.0}
-        found = noise.judged([{"step": 1}, {"gradient_noise": of}, {"gradient_noise": of}])
+        found = noise.judged([{"step": 1}, *({"gradient_noise": one} for one in (of, LOST, of))])
         assert found["steps"] == 2
         return found["answer"]
 
     assert noise.judged([{"step": 1}]) is None
+    assert noise.judged([{"gradient_noise": LOST}]) is None
     assert answer(1.0, 201.0) == "a larger batch is beneficial"
     assert answer(1.0, 100.0) == "the batch is about right"
     assert answer(1.0, 49.0).startswith("a larger batch is of little use")

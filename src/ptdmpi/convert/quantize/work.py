@@ -14,7 +14,8 @@ from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.perplexity import perplexity
 from ptdmpi.evaluate.run import check_dataset
 from ptdmpi.inference.model import open_inference
-from ptdmpi.inference.stored import open_model
+from ptdmpi.inference.stored import kind_of, open_model
+from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.shape.low_bit import LowBit
 
 Options = Mapping[str, Any]
@@ -24,10 +25,14 @@ def work(source: Path, target: Path, form: LowBit, world: World, **options: Any)
     """`options` are those of `ptdmpi quantize`; every rank calls it and gets the results. Raises
     InputError on every rank, before anything is computed where that is possible."""
     world.on_root(partial(_check_datasets, source, options))
-    found = world.on_root(lambda: asdict(quantize(source, target, form, _samples(source, options))))
+    kind = kind_of(options["ema"])
+    found = world.on_root(
+        lambda: asdict(quantize(source, target, form, _samples(source, options), kind))
+    )
     found = {**found, "path": str(target), "perplexity": []}
     if options["evaluate"]:
-        before, after = (_perplexities(path, world, options) for path in (source, target))
+        kinds = ((source, kind), (target, WEIGHTS))
+        before, after = (_perplexities(*one, world, options) for one in kinds)
         for one, other in zip(before, after, strict=True):
             found["perplexity"].append({**one, "after": other["before"]})
     return found
@@ -56,9 +61,9 @@ def _samples(source: Path, options: Options) -> CalibrationSamples | None:
     return CalibrationSamples(options["data"], options["samples"], length)
 
 
-def _perplexities(path: Path, world: World, options: Options) -> list[dict[str, Any]]:
+def _perplexities(path: Path, kind: str, world: World, options: Options) -> list[dict[str, Any]]:
     """`before` is what this model has."""
-    model, _ = open_inference(path, world, None, options["precision"])
+    model, _ = open_inference(path, world, None, options["precision"], kind=kind)
     asked = [perplexity(model, Dataset(data)) for data in options["evaluate"]]
     precision = model.config.precision.compute
     return [

@@ -61,15 +61,19 @@ class Quantized:
 
 
 def quantize(
-    source: Path, target: Path, form: LowBit, samples: CalibrationSamples | None = None
+    source: Path,
+    target: Path,
+    form: LowBit,
+    samples: CalibrationSamples | None = None,
+    kind: str = WEIGHTS,
 ) -> Quantized:
     """Put the matrices of all layers of the newest checkpoint that `source` names into few bits:
     each element to the nearest level (absmax), or, with calibration `samples`, by `gptq`. Tables,
-    norms, biases and the head stay.
+    norms, biases and the head stay. `kind` stands for the weights.
 
     Raises InputError; then there is no `target`.
     """
-    stored = open_model(source)
+    stored = open_model(source, kind)
     if stored.manifest.form is not None:
         form = stored.manifest.form
         raise InputError(

@@ -77,7 +77,8 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
     """[o, i] -> [o, i / block numbers], float32: by each block's greatest magnitude; of uint4, from
     its least value to its greatest. That of int4 has a sign: there are eight levels on one side of
     zero and seven on the other, and the value of the greatest magnitude is on the side of eight."""
-    least, greatest = x.unflatten(-1, (-1, form.block)).aminmax(dim=-1)
+    wide = torch.promote_types(x.dtype, torch.float32)  # a half type would round the quotient, too
+    least, greatest = (one.to(wide) for one in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
         least = least.float()
         return torch.stack(((greatest - least) / form.reach, least), dim=-1).flatten(-2).float()

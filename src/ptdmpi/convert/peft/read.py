@@ -1,22 +1,14 @@
-"""Adapters in the format of the `peft` package, both ways: adapter_model.safetensors with
-adapter_config.json.
+"""What `peft` has saved as adapters of ours."""
 
-Its modules are those of `transformers`, whose linears may be several of ours side by side (GPT-2's
-c_attn). Ours beside such a one become one of their ranks together, B block by block; back, each of
-ours has all of A and its rows of B.
-"""
-
-import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from ptdmpi.base.disk import write_whole
 from ptdmpi.base.words import counted
 from ptdmpi.checkpoint.base import base_at
 from ptdmpi.config import AdaptConfig, InputError, ModelConfig, TaskConfig
@@ -24,7 +16,6 @@ from ptdmpi.config.adapt import targets_of
 from ptdmpi.convert.adapters import (
     AdapterPlace,
     LoadedAdapter,
-    load_adapter,
     places,
     size_of,
     whole_tensor,
@@ -32,8 +23,8 @@ from ptdmpi.convert.adapters import (
 )
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
-from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.heads import head_names, made_up, with_task
+from ptdmpi.convert.peft.form import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_fused, module_of
 from ptdmpi.convert.tensors import header_text, read_json
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.lineage.adapted import NO_TASK, Adapted
@@ -41,168 +32,17 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
-# What changes the product, and is not known here: legal is what does not.
+# What changes the product, or the base beneath it, and is not known here: legal is what does not.
 LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
     "trainable_token_indices": (None,),
+    # adapters that act behind some tokens only
+    "alora_invocation_tokens": (None,),
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA have other weights beneath them than the base has
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
-
-
-def export(source: Path, target: Path) -> int:
-    """Write the adapters that `source` names into the directory `target`; returns their elements.
-    Raises InputError; then there is no `target`."""
-    adapter = load_adapter(source)
-    family = with_task(family_for(adapter.model), adapter.adapted.task)
-    adapt, names = adapter.adapted.adapt, head_names(family, adapter.model)
-    if not adapter.places:
-        raise InputError(
-            f"{source}: a head alone, without adapters, which `peft` has no form for; legal: the "
-            "whole model, by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
-        )
-    found = {f"{PREFIX}{theirs}": adapter.tensors[name] for name, theirs in names.items()}
-    ranks: dict[str, int] = {}
-    for module, own in _by_module(family, adapter.model, adapt).items():
-        if adapt.method == "lora":
-            pairs = [place.low_rank(adapter.tensors) for place in own]
-            a, b = _stacked(adapter.model, own, pairs)
-            found[f"{PREFIX}{module}.lora_A.weight"] = a
-            found[f"{PREFIX}{module}.lora_B.weight"] = b
-            ranks[_ending(module)] = len(a)
-        else:
-            found[f"{PREFIX}{module}.ia3_l"] = _factors(adapter, own)
-    config = _config(adapter, family, ranks)
-    with new_directory(target) as folder:
-        contiguous = {name: one.contiguous() for name, one in found.items()}
-        save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    return size_of(found)
-
-
-def _by_module(
-    family: Family, model: ModelConfig, adapt: AdaptConfig
-) -> dict[str, list[AdapterPlace]]:
-    """Our adapters by the full name of their module; those of one module side by side."""
-    found: dict[str, list[AdapterPlace]] = {}
-    for place in places(model, adapt):
-        found.setdefault(family.full(_module(family, place)), []).append(place)
-    return found
-
-
-def _module(family: Family, place: AdapterPlace) -> str:
-    """Their module, without prefix. Raises InputError for one that the family has not."""
-    layer, _, linear = place.linear.removeprefix("layers.").partition(".")
-    theirs = family.modules.get(f"layers.{{i}}.{linear}", ())
-    if not theirs:
-        raise InputError(f"a {family.model_type} of Hugging Face has nothing like {place.linear}")
-    return theirs[place.output if len(theirs) > 1 else 0].replace("{i}", layer)
-
-
-def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
-    linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
-    assert isinstance(linear, Linear)
-    return sum(linear.outputs)
-
-
-def _stacked(
-    model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """One A and B for adapters of several outputs of one module of theirs."""
-    if not _is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
-        return pairs[0]
-    a = torch.cat([pair[0] for pair in pairs])
-    b = a.new_zeros(_outputs(model, own[0]), len(a))
-    column = 0
-    for place, (_, part) in zip(own, pairs, strict=True):
-        b[place.rows, column : column + part.shape[1]] = part
-        column += part.shape[1]
-    return a, b
-
-
-def _is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
-    """Whether their module has all outputs of our linear, and not each on its own."""
-    family = family_for(model)
-    return len(family.modules[f"layers.{{i}}.{place.linear.split('.', 2)[2]}"]) == 1
-
-
-def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """(IA)^3's as they have them: [outputs, 1] behind a linear, [1, inputs] in front of one."""
-    first = own[0]
-    if first.by_rows:
-        return first.factors(adapter.tensors)[None]
-    if not _is_fused(adapter.model, first):
-        return first.factors(adapter.tensors)[:, None]
-    whole = torch.ones(_outputs(adapter.model, first))
-    for place in own:
-        whole[place.rows] = place.factors(adapter.tensors)
-    return whole[:, None]
-
-
-def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
-    adapt = adapter.adapted.adapt
-    own = _by_module(family, adapter.model, adapt)
-    short, first = _short(family, adapter.model), adapt.first_layer
-    # its (IA)^3 knows layers by the names of their modules alone
-    numbered = adapt.method == "ia3" and first > 0
-    names = {one: _ending(one, numbered) if numbered else short[_ending(one)] for one in own}
-    common: dict[str, Any] = {
-        "base_model_name_or_path": adapter.adapted.base.path,
-        "fan_in_fan_out": family.transposed,
-        "inference_mode": True,
-        "peft_type": {"lora": "LORA", "ia3": "IA3"}[adapt.method],
-        "task_type": _task_type(adapter),
-        "target_modules": sorted({*names.values()}),
-    }
-    if adapter.adapted.has_head:
-        theirs = head_names(family, adapter.model).values()
-        common["modules_to_save"] = sorted({family.base(one).partition(".")[0] for one in theirs})
-    if adapt.method == "ia3":
-        inner = {names[name] for name, some in own.items() if some[0].by_rows}
-        return {**common, "feedforward_modules": sorted(inner)}
-    other = {short[name]: rank for name, rank in ranks.items() if rank != adapt.rank}
-    return {
-        **common,
-        "bias": "none",
-        "r": adapt.rank,
-        "lora_alpha": adapt.alpha,
-        "lora_dropout": adapt.dropout,
-        "layers_to_transform": [*range(first, adapter.model.layers)] if first else None,
-        "rank_pattern": other,
-        "alpha_pattern": {name: adapt.scale * rank for name, rank in other.items()},
-    }
-
-
-def _task_type(adapter: LoadedAdapter) -> str | None:
-    """What `peft` calls that which the model is for; it knows no candidates."""
-    kind = adapter.adapted.task.kind
-    if kind == "none":
-        return None if adapter.model.masked else "CAUSAL_LM"
-    return "SEQ_CLS" if kind == "classification" else None
-
-
-def _ending(name: str, numbered: bool = False) -> str:
-    """A module's name behind the number of its layer, or from that on."""
-    parts = name.split(".")
-    number = next(n for n, one in enumerate(parts) if one.isdigit())
-    return ".".join(parts[number + (not numbered) :])
-
-
-def _short(family: Family, model: ModelConfig) -> dict[str, str]:
-    """What `peft` is to call each module of a layer, by its ending: the last name, or, where two
-    have the same (GPT-2's c_proj), the ending."""
-    every = AdaptConfig.model_validate({"method": "lora", "targets": ("*",)})
-    endings = {_ending(name) for name in _by_module(family, model, every)}
-    last = [one.rpartition(".")[2] for one in endings]
-    return {
-        one: one if last.count(one.rpartition(".")[2]) > 1 else one.rpartition(".")[2]
-        for one in endings
-    }
-
-
-# -- back ------------------------------------------------------------------------------------------
 
 
 def import_peft(source: Path, base: Path, target: Path) -> int:
@@ -219,7 +59,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     where = str(source / CONFIG_FILE)
     for name, legal in LEGAL.items():
         if config.get(name, legal[0]) not in legal:
-            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {legal[0]!r}")
+            told = ", ".join(map(repr, legal))
+            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {told}")
     model, task = _with_head(stored, config, tensors, where)
     head = _head(stored, with_task(family_for(model), task), model, tensors)
     adapt, found = _own(config, tensors, model, where)
@@ -317,7 +158,7 @@ def _found(
     """Our adapters that their file has, with the names of its tensors."""
     ends = ("lora_A.weight", "lora_B.weight") if kind == "lora" else ("ia3_l",)
     for place in places(model, every):
-        module = family.full(_module(family, place))
+        module = family.full(module_of(family, place))
         names = [f"{module}.{end}" for end in ends]
         if names[0] in tensors:
             _require_fit(model, place, tensors, names)
@@ -331,7 +172,7 @@ def _require_fit(
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     own = place.rows.stop - place.rows.start
-    outputs = {own, sum(linear.outputs)} if _is_fused(model, place) else {own}
+    outputs = {own, sum(linear.outputs)} if is_fused(model, place) else {own}
     for name in names:
         one = tensors.get(name)
         shape = [] if one is None else [*one.shape]
@@ -341,8 +182,9 @@ def _require_fit(
             rank = len(tensors[names[0]])
             fits, legal = len(shape) == 2 and shape[0] in outputs and shape[1] == rank, "outputs"
         else:
-            sizes = {linear.inputs} if place.by_rows else outputs
-            fits, legal = one is not None and one.numel() in sizes, "channels"
+            # the shape says what is multiplied: inputs (their feedforward_modules), or outputs
+            shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
+            fits, legal = shape in shapes, f"channels, as {shapes[0]},"
         if not fits:
             found = "is missing" if one is None else f"has shape {shape}"
             raise InputError(
@@ -366,17 +208,21 @@ def _low_rank(
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
     """All of one rank: those of a lower one are padded, and what their scales differ in is in B."""
     rank = max(len(tensors[names[0]]) for _, names in own)
-    scale = _number(config, "lora_alpha", where) / _number(config, "r", where)
-    known = config.get("alpha_pattern") or {}
-    if not isinstance(known, dict):
-        raise InputError(f"{where}: alpha_pattern = {known!r}; legal: a table of numbers")
+    alpha, usual = (_number(config, name, where) for name in ("lora_alpha", "r"))
+    scale = alpha / usual
+    modules = [first.removesuffix(".lora_A.weight") for _, (first, _) in own]
+    alphas = _pattern(config, "alpha_pattern", modules, where)
+    ranks = _pattern(config, "rank_pattern", modules, where)
     found: dict[str, Tensor] = {}
-    for place, (first, second) in own:
+    for module, (place, (first, second)) in zip(modules, own, strict=True):
         a, b = tensors[first], _part(place, tensors[second])
-        module = first.removesuffix(".lora_A.weight")
-        own_alpha = (name for name in known if f".{module}".endswith(f".{name}"))
-        table = {"lora_alpha": config["lora_alpha"], **known}
-        factor = _number(table, next(own_alpha, "lora_alpha"), where) / len(a) / scale
+        said = ranks.get(module, usual)
+        if said != len(a):
+            raise InputError(
+                f"{where}: r or rank_pattern say rank {said:g} of {module}, and {first} has "
+                f"{counted(len(a), 'row')}; legal: as many"
+            )
+        factor = alphas.get(module, alpha) / len(a) / scale
         padded_a, padded_b = a.new_zeros(rank, a.shape[1]), b.new_zeros(len(b), rank)
         padded_a[: len(a)], padded_b[:, : len(a)] = a, b if factor == 1.0 else b * factor
         found[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
@@ -384,6 +230,34 @@ def _low_rank(
     dropout = _number({"lora_dropout": 0.0, **config}, "lora_dropout", where, least=0.0, below=1.0)
     told: dict[str, Any] = {"rank": rank, "alpha": scale * rank, "dropout": dropout}
     return AdaptConfig(method="lora", targets=targets, **told), found
+
+
+def _pattern(
+    config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
+) -> dict[str, float]:
+    """What a table of theirs says of each module that it names: by the first of its keys that is a
+    regular expression for the module's name, or for an end of that behind a dot, as
+    `peft.utils.other.get_pattern_key` has it. Raises InputError for a key that names none."""
+    table = config.get(name) or {}
+    if not isinstance(table, dict):
+        raise InputError(f"{where}: {name} = {table!r}; legal: a table of numbers")
+    found: dict[str, float] = {}
+    for pattern in table:
+        value = _number(table, pattern, where)
+        try:
+            own = [one for one in modules if re.match(rf"(.*\.)?({pattern})$", one)]
+        except re.error as error:
+            raise InputError(
+                f"{where}: {name}: {pattern!r}: {error}; legal: a regular expression"
+            ) from None
+        if not own:
+            raise InputError(
+                f"{where}: {name}: {pattern!r} names no module that has an adapter; legal: the "
+                f"end of such a one's name, say {modules[0].rpartition('.')[2]!r}"
+            )
+        for module in own:
+            found.setdefault(module, value)
+    return found
 
 
 def _number(

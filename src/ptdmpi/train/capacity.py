@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # it starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# Of a rank's memory, what probabilities of attention may take more; a step of the first bf16 row of
-# `make bench` is some 5 % faster for 5.3 % more.
-KEPT_SHARE = 1 / 16
 FAILED_SHARE = 0.9  # of what is needed: a rank that could not get all of it may have had so much
 
 
@@ -58,8 +55,8 @@ class Memory:
         settled = host_ways(ways)
         self._wide = self._wide or settled.widened
         keeping = self._step(self._wide, settled.block * settled.keeps)
-        if settled.keeps and not (self._is_little(keeping) and self._fits(keeping)):
-            say("attention computes its probabilities again: memory is dearer than its time")
+        if settled.keeps and not self._fits(keeping):
+            say("no room for the probabilities of attention: they are computed again")
             taken |= {"attention": written(settled._replace(keeps=False))["attention"]}
             keeping = self._step(self._wide)
         if keeping != self.step:
@@ -69,11 +66,6 @@ class Memory:
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
         return relief.Step.of(*self._asked, wide, self._on_host, kept_block)
-
-    def _is_little(self, keeping: relief.Step) -> bool:
-        """Whether what it takes more is worth the time that it saves; all ranks say the same."""
-        more, before = keeping.largest()[1].total, self._step(self._wide).largest()[1].total
-        return more <= (1 + KEPT_SHARE) * before
 
     def _fits(self, step: relief.Step) -> bool:
         """Whether every node holds what its ranks need; all ranks ask together."""

@@ -115,10 +115,8 @@ def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
 
 @_asked_once
 def usual_ways(device_type: str, dtype: torch.dtype) -> HostWays:
-    """What is taken without a run that has settled on its ways, and so knows its memory."""
-    if device_type != "cpu":
-        return HostWays()
-    return measured_ways(dtype, {})._replace(keeps=False)
+    """What is taken without a run that has settled on its ways."""
+    return HostWays() if device_type != "cpu" else measured_ways(dtype, {})
 
 
 def has_fused() -> bool:

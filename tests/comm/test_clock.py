@@ -1,11 +1,13 @@
 """Times are read when the device is done, and not before."""
 
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from ptdmpi.comm.clock import HOST, Total, clock_of
+from ptdmpi.comm.clock import HOST, DeviceClock, Total, clock_of
 from ptdmpi.watch.stopwatch import Doing, Place, Stopwatch
 from tests.comm._wires import LateClock
 from tests.device import _pretend
@@ -17,6 +19,17 @@ def test_the_hosts_marks_are_done_at_once():
     total = Total()
     total.add(first, second)
     assert total.seconds == second.at_s() - first.at_s()
+
+
+def test_a_thread_that_asks_belongs_to_the_clocks_device():
+    """On the first GPU its questions would make a context beside that GPU's own rank."""
+    clock, chosen = object.__new__(DeviceClock), []
+    clock._device = torch.device("cuda", 2)
+    module = SimpleNamespace(set_device=chosen.append)
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        clock.asked_from_here()
+    HOST.asked_from_here()
+    assert chosen == [clock._device]
 
 
 def test_a_total_has_what_is_done():

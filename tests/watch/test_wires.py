@@ -3,6 +3,8 @@
 import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,7 +100,9 @@ class Broken:
 @parallel(ranks=[2])
 def test_a_device_that_has_failed_does_not_end_the_watch(comm, tmp_path):
     """What it said when it was asked is told in the rank's report, and the heart beats on."""
-    _, heart = watched(comm, tmp_path)
+    axes, heart = watched(comm, tmp_path)
+    told = SimpleNamespace(asked_from_here=lambda: threads.append(threading.current_thread()))
+    heart.axes, threads = replace(axes, clock=told), []
     if comm.rank == 0:
         place = heart.place
         place._under_way.append(_UnderWay(place.doing, Broken(), Broken()))
@@ -114,6 +118,7 @@ def test_a_device_that_has_failed_does_not_end_the_watch(comm, tmp_path):
             alive = heart._thread.is_alive()
             heart.close()
         assert alive and heart._beat_s > beat_s
+        assert threads == [heart._thread]  # told whose device it asks
         said = heart._report().failure
         assert said[1] == (
             "its device: AcceleratorError: CUDA error: an illegal memory access was encountered"

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ptdmpi.comm.queues import belong_to
+
 
 class Mark(Protocol):
     """A moment in the order of a device's work, such as a CUDA event."""
@@ -32,6 +34,9 @@ class Clock(Protocol):
     def settle(self) -> None:
         """Wait for the device, so that all marks so far are done, and lay the two times upon each
         other. Once a step, where the host waits anyway: marks never make it wait."""
+
+    def asked_from_here(self) -> None:
+        """A thread that is going to ask marks says so before."""
 
 
 class HostMark(float):
@@ -54,6 +59,8 @@ class HostClock:
 
     def settle(self) -> None:
         """Nothing is ever behind."""
+
+    asked_from_here = settle
 
 
 HOST = HostClock()
@@ -95,6 +102,11 @@ class DeviceClock:
         event.synchronize()
         # at once: what lies between is how far the two times may be apart
         self._anchor = _Anchor(event, time.perf_counter())
+
+    def asked_from_here(self) -> None:
+        # a new thread belongs to the first GPU that the process sees, and a question about an event
+        # of another would make a context there, of half a GB, beside that GPU's own rank
+        belong_to(self._device)
 
     def _event(self) -> Any:
         event = self._module.Event(enable_timing=True)

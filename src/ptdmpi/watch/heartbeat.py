@@ -126,6 +126,7 @@ class Heartbeat:
         atexit.unregister(self.close)
 
     def _run(self) -> None:
+        self.axes.clock.asked_from_here()
         while not self._ended.is_set():
             try:
                 self._beat()

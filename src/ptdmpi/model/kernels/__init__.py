@@ -153,6 +153,15 @@ def adds_wide(device_type: str) -> bool:
     return False
 
 
+@_asked_once
+def has_flash(device_type: str) -> bool:
+    """Whether FlashAttention runs on the devices of this kind that this rank has: of NVIDIA's those
+    from Ampere on."""
+    if device_type != "cuda" or torch.version.hip:
+        return True
+    return bool(torch.cuda.get_device_capability() >= (8, 0))
+
+
 def settle(constant: Callable[[Callable[..., Any]], object]) -> None:
     """Tell a compiler, by `constant`, what a machine answers the same whenever it is asked."""
     for answer in _answers:

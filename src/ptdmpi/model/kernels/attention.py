@@ -9,7 +9,7 @@ scores for the backward pass.
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,6 +62,8 @@ def attention(
     if limited and not _in_blocks(q):
         return _attention_at_once(q, k, v, scores, documents)
     q_, k_, v_ = (widened(part) for part in (q, k, v))
+    if grouped and not _shares_keys(q):
+        (k_, v_), grouped = _for_each_head(q, k_, v_), False
     if limited or (scores.causal and not grouped and _long_on_cpu(q) and not _whole(q)):
         out = _BlockedAttention.apply(q_, k_, v_, scores, documents)
     else:
@@ -74,6 +76,22 @@ def attention(
 def _by_products(q: Tensor, scores: Scores) -> bool:
     # a graph has no blocks, and is not asked
     return scores.causal and _long_on_cpu(q) and kernels.ways(q.device.type, q.dtype).products
+
+
+def _shares_keys(q: Tensor) -> bool:
+    """Whether the kernel of full attention takes one key for several query heads: a CPU's does, and
+    FlashAttention; of what else a GPU has only the one that writes all scores down."""
+    return q.device.type == "cpu" or _has_flash(q)
+
+
+def _has_flash(q: Tensor) -> bool:
+    return q.dtype in HALF_TYPES and kernels.has_flash(q.device.type)
+
+
+def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
+    """Keys or values [b, key heads, s, d] -> [b, heads, s, d], of those that are shared copies."""
+    group = q.shape[1] // parts[0].shape[1]
+    return parts if group == 1 else [part.repeat_interleave(group, dim=1) for part in parts]
 
 
 def _whole(q: Tensor) -> bool:
@@ -109,16 +127,16 @@ def hidden_keys(
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> Tensor:
     """Attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets it see."""
     if not scores.softcap:
-        grouped = q.shape[1] != k.shape[1]
+        # the queries of a group as those of one head: under a mask no fused kernel of a GPU takes
+        # fewer key heads than query heads
         out = F.scaled_dot_product_attention(
-            widened(q),
+            widened(_by_key_head(q, k)),
             widened(k),
             widened(v),
-            attn_mask=seen,
+            attn_mask=seen.repeat(1, 1, q.shape[1] // k.shape[1], 1),
             scale=scores.scale,
-            enable_gqa=grouped,
         )
-        return out.to(q.dtype)
+        return out.reshape(q.shape).to(q.dtype)
     products = _wide_product(_by_key_head(q, k), k.transpose(-1, -2))
     capped = soft_cap(products * scores.scale, scores.softcap)
     capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
@@ -351,17 +369,16 @@ def _attention_at_once(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
 ) -> Tensor:
     """FlashAttention of the documents laid end to end, which takes half types on GPUs only; else
-    under a mask."""
-    grouped = q.shape[1] != k.shape[1]
+    under a mask, under which no fused kernel shares keys."""
     packed_attention = _packed_attention()
     b, _, s, _ = q.shape
-    on_cpu = q.device.type == "cpu" and torch.compiler.is_compiling()
-    if packed_attention is None or q.dtype not in HALF_TYPES or on_cpu:
+    # called by its name, nothing fills up heads of other sizes for it (flash_api.cpp)
+    fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    if packed_attention is None or q.device.type == "cpu" or not fits:
         hidden = hidden_keys(s, scores, documents, q.device)
         seen = None if hidden is None else ~hidden
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, scale=scores.scale, enable_gqa=grouped
-        )
+        keys, values = _for_each_head(q, k, v)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scores.scale)
     if documents is None:
         offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
         longest = s
@@ -378,6 +395,6 @@ def _attention_at_once(
         longest,
         scale=scores.scale,
         window_size=window,
-        enable_gqa=grouped,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.unflatten(0, (b, s)).transpose(1, 2)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from ptdmpi.base.disk import write_whole
 from ptdmpi.model import kernels
@@ -209,6 +210,7 @@ def computing_by(kinds: Ways) -> Iterator[None]:
     attention: Any = importlib.import_module("torch.nn.attention")
     names = dict.fromkeys([*(BACKENDS[way] for way in ways), *REST])
     backends = [getattr(attention.SDPBackend, name) for name in names]
+    _first_attention()
     with attention.sdpa_kernel(backends, set_priority=True):
         if "fa3" not in ways:
             yield
@@ -218,3 +220,11 @@ def computing_by(kinds: Ways) -> Iterator[None]:
             yield
         finally:
             attention.restore_flash_attention_impl()
+
+
+def _first_attention() -> None:
+    """PyTorch sets an order of its own at a process's first attention on a GPU, in place of one
+    that was asked for before."""
+    if torch.cuda.is_available():
+        some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        F.scaled_dot_product_attention(some, some, some)

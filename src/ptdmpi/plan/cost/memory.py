@@ -69,10 +69,10 @@ def _how(layout: Layout) -> tuple[int, int, str]:
     return layout.zero, layout.shards, layout.offload
 
 
-def _ours(wide_products: bool, kept_block: int) -> Software:
+def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
     """This trainer, as a run computes."""
     changes = {"wide_products": wide_products, "kept_block": kept_block}
-    return TRAINER.model_copy(update=changes)
+    return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
 
 
 class MemoryModel(StageMemory):
@@ -117,7 +117,7 @@ class MemoryModel(StageMemory):
     ) -> "MemoryModel":
         """That of a training; `wide_products` and `kept_block` as of `Software`."""
         told = (config.model, vocab_size, config.precision.compute)
-        software = _ours(wide_products, kept_block)
+        software = _ours(wide_products, kept_block, on_host)
         return cls(*told, software, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:

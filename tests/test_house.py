@@ -65,7 +65,7 @@ SAME_NAMES = {
 }
 
 # Extras that `make setup-all` alone installs, with their own lock.
-UNLOCKED = ("corpus", "eval", "nccl", "peft", "tensorboard", "wandb")
+UNLOCKED = ("corpus", "eval", "nccl", "peft", "quantize", "tensorboard", "wandb")
 
 BLOCKER = """
 import sys

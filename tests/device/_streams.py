@@ -72,6 +72,7 @@ class _Module:
         self.stream_waits: list[str] = []
         self._main = Stream()
         self.uuid, self.total_memory = "pretended", 1 << 37
+        self.outside_bytes = 0  # of contexts and other processes
 
     def catch_up(self) -> None:
         for event in self.waiting:
@@ -118,6 +119,12 @@ class _Module:
 
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(uuid=self.uuid, total_memory=self.total_memory)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.total_memory - self.outside_bytes - SEEN.held_bytes, self.total_memory
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return SEEN.held_bytes
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         return (0, 1)

@@ -10,8 +10,10 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.kernels import compiler
+from ptdmpi.model.transformer import Block
+from ptdmpi.train.nonfinite import examine
 from tests._configs import small
-from tests._engines import build, steps_of, whole_weights
+from tests._engines import build, microbatches, steps_of, whole_weights
 from tests.device._fused import ADDED, adding
 from tests.parallel import mpirun, parallel
 
@@ -61,6 +63,21 @@ def test_one_graph_for_all_layers_with_their_bits(comm, kind):
     # the graph as often
     assert len(added) == (2 * 4 * (4 * 4 + 1) if "adds" in kind else 0)
     assert 2 * added == ADDED
+
+
+@pytest.mark.long
+@parallel(ranks=[1])
+def test_what_is_not_finite_is_named_within_a_layer(comm):
+    """A graph calls none of its modules; afterwards layers are compiled as before."""
+    engine = compiled(comm, {"model.layers": 2})
+    steps_of(engine, 1)
+    weight = dict(engine.stages[0].named_logical_parameters())["layers.1.mlp.up.weight"]
+    weight.data.fill_(3e38)  # finite itself, what is multiplied by it is not
+    graphs = [one._compiled for one in engine.stages[0].modules() if isinstance(one, Block)]
+    finding = examine(engine, 1, microbatches(engine.config, 1, 0))
+    assert finding is not None and finding.what.startswith("output of layers.1.mlp"), finding
+    now = [one._compiled for one in engine.stages[0].modules() if isinstance(one, Block)]
+    assert now == graphs and len(graphs) == 2 and all(graphs)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import torch
 
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
-from ptdmpi.config import resolve
+from ptdmpi.config import InputError, resolve
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
@@ -97,3 +97,20 @@ def test_a_gpu_is_shared_by_who_sees_the_same_one(comm):
         assert Memory(small({}, 2), 53, world, device).capacity_bytes == total
         assert rank_memory_bytes(device, expected_sharing(device, 3)) == total // 3
         MODULE.uuid = "pretended"
+
+
+@parallel(ranks=[2])
+def test_what_others_have_of_a_gpu_is_not_there(comm):
+    """Contexts and communicators are no tensors of this process; what its allocator has it may
+    use."""
+    world, total = World(comm), MODULE.total_memory
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MODULE, "outside_bytes", GIB)
+        assert Memory(small({}, 2), 53, world, device).capacity_bytes == (total - GIB) // 2
+        held = torch.empty(GIB // 4, device=device)
+        free = total - 2 * GIB
+        assert rank_memory_bytes(device, 2) == free // 2 + held.nbytes
+        del held
+        patch.setattr(MODULE, "outside_bytes", total)
+        with pytest.raises(InputError, match="does not fit into memory"):
+            Memory(small({}, 2), 53, world, device)

@@ -5,8 +5,8 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -236,6 +236,15 @@ class Block(nn.Module):
         self._compiled = torch.compile(
             self._forward, fullgraph=True, dynamic=False, backend=backend
         )
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Layer by layer for now: a graph calls none of the modules in it, nor their hooks."""
+        compiled, self._compiled = self._compiled, None
+        try:
+            yield
+        finally:
+            self._compiled = compiled
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if not torch.is_grad_enabled():

@@ -116,6 +116,8 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
+    # asking makes this rank's context: once all have answered, `rank_memory_bytes` sees all of them
+    _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
     return world.control.allgather(mine).count(mine)
 
@@ -137,16 +139,27 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Memory of its GPU, or of the host, as one of so many ranks, less what is taken so far."""
+    """Memory of its GPU, or of the host, as one of so many ranks, less what is taken so far: of a
+    GPU by contexts, buffers of communicators and other processes, where the device tells what is
+    free."""
     if device.type != "cpu":
-        properties = torch.get_device_module(device).get_device_properties(device)
-        return int(properties.total_memory) // sharing
+        free, own = _gpu_bytes(device)
+        return max(1, free // sharing + own)
     virtual, resident = process_bytes()
     left = host_memory_bytes() // sharing - resident
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         left = min(left, addresses - virtual)
     return max(1, left)
+
+
+def _gpu_bytes(device: torch.device) -> tuple[int, int]:
+    """(what nobody has of a GPU, what this process's allocator has, for tensors that are there or
+    come); all of it and 0 where the device does not tell."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return int(module.get_device_properties(device).total_memory), 0
+    return int(module.mem_get_info(device)[0]), int(module.memory_reserved(device))
 
 
 def process_bytes() -> tuple[int, int]:

@@ -18,6 +18,7 @@ from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.stage import Stage
+from ptdmpi.model.transformer import Block
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 
 FAILED_EXIT_CODE = 1
@@ -70,6 +71,8 @@ class Skips:
         finding = examine(self.engine, step, batches)
         size = self.engine.config.batch.global_size
         where = "not finite once, finite when computed again: a fault of the hardware is likely"
+        if self.engine.config.run.compile:  # which fuses, and so rounds otherwise
+            where = "not finite as compiled, finite when computed again by uncompiled layers"
         # rank 0, which speaks, has the first samples of the step
         first = int(batches[0].samples[0])
         samples = f"{first} to {first + size - 1}"
@@ -107,6 +110,8 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
             looking.enter_context(gradients.looked_at(watcher.see))
         for stage in engine.stages.values():
             for name, module in stage.named_modules():
+                if isinstance(module, Block):
+                    looking.enter_context(module.uncompiled())
                 # the logits of a padded vocabulary are minus infinity; the loss tells of the others
                 if name and module is not stage.head:
                     hook = module.register_forward_hook(watcher.hook(name))

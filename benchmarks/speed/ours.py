@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.base.heap import give_back, keep_freed
@@ -15,10 +14,12 @@ from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
-from ptdmpi.model.kernels.attention import Scores, attention
+from ptdmpi.model.kernels.attention import attention
+from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.choice import host_ways, written
 from ptdmpi.model.parameters import PRECISIONS
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.probe.ways import ATTENTION
 from ptdmpi.train.capacity import Memory
 
 REPEATS = 6
@@ -74,7 +75,7 @@ class OurTrainer:
             case.hidden // case.heads,
         )
         dtype = PRECISIONS[self.row.precision].compute
-        ways = ("products", "kept", "blocks", "whole")
+        ways = (*ATTENTION.values(), kernels.HostWays(products=True, keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
         return once * layers * self.microbatches
 
@@ -125,7 +126,7 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
     return sum(least)
 
 
-def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> float:
+def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: kernels.HostWays) -> float:
     """Least time of causal attention, there and back."""
     if kernels.widens("cpu", dtype):
         dtype = torch.float32
@@ -134,14 +135,9 @@ def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: str) -> f
     scores = Scores(shape[-1] ** -0.5)
 
     def there_and_back() -> None:
-        if way == "whole":
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = attention(q, k, v, scores)
-        torch.autograd.grad(out, (q, k, v), dy)
+        torch.autograd.grad(attention(q, k, v, scores), (q, k, v), dy)
 
-    products = kernels.HostWays(products=way in ("products", "kept"), keeps=way == "kept")
-    with kernels.taken(products):
+    with kernels.taken(way):
         return min(_time_s(there_and_back) for _ in range(REPEATS))
 
 

@@ -12,13 +12,15 @@ from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import activation as activation_kernels
 from ptdmpi.model.kernels import attention as attention_core
-from ptdmpi.model.kernels.attention import Scores
+from ptdmpi.model.kernels import products as by_products
+from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
 from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
+LIBRARY = kernels.HostWays()
 PLAIN, BOTH_SIDES = Scores(SIZE**-0.5), Scores(SIZE**-0.5, causal=False)
 KINDS = {
     "window of 1": Scores(0.3, window=1),
@@ -140,28 +142,46 @@ def test_kernels_of_a_device_match_explicit(scores, in_documents, kv_heads):
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 40])
-@pytest.mark.parametrize("at_once, block", [(1000, 128), (1 << 20, 256)])
+@pytest.mark.parametrize(
+    "at_once, way",
+    [
+        (1000, {"fpmath": True}),
+        (1 << 20, {"block": 256}),
+        (1 << 20, {"library_forward": True, "fpmath": True}),
+    ],
+)
 def test_products_match_explicit(
-    window, kv_heads, at_once, block, in_documents, precision, tolerance
+    window, kv_heads, at_once, way, in_documents, precision, tolerance
 ):
-    """Whatever this processor would choose, however many heads and queries are taken at once."""
+    """Whatever this processor would choose, however many heads and queries are taken at once, there
+    and back or after the library's kernel; scores are float32 in any mode."""
     numbers = random_numbers(2, 300) if in_documents else None
     scores = Scores(SIZE**-0.5, window=window)
+    ways = kernels.HostWays(products=True, **way)
+    settings, modes = torch.backends.mkldnn.matmul, []
+    before = settings.fp32_precision
+
+    def products(*asked):
+        modes.append(settings.fp32_precision)
+        return took(*asked)
+
+    took = by_products._products
     with (
-        kernels.taken(kernels.HostWays(products=True, block=block)),
-        mock.patch.object(attention_core, "BLOCK_SCORES", at_once),
-        mock.patch.object(
-            attention_core, "_weighted", side_effect=attention_core._weighted
-        ) as asked,
+        kernels.taken(ways),
+        mock.patch.object(by_products, "BLOCK_SCORES", at_once),
+        mock.patch.object(by_products, "_products", products),
+        mock.patch.object(by_products, "_weighted", side_effect=by_products._weighted) as asked,
     ):
         check(300, kv_heads, precision, tolerance, scores, numbers)
-    assert asked.call_count == 2  # forward and backward
+    assert asked.call_count == (1 if ways.library_forward else 2)  # backward, and forward
+    assert set(modes) == {"bf16" if ways.fpmath and precision == "bfloat16" else before}
+    assert settings.fp32_precision == before
 
 
 @pytest.mark.parametrize("whole_from", [300, 301])
 def test_the_library_takes_long_ones_at_once(whole_from):
     """Where that is the quicker way; documents and windows are in blocks all the same."""
-    blocks, scores = attention_core._BlockedAttention, Scores(SIZE**-0.5)
+    blocks, scores = BlockedAttention, Scores(SIZE**-0.5)
     with (
         kernels.taken(kernels.HostWays(whole_from=whole_from)),
         mock.patch.object(blocks, "forward", side_effect=blocks.forward) as asked,
@@ -172,8 +192,11 @@ def test_the_library_takes_long_ones_at_once(whole_from):
         assert asked.called
 
 
-@pytest.mark.parametrize("block", [128, 256, 512])
-def test_products_of_half_types_are_hardly_less_exact_than_the_library(block):
+@pytest.mark.parametrize(
+    "ways",
+    [{"block": 128}, {"block": 256}, {"block": 512}, {"library_forward": True, "fpmath": True}],
+)
+def test_products_of_half_types_are_hardly_less_exact_than_the_library(ways):
     """By no more than half where the processor multiplies half types and the way is taken; where
     the library widens them its error is smaller. With scores rounded to a half type it would be by
     far more."""
@@ -188,7 +211,7 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library(block):
         return torch.autograd.grad(attention(*leaves, Scores(0.25)), leaves, dout.to(dtype))
 
     def errors(products):
-        with kernels.taken(kernels.HostWays(products=products, block=block)):
+        with kernels.taken(kernels.HostWays(products=True, **ways) if products else LIBRARY):
             found = gradients(attention_core.attention, torch.bfloat16)
         return [(mine - true).norm() / true.norm() for mine, true in zip(found, exact, strict=True)]
 
@@ -255,69 +278,6 @@ def test_the_table_of_ways_is_sound():
         with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
             assert ask("cpu", torch.bfloat16).products == products
             assert not ask("cuda", torch.bfloat16).products
-
-
-TRIED = [
-    ("bfloat16", True, 16, True),
-    ("bfloat16", False, 16, False),  # a GPU of before Ampere
-    ("float32", True, 16, False),
-]
-
-
-@pytest.mark.parametrize(("precision", "flash", "size", "shared"), TRIED)
-def test_keys_are_copied_for_kernels_that_share_none(precision, flash, size, shared):
-    """Or PyTorch takes the one kernel that does, which writes all scores down and keeps them."""
-    dtype = getattr(torch, precision)
-    q, k, v = (torch.empty(1, n, 8, size, dtype=dtype, device="meta") for n in (4, 2, 2))
-    causal, asked = Scores(1.0), mock.Mock(side_effect=lambda q, *rest, **named: q)
-    with (
-        mock.patch.object(kernels, "has_flash", lambda device_type: flash),
-        mock.patch.object(attention_core.F, "scaled_dot_product_attention", asked),
-    ):
-        attention_core.attention(q, k, v, causal)
-        (call,) = asked.call_args_list
-        assert [one.shape[1] for one in call.args] == [4, *[2 if shared else 4] * 2]
-        assert call.kwargs["enable_gqa"] == shared and call.kwargs["is_causal"]
-        asked.reset_mock()
-        seen = torch.empty(1, 1, 3, 8, dtype=torch.bool, device="meta")
-        attention_core.masked_attention(q[:, :, :3], k, v, seen, causal)
-        (call,) = asked.call_args_list  # three queries of two heads as six of one
-        assert [tuple(one.shape) for one in call.args] == [(1, 2, n, size) for n in (6, 8, 8)]
-        assert call.kwargs["attn_mask"].shape == (1, 1, 6, 8) and len(call.kwargs) == 2
-
-
-@pytest.mark.parametrize(("precision", "flash", "size", "shared"), TRIED)
-def test_a_windows_kernel_is_one_that_there_is(precision, flash, size, shared):
-    """FlashAttention of packed sequences is called by its name: nothing steps in for it."""
-    dtype, window = getattr(torch, precision), Scores(1.0, window=3)
-    packed = mock.Mock(side_effect=lambda q, *rest, **named: q)
-    with (
-        mock.patch.object(kernels, "has_flash", lambda device_type: flash),
-        mock.patch.object(attention_core, "_packed_attention", lambda: packed),
-    ):
-        for width in (size, size + 2, 256, 264):
-            packed.reset_mock()
-            q, k, v = (torch.empty(1, n, 8, width, dtype=dtype, device="meta") for n in (4, 2, 2))
-            assert attention_core.attention(q, k, v, window).shape == q.shape
-            assert packed.called == (shared and width in (size, 256)), width
-
-
-def test_copies_of_keys_and_values_are_counted():
-    """On a device, of wide types, and not under a cap, which is computed here."""
-
-    def copied(precision: str, repeats: bool, **keys: object) -> int:
-        changes = {"model.kind": "llama", "model.kv_heads": 2, **keys}
-        software = TRAINER.model_copy(update={"repeats_keys": repeats})
-        sizes = Sizes(small(changes).model, Layout(1, 1, 1, micro_size=2), precision, software)
-        items = {item.name: item.bytes for item in our_layer(sizes, "none")}
-        return items.get("attention.key_value.copy", 0)
-
-    model = small({"model.kind": "llama", "model.kv_heads": 2}).model
-    expected = 2 * 2 * model.seq_length * model.heads * model.head_size * 4
-    assert copied("fp32", True) == expected
-    assert copied("fp32", False) == copied("bf16", True) == 0
-    assert copied("fp32", True, **{"model.attention_softcap": 5.0}) == 0
-    assert copied("fp32", True, **{"model.kv_heads": model.heads}) == 0
 
 
 def test_documents_know_their_places():

@@ -146,6 +146,8 @@ def test_what_is_written_is_read():
         products,
         products._replace(block=512, gelu_by_sigmoid=True),
         products._replace(keeps=True, widened=True),
+        products._replace(library_forward=True, fpmath=True),
+        products._replace(block=256, fpmath=True),
     ):
         assert choice.host_ways(choice.written(ways)) == ways
     old = choice.written(products) | {"linear": ["onednn"]}

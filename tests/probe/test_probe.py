@@ -15,6 +15,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.model import kernels as model_kernels
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
+from ptdmpi.plan.machine.probed import KernelWays
 from ptdmpi.probe import bench, kernels, ways
 from ptdmpi.probe.bench import ProbeError
 from ptdmpi.probe.layers import ProbedModel
@@ -95,15 +96,20 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     """Products where they beat the better of the library's two ways at the lengths together;
     oneDNN, and the library at once, from where they are the quicker at all sizes above."""
 
-    def found(times):
-        own = ways.entries(Times(times), torch.float32, TINY.ways)
+    def found(times, dtype=torch.float32):
+        own = ways.entries(Times(times), dtype, TINY.ways)
         assert "130, 140 positions" in own["attention"][0]["measured"]
-        return model_kernels.measured_ways(torch.float32, own)
+        return model_kernels.measured_ways(dtype, KernelWays(**own).entries())
 
     slow_products = ways.ATTENTION["products"]
     assert found(lambda way: 0.9 if way == slow_products else 1.0).products
     assert found(lambda way: 0.98 if way != ways.LIBRARY else 1.0) == ways.LIBRARY  # chance
     assert found(lambda way: 0.9 if way == ways.ATTENTION["whole"] else 1.0).whole_from == 130
+    for name in ("products in fpmath mode", "these in fpmath mode"):
+        way = ways.ATTENTION[name]
+        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == ways.LIBRARY
+        narrow = found(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)
+        assert narrow == way
     larger = ways.ATTENTION["products of 256 queries"]
     assert found(lambda way: 0.9 if way == larger else 1.0).block == 256
     assert (

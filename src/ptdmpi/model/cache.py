@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ptdmpi.model.kernels.attention import Scores, masked_attention
+from ptdmpi.model.kernels.attention import masked_attention
+from ptdmpi.model.kernels.blocks import Scores
 
 
 class KeyValueCache:

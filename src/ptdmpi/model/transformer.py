@@ -20,7 +20,8 @@ from ptdmpi.model import built, kernels
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.activation import gated, gelu
-from ptdmpi.model.kernels.attention import Scores, attention, hidden_keys
+from ptdmpi.model.kernels.attention import attention, hidden_keys
+from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout

@@ -13,8 +13,8 @@ from torch import Tensor
 from ptdmpi.base.words import short
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import activation
-from ptdmpi.model.kernels.attention import Scores
 from ptdmpi.model.kernels.attention import attention as attend
+from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine

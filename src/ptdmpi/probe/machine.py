@@ -116,7 +116,7 @@ def _quickest_ways(
     if sizes is None:
         yield {}
         return
-    with bench.phase("ways of attention and linears", sizes.measurements):
+    with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
         found = ways.entries(bench, dtype, sizes)
     with taken(measured_ways(dtype, found)):
         yield found

@@ -13,7 +13,9 @@ from torch import Tensor
 from ptdmpi.model import kernels
 from ptdmpi.model.kernels import HostWays
 from ptdmpi.model.kernels.activation import gelu
-from ptdmpi.model.kernels.attention import Scores, attention
+from ptdmpi.model.kernels.attention import attention
+from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.choice import OF_PRODUCTS
 from ptdmpi.probe.bench import Bench
 
 LEAST_GAIN = 0.03  # of the time; what is less may be chance
@@ -24,6 +26,9 @@ ATTENTION = {
     "products": HostWays(products=True),
     "products of 256 queries": HostWays(products=True, block=256),
     "products of 512 queries": HostWays(products=True, block=512),
+    "products in fpmath mode": HostWays(products=True, fpmath=True),
+    "the library forward, products back": HostWays(products=True, library_forward=True),
+    "these in fpmath mode": HostWays(products=True, library_forward=True, fpmath=True),
     "blocks": LIBRARY,
     "whole": HostWays(whole_from=0.0),
 }
@@ -49,9 +54,9 @@ class TimedSizes:
     )
     gelu: tuple[int, int] = (1024, 2048)
 
-    @property
-    def measurements(self) -> int:
-        return len(ATTENTION) * len(self.lengths) + 2 * 2 * len(self.linears) + 2
+    def measurements(self, dtype: torch.dtype) -> int:
+        ways = len(_attention_ways(dtype))
+        return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
@@ -72,14 +77,21 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
     }
 
 
+def _attention_ways(dtype: torch.dtype) -> dict[str, HostWays]:
+    """Those that differ in numbers of this type."""
+    narrow = dtype == torch.bfloat16
+    return {way: taken for way, taken in ATTENTION.items() if narrow or not taken.fpmath}
+
+
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    times: dict[str, list[float]] = {way: [] for way in ATTENTION}
+    ways = _attention_ways(dtype)
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for length in sizes.lengths:
         shape = (1, sizes.heads, length, sizes.head_size)
         q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
         core = partial(attention, q, k, v, Scores(sizes.head_size**-0.5))
         results = {}
-        for way, settled in ATTENTION.items():
+        for way, settled in ways.items():
             with kernels.taken(settled):
                 results[way] = core().detach().float()
                 times[way].append(bench.work_s(partial(_there_and_back, core, (q, k, v))))
@@ -87,23 +99,24 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
             apart = (result - results["blocks"]).abs().max()
             bench.check(bool(apart < 0.05), f"attention by {way}, {length} positions")
     best = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
-    products = [way for way, settled in ATTENTION.items() if settled.products]
+    products = [way for way, settled in ways.items() if settled.products]
     quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
     if not _gains(times["products"], times[quickest]):
-        quickest = "products"  # the blocks that are the smallest, unless larger ones gain
+        quickest = "products"  # the blocks that are the smallest, unless others gain
     found: dict[str, Any] = {"way": "library"}
     if _gains(best, times[quickest]):
-        found |= {"way": "products", "block": ATTENTION[quickest].block}
+        taken = ways[quickest]
+        found |= {"way": "products", "block": taken.block}
+        found |= {key: True for key in OF_PRODUCTS.values() if getattr(taken, key)}
     else:
         whole_from = _from(sizes.lengths, times["blocks"], times["whole"])
         found |= {} if whole_from is None else {"whole_from": whole_from}
+    words = "library" if found["way"] == "library" else quickest
+    words += f", at once from {found['whole_from']}" if "whole_from" in found else ""
+    bench.note("causal attention by", words)
     at = ", ".join(map(str, sizes.lengths))
     words = f"{sizes.heads} heads of {sizes.head_size}, there and back, ms at {at} positions: "
     words += "; ".join(f"{way} {_ms(found_s)}" for way, found_s in times.items())
-    taken = str(found["way"])
-    taken += f", at once from {found['whole_from']}" if "whole_from" in found else ""
-    taken += f" over {found['block']} queries" if "block" in found else ""
-    bench.note("causal attention by", taken)
     return found | {"measured": words}
 
 

@@ -68,7 +68,8 @@ def widens(device_type: str, dtype: torch.dtype) -> bool:
 
 class HostWays(NamedTuple):
     """How a host computes. Causal attention by matrix products, over blocks of so many queries,
-    whose probabilities are computed again in the backward pass or `keeps`; or by the library's
+    whose probabilities are computed again in the backward pass or `keeps`, there and back or, after
+    `library_forward`, back alone, scores of bfloat16 in oneDNN's `fpmath` mode; or by the library's
     kernel: in blocks of queries, from `whole_from` positions on at once. x W^T + b and dy W by
     oneDNN's one call, from so many products of two numbers on, and not by what the library calls
     for a product and then for the bias. GELU's tanh form by a sigmoid (`activation`). Half types
@@ -82,6 +83,8 @@ class HostWays(NamedTuple):
     keeps: bool = False
     gelu_by_sigmoid: bool = False
     widened: bool = False
+    library_forward: bool = False
+    fpmath: bool = False
 
 
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's, by kind
@@ -100,6 +103,8 @@ def measured_ways(dtype: torch.dtype, own: Entries) -> HostWays:
         block=attention.get("block", QUERY_BLOCK),
         keeps=attention.get("keeps", False),
         gelu_by_sigmoid=gelu.get("way") == "sigmoid",
+        library_forward=attention.get("library_forward", False),
+        fpmath=attention.get("fpmath", False),
     )
 
 

@@ -9,39 +9,19 @@ scores for the backward pass.
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import HALF_TYPES, QUERY_BLOCK, product, soft_cap, widened
-
-# So many scores at once where they are tensors of ours: 4 MiB in float32, which caches hold.
-BLOCK_SCORES = 1 << 20
-
-Region = tuple[slice, slice, slice]  # rows, heads, positions
-Weighted = tuple[Region, Region, Tensor, Tensor | None]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What becomes of the products of queries and keys, and which of them count.
-
-    They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
-    `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.
-    """
-
-    scale: float
-    causal: bool = True
-    window: int = 0
-    softcap: float = 0.0
+from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
+from ptdmpi.model.kernels.products import ProductAttention, by_key_head, wide_product
 
 
 def attention(
@@ -56,7 +36,7 @@ def attention(
     if scores.softcap or by_products:
         # a graph has no ways of its own, and is not asked
         settled = kernels.ways(q.device.type, q.dtype) if by_products else kernels.HostWays()
-        return _ProductAttention.apply(q, k, v, scores, documents, settled)
+        return ProductAttention.apply(q, k, v, scores, documents, settled)
     grouped = q.shape[1] != k.shape[1]
     limited = documents is not None or scores.window > 0
     if limited and not _in_blocks(q):
@@ -65,7 +45,7 @@ def attention(
     if grouped and not _shares_keys(q):
         (k_, v_), grouped = _for_each_head(q, k_, v_), False
     if limited or (scores.causal and not grouped and _long_on_cpu(q) and not _whole(q)):
-        out = _BlockedAttention.apply(q_, k_, v_, scores, documents)
+        out = BlockedAttention.apply(q_, k_, v_, scores, documents)
     else:
         out = F.scaled_dot_product_attention(
             q_, k_, v_, is_causal=scores.causal, scale=scores.scale, enable_gqa=grouped
@@ -130,224 +110,18 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scor
         # the queries of a group as those of one head: under a mask no fused kernel of a GPU takes
         # fewer key heads than query heads
         out = F.scaled_dot_product_attention(
-            widened(_by_key_head(q, k)),
+            widened(by_key_head(q, k)),
             widened(k),
             widened(v),
             attn_mask=seen.repeat(1, 1, q.shape[1] // k.shape[1], 1),
             scale=scores.scale,
         )
         return out.reshape(q.shape).to(q.dtype)
-    products = _wide_product(_by_key_head(q, k), k.transpose(-1, -2))
+    products = wide_product(by_key_head(q, k), k.transpose(-1, -2))
     capped = soft_cap(products * scores.scale, scores.softcap)
     capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
     weights = capped.softmax(-1).flatten(2, 3).to(q.dtype)
     return product(weights, v).view(q.shape)
-
-
-def _by_key_head(q: Tensor, k: Tensor) -> Tensor:
-    """[b, heads, n, d] -> [b, key heads, queries of all heads of a group, d]."""
-    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, batched, in float32 at least."""
-    products = widened(a) @ widened(b)
-    return products.to(torch.promote_types(products.dtype, torch.float32))
-
-
-# -- blocks of queries -----------------------------------------------------------------------------
-
-
-@cache
-def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf above the diagonal that ends in the lower right corner, and from `window` below it:
-    [queries, keys], to be added."""
-    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    hidden = every.triu(keys - queries + 1)
-    if window:
-        hidden |= every.tril(keys - queries - window)
-    zeros = torch.zeros(queries, keys, dtype=dtype, device=device)
-    return zeros.masked_fill(hidden, -torch.inf)
-
-
-def _blocks(
-    q: Tensor, scores: Scores, documents: Documents | None, block: int = QUERY_BLOCK
-) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Blocks of so many queries of q [b, heads, s, head size], the keys that each sees, and its
-    mask."""
-    every, seq_length = slice(None), q.shape[2]
-    whole = [(every, 0, seq_length)]
-    if documents is not None:
-        whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
-    for rows, begin, end in whole:
-        if not scores.causal:
-            yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
-            continue
-        # the same lower right corner serves every block: only distances count in it
-        band = _band(block, seq_length, scores.window, q.dtype, q.device)
-        for first in range(begin, end, block):
-            last = min(first + block, end)
-            oldest = max(begin, first - scores.window + 1) if scores.window else begin
-            mask = band[first - last :, oldest - last :]
-            yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
-
-
-class _BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
-    row, as the unblocked kernel does.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
-    ) -> Tensor:
-        out, sums = torch.empty_like(q), []
-        for queries, keys, mask in _blocks(q, scores, documents):
-            out[queries], sum_of_exponentials = (
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    q[queries], k[keys], v[keys], attn_mask=mask, scale=scores.scale
-                )
-            )
-            sums.append(sum_of_exponentials)
-        ctx.blocks = (scores, documents)
-        ctx.save_for_backward(q, k, v, out, *sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        scores, documents = ctx.blocks
-        blocks = _blocks(q, scores, documents)
-        for (queries, keys, mask), sum_of_exponentials in zip(blocks, sums, strict=True):
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout[queries],
-                q[queries],
-                k[keys],
-                v[keys],
-                out[queries],
-                sum_of_exponentials,
-                0.0,
-                False,
-                attn_mask=mask,
-                scale=scores.scale,
-            )
-            dq[queries] = parts[0]
-            dk[keys] += parts[1]
-            dv[keys] += parts[2]
-        return dq, dk, dv, None, None
-
-
-class _ProductAttention(Function):
-    """Attention by matrix products over blocks of queries. Their probabilities are computed again
-    in the backward pass (Dao et al. 2022, arXiv 2205.14135, algorithm 4, with a cap's derivative
-    1 - tanh^2), so that queries, keys and values alone are kept; or they are kept beside these, to
-    the same bits, where the way `keeps` them and no cap wants its tangents.
-
-    Scores are products in float32, of half types too: rounded to these, they would make gradients
-    less exact than a fused kernel's. All else is multiplied in the type that it has.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scores: Scores,
-        documents: Documents | None,
-        settled: kernels.HostWays,
-    ) -> Tensor:
-        out = torch.empty_like(q)
-        values, kept = v.contiguous(), list[Tensor]()
-        keeps = settled.keeps and not scores.softcap and ctx.needs_input_grad[0]
-        for queries, keys, weights, _ in _weighted(q, k, scores, documents, settled.block):
-            here = out[queries]
-            here.copy_(product(weights, values[keys]).view(here.shape))
-            if keeps:
-                kept.append(weights)
-        ctx.blocks = (scores, documents, settled.block)
-        ctx.save_for_backward(q, k, v, *kept)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
-        dq = torch.empty_like(q)
-        # every block of queries adds to them: in a half type each addition would round
-        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
-        scores, documents, block = ctx.blocks
-        found: Iterator[Weighted] = _weighted(q, k, scores, documents, block)
-        if kept:
-            tiles = _tiles(q, k, scores, documents, block)
-            found = ((*tile[:2], one, None) for tile, one in zip(tiles, kept, strict=True))
-        for queries, keys, weights, tangent in found:
-            key = narrow_k[keys]
-            query, dresult = (_by_key_head(part[queries], key) for part in (narrow_q, dout))
-            dv[keys] += _wide_product(weights.transpose(-1, -2), dresult)
-            dweights = widened(dresult) @ widened(values[keys]).transpose(-1, -2)
-            # w (dw - sum of w dw), row by row
-            dscores = torch.ops.aten._softmax_backward_data(
-                dweights, weights.to(dweights.dtype), -1, dweights.dtype
-            )
-            if tangent is not None:
-                dscores = tangent.square_().neg_().add_(1.0).mul_(dscores)
-            dscores = dscores.to(q.dtype)
-            here = dq[queries]
-            torch.mul(product(dscores, key).view(here.shape), scores.scale, out=here)
-            dk[keys] += _wide_product(dscores.transpose(-1, -2), query)
-        return dq, dk.mul_(scores.scale).to(k.dtype), dv.to(v.dtype), None, None, None
-
-
-def _tiles(
-    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None, block: int
-) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Blocks of queries of some heads, the keys that these see, and the mask."""
-    group = q.shape[1] // k.shape[1]
-    for (rows, _, positions), (_, _, seen), mask in _blocks(q, scores, documents, block):
-        tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
-        tile *= group * (seen.stop - seen.start)
-        heads = max(1, BLOCK_SCORES // tile)
-        for first in range(0, k.shape[1], heads):
-            last = min(first + heads, k.shape[1])
-            queries = (rows, slice(first * group, last * group), positions)
-            yield queries, (rows, slice(first, last), seen), mask
-
-
-def _weighted(
-    q: Tensor, k: Tensor, scores: Scores, documents: Documents | None, block: int
-) -> Iterator[Weighted]:
-    """Blocks of queries of some heads, the keys that these see, what each key counts, [b, key
-    heads, group queries, keys] in the type of q, and the tangents of capped scores."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    # once for all blocks, and laid out as products want it
-    wide_q = q.to(wide, memory_format=torch.contiguous_format) * scores.scale
-    wide_k = k.to(wide, memory_format=torch.contiguous_format)
-    for queries, keys, mask in _tiles(wide_q, wide_k, scores, documents, block):
-        weights, tangent = _weights(wide_q[queries], wide_k[keys], mask, scores.softcap)
-        yield queries, keys, weights.to(q.dtype), tangent
-
-
-def _weights(
-    q: Tensor, k: Tensor, mask: Tensor | None, softcap: float
-) -> tuple[Tensor, Tensor | None]:
-    """The softmax of scores [b, key heads, group queries, keys], whose queries were scaled, and
-    their tangents where they are capped."""
-    tangent = None
-    grouped, keys = _by_key_head(q, k), k.transpose(-1, -2)
-    if mask is not None and not softcap and grouped.shape[2] == len(mask):
-        # product and mask in one pass
-        flat = torch.baddbmm(mask, grouped.flatten(0, 1), keys.flatten(0, 1))
-        return flat.softmax(-1).view(*grouped.shape[:3], -1), None
-    products = grouped @ keys
-    if softcap:
-        tangent = products.mul_(1.0 / softcap).tanh_()
-        products = tangent * softcap
-    if mask is not None:
-        products.unflatten(2, (-1, len(mask))).add_(mask)
-    return products.softmax(-1), tangent
 
 
 # -- on a GPU, or in a graph -----------------------------------------------------------------------

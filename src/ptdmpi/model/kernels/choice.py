@@ -25,9 +25,9 @@ FILE = "kernels.json"  # in the run directory
 # as the table has them -> as torch.nn.attention.SDPBackend does; FlashAttention 3 takes 2's place
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # Of each kind, quickest first. A host has one of each, as `HostWays` has them: "products" (over 128
-# queries, "products:256" over as many, "products:256:kept" with the probabilities kept), "library"
-# or "library:1024" (at once from 1024 positions on); "library" or "onednn:output:input_gradient";
-# half types as they are or widened.
+# queries, "products:256:kept" over as many, probabilities kept; other words are in OF_PRODUCTS),
+# "library" or "library:1024" (at once from 1024 positions on); "library" or
+# "onednn:output:input_gradient"; half types as they are or widened.
 Ways = Mapping[str, Sequence[str]]
 ON_HOSTS = {
     "attention": ("products", "library"),
@@ -35,6 +35,8 @@ ON_HOSTS = {
     "gelu": ("sigmoid", "library"),
     "half": ("native", "widened"),
 }
+# a word behind the size -> of `HostWays`
+OF_PRODUCTS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
 # what no other takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 
@@ -155,8 +157,10 @@ def _on_devices(
 def written(ways: kernels.HostWays) -> dict[str, list[str]]:
     """As a run keeps them."""
     attention = "products" if ways.products else "library"
-    if ways.products and (ways.keeps or ways.block != kernels.QUERY_BLOCK):
-        attention += f":{ways.block}" + ":kept" * ways.keeps
+    if ways.products:
+        words = [word for word, name in OF_PRODUCTS.items() if getattr(ways, name)]
+        if words or ways.block != kernels.QUERY_BLOCK:
+            attention = ":".join((attention, str(ways.block), *words))
     if not ways.products and ways.whole_from < math.inf:
         attention += f":{ways.whole_from:.0f}"
     least = ways.output, ways.input_gradient
@@ -181,7 +185,7 @@ def host_ways(kinds: Ways) -> kernels.HostWays:
         output=output,
         input_gradient=input_gradient,
         block=int(size or kernels.QUERY_BLOCK) if products else kernels.QUERY_BLOCK,
-        keeps="kept" in sizes,
+        **{name: word in sizes for word, name in OF_PRODUCTS.items()},
         gelu_by_sigmoid=kinds["gelu"][0] == "sigmoid",
         widened=kinds["half"][0] == "widened",
     )

@@ -110,13 +110,22 @@ class KernelWay(Section):
 
 class AttentionWay(KernelWay):
     """Causal attention by products over blocks of so many queries, which keep their probabilities
-    where memory holds them or not; or by the library's kernel, in blocks of queries below
-    `whole_from` positions and at once from there."""
+    where memory holds them or not, or go back alone, after `library_forward`, with scores of
+    bfloat16 in oneDNN's `fpmath` mode or not; or by the library's kernel, in blocks of queries
+    below `whole_from` positions and at once from there."""
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None
     block: Literal[128, 256, 512] | None = None
     keeps: bool | None = None
+    library_forward: bool | None = None
+    fpmath: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_keeps(self) -> Self:
+        if self.keeps and self.library_forward:
+            raise ValueError("keeps = true: the library's forward has no probabilities to keep")
+        return self
 
 
 class GeluWay(KernelWay):

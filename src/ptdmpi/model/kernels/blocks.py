@@ -1,0 +1,119 @@
+"""Causal attention on a CPU in blocks of queries, each with the keys that it sees, by the library's
+kernel: PyTorch's skips what lies above the diagonal only in steps of 512 keys.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import QUERY_BLOCK
+
+Region = tuple[slice, slice, slice]  # rows, heads, positions
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys, and which of them count.
+
+    They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
+    `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+
+@cache
+def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """-inf above the diagonal that ends in the lower right corner, and from `window` below it:
+    [queries, keys], to be added."""
+    every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    hidden = every.triu(keys - queries + 1)
+    if window:
+        hidden |= every.tril(keys - queries - window)
+    zeros = torch.zeros(queries, keys, dtype=dtype, device=device)
+    return zeros.masked_fill(hidden, -torch.inf)
+
+
+def blocks(
+    q: Tensor, scores: Scores, documents: Documents | None, block: int = QUERY_BLOCK
+) -> Iterator[tuple[Region, Region, Tensor | None]]:
+    """Blocks of so many queries of q [b, heads, s, head size], the keys that each sees, and its
+    mask."""
+    every, seq_length = slice(None), q.shape[2]
+    whole = [(every, 0, seq_length)]
+    if documents is not None:
+        whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
+    for rows, begin, end in whole:
+        if not scores.causal:
+            yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
+            continue
+        # the same lower right corner serves every block: only distances count in it
+        band = _band(block, seq_length, scores.window, q.dtype, q.device)
+        for first in range(begin, end, block):
+            last = min(first + block, end)
+            oldest = max(begin, first - scores.window + 1) if scores.window else begin
+            mask = band[first - last :, oldest - last :]
+            yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
+
+
+def by_library(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+) -> tuple[Tensor, list[Tensor]]:
+    """(softmax(scores) v, each block's logarithms of sums of exponentials)."""
+    out, sums = torch.empty_like(q), []
+    for queries, keys, mask in blocks(q, scores, documents):
+        out[queries], sum_of_exponentials = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[queries], k[keys], v[keys], attn_mask=mask, scale=scores.scale
+            )
+        )
+        sums.append(sum_of_exponentials)
+    return out, sums
+
+
+class BlockedAttention(Function):
+    """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
+    row, as the unblocked kernel does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
+    ) -> Tensor:
+        out, sums = by_library(q, k, v, scores, documents)
+        ctx.blocks = (scores, documents)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        scores, documents = ctx.blocks
+        found = zip(blocks(q, scores, documents), sums, strict=True)
+        for (queries, keys, mask), sum_of_exponentials in found:
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                out[queries],
+                sum_of_exponentials,
+                0.0,
+                False,
+                attn_mask=mask,
+                scale=scores.scale,
+            )
+            dq[queries] = parts[0]
+            dk[keys] += parts[1]
+            dv[keys] += parts[2]
+        return dq, dk, dv, None, None

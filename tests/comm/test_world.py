@@ -1,5 +1,6 @@
 """The world: numbering, splitting into axes, the singleton trap, ending together."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -114,6 +115,20 @@ def test_a_rank_without_a_home_gets_one():
     environ = {"HOME": "/given"}
     launch.prepare(environ)
     assert environ["HOME"] == "/given"
+
+
+def test_modules_are_loaded_without_a_collection():
+    """And what they made is looked through no more; where all were there, nothing changes."""
+    frozen = gc.get_freeze_count()
+    with launch.loading():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == frozen
+    with pytest.raises(ValueError, match="broken"), launch.loading():
+        sys.modules["some.module"] = type(sys)("some.module")
+        raise ValueError("broken")
+    del sys.modules["some.module"]
+    assert gc.isenabled() and gc.get_freeze_count() > frozen
+    gc.unfreeze()
 
 
 def test_a_current_directory_that_was_removed_is_one_line(tmp_path, monkeypatch):

@@ -102,7 +102,8 @@ def command(
         raise click.UsageError("--report belongs to the check of the machine, without --parity")
     launch.begin("doctor")
     # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    with launch.loading():
+        from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world):

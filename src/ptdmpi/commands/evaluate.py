@@ -50,7 +50,8 @@ def command(run: Path, **options: Any) -> None:
     """
     launch.begin("evaluate")
     # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    with launch.loading():
+        from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world), mendable_paths():

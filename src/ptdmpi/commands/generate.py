@@ -62,7 +62,8 @@ def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     _require_one_way(chat, as_json, options)
     launch.begin("generate")
     # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    with launch.loading():
+        from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world), mendable_paths():

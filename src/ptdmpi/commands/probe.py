@@ -35,7 +35,8 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     """
     launch.begin("probe")
     # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    with launch.loading():
+        from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world):

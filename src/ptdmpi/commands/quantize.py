@@ -46,7 +46,8 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     _check(options)
     launch.begin("quantize")
     # MPI is initialised by this import: before torch starts its threads
-    from ptdmpi.comm.world import World, fail_together
+    with launch.loading():
+        from ptdmpi.comm.world import World, fail_together
 
     world = World()
     with fail_together(world), mendable_paths():

@@ -63,11 +63,13 @@ def command(
     # from here on, so that a signal during the start-up is not lost
     with StopRequest() as signals:
         # MPI is initialised by this import: before torch starts its threads
-        from ptdmpi.comm.world import World, fail_together
+        with launch.loading():
+            from ptdmpi.comm.world import World, fail_together
 
         world = World()
         with fail_together(world):
-            from ptdmpi.train import recover
+            with launch.loading():
+                from ptdmpi.train import recover
 
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))

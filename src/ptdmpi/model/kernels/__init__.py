@@ -220,7 +220,8 @@ def _fused(x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]
     """Whether oneDNN's one call takes the product of x [..., i] and a matrix."""
     if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
         return False
-    if widens("cpu", x.dtype):
+    # in a graph that call is for constant weights alone (Inductor asserts it)
+    if widens("cpu", x.dtype) or torch.compiler.is_compiling():
         return False
     settled = ways("cpu", x.dtype)
     least = settled.output if which == "output" else settled.input_gradient

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ptdmpi.comm import queues
 from ptdmpi.model import buffer, kernels
-from ptdmpi.model.kernels import attention
+from ptdmpi.model.kernels import blocks
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.parameters import Parameter
 from tests.device._fused import OWN, fused
@@ -312,7 +312,7 @@ def pretended(inner: str = "cpu") -> Iterator[torch.device]:
         mock.patch.object(buffer, "Parameter", parameter),
         mock.patch.object(kernels, "adds_wide", lambda device_type: device_type == NAME),
     ):
-        for kept in (attention._band, codes._level, codes._levels, codes._middles):
+        for kept in (blocks._band, codes._level, codes._levels, codes._middles):
             kept.cache_clear()  # of what was on another inside
         SEEN.begin()
         yield device

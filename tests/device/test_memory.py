@@ -12,8 +12,10 @@ from ptdmpi.config import InputError, resolve
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory, expected_sharing, rank_memory_bytes, ranks_sharing
 from tests._configs import small
 from tests.device import _pretend
@@ -97,6 +99,29 @@ def test_a_gpu_is_shared_by_who_sees_the_same_one(comm):
         assert Memory(small({}, 2), 53, world, device).capacity_bytes == total
         assert rank_memory_bytes(device, expected_sharing(device, 3)) == total // 3
         MODULE.uuid = "pretended"
+
+
+@parallel(ranks=[2])
+def test_a_host_holds_what_its_gpus_offload(comm):
+    """All of its ranks together; what is said names the host, and what would fit instead."""
+    world, asked = World(comm), {"parallel.data": 2, "parallel.offload": "optimizer"}
+    config = small(asked, 2)
+    here = relief.Step.of(config, 53, on_host=False).on_hosts()
+    assert here > 0
+    with pretended() as device, pytest.MonkeyPatch.context() as patch:
+        for least in (here, here - 1):
+            patch.setattr(capacity, "host_memory_bytes", lambda least=least: 2 * least)
+            patch.setattr(capacity, "process_bytes", lambda: (0, 0))
+            if least == here:
+                assert Memory(config, 53, world, device).step.host_capacity_bytes == here
+                continue
+            with pytest.raises(InputError, match="does not fit into memory") as caught:
+                Memory(config, 53, world, device)
+        if comm.rank == 0:
+            text = str(caught.value)
+            assert 'memory of the host: with parallel.offload = "optimizer"' in text
+            assert 'parallel.offload = "none"' in text
+        Memory(small(asked | {"parallel.offload": "none"}, 2), 53, world, device)
 
 
 @parallel(ranks=[2])

@@ -3,9 +3,11 @@
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +42,11 @@ class Memory:
         # bfloat16 is the type of Muon's products, whatever the layers' is
         types = (PRECISIONS[config.precision.compute].compute, torch.bfloat16)
         self._wide = any(widens(device.type, one) for one in types)
-        self.step = self._step(self._wide)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
+        # of what is offloaded from a device
+        host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
+        self._host_bytes = math.inf if self._on_host else host_bytes
+        self.step = self._step(self._wide)
         self._require(self._fits(self.step))
 
     def settle(self, ways: Ways, say: Callable[[str], None]) -> dict[str, list[str]]:
@@ -65,19 +70,23 @@ class Memory:
         return taken
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
-        return relief.Step.of(*self._asked, wide, self._on_host, kept_block)
+        step = relief.Step.of(*self._asked, wide, self._on_host, kept_block)
+        return replace(step, host_capacity_bytes=self._host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
         """Whether every node holds what its ranks need; all ranks ask together."""
         config, _ = self._asked
         world = self._world
         pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
-        mine = (step.peak(pipeline_rank).total, self.capacity_bytes)
+        peak = step.peak(pipeline_rank)
+        mine = ((peak.total, self.capacity_bytes), (peak.host, self._host_bytes))
         found = world.control.allgather(mine)
         # ranks share their host's memory, and have a GPU's for themselves
-        groups: dict[int, list[tuple[int, int]]] = {}
-        for rank, (process, of_rank) in enumerate(zip(world.processes, found, strict=True)):
-            groups.setdefault(process.node if self._on_host else rank, []).append(of_rank)
+        groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for rank, (process, (own, on_host)) in enumerate(zip(world.processes, found, strict=True)):
+            groups.setdefault(("host", process.node), []).append(own if self._on_host else on_host)
+            if not self._on_host:
+                groups.setdefault(("GPU", rank), []).append(own)
         return all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
 
     def _require(self, fits: bool) -> None:

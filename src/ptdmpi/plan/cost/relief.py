@@ -1,6 +1,7 @@
 """What fills a rank's memory under a layout, and which changes would make it fit."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,13 +23,15 @@ Keys = dict[str, int | str | bool]
 @dataclass(frozen=True)
 class Step:
     """The memory of a run: its layout and global batch on the model that is trained. `most_zero`:
-    how much of its state it may share out; `may_offload`: whether it may stand off the device."""
+    how much of its state it may share out; `may_offload`: whether it may stand off the device;
+    `host_capacity_bytes`: what a rank then has in its host."""
 
     memory: MemoryModel
     layout: Layout
     batch: int
     most_zero: int = 3
     may_offload: bool = True
+    host_capacity_bytes: float = math.inf
 
     @classmethod
     def of(
@@ -65,8 +68,17 @@ class Step:
         return self.memory.peak(self.layout, rank, self.microbatches)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Whether every pipeline rank's memory suffices."""
+        """Whether every pipeline rank's memory suffices, and its host's."""
+        if self.on_hosts() > self.host_capacity_bytes:
+            return False
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
+
+    def on_hosts(self) -> int:
+        """The most that a rank keeps in its host's memory, off its device."""
+        if self.layout.offload == "none":
+            return 0
+        ranks = self.memory.distinct_ranks(self.layout)
+        return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
         """On `grown` times the ranks with the keys of a configuration set; None if not legal."""
@@ -164,13 +176,20 @@ def _steps(step: Step, grown: int) -> list[Keys]:
     steps += [{"parallel.zero": zero} for zero in sharded if zero > 1]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
-    if layout.offload == "none" and step.may_offload:
-        places = ("disk",) if step.memory.on_host else ("optimizer", "disk")
-        steps += [{"parallel.offload": place} for place in places]
+    if step.may_offload:
+        steps += [{"parallel.offload": place} for place in _places(step)]
     for factor in _some(divisors(layout.data * grown)[1:]):
         steps.append({"parallel.tensor": layout.tensor * factor})
         steps.append({"parallel.pipeline": layout.pipeline * factor})
     return steps
+
+
+def _places(step: Step) -> tuple[str, ...]:
+    """Where state may stand instead: further off, or back from a host that is too small."""
+    if step.memory.on_host:
+        return ("disk",) if step.layout.offload == "none" else ()
+    places = ("none", "optimizer", "disk")
+    return tuple(place for place in places if place != step.layout.offload)
 
 
 def explain(step: Step, capacity_bytes: float) -> str:
@@ -182,6 +201,11 @@ def explain(step: Step, capacity_bytes: float) -> str:
     ]
     parts = [(name, n) for name, n in found.parts.items() if n or name != "runtime"]
     lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
+    if (on_hosts := step.on_hosts()) > step.host_capacity_bytes:
+        lines.append(
+            f'memory of the host: with parallel.offload = "{step.layout.offload}" a rank keeps '
+            f"{size(on_hosts)} there, and it has at most {size(step.host_capacity_bytes)}"
+        )
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:
         lines.append("what would fit, by itself:")

@@ -45,7 +45,8 @@ class ProductAttention(Function):
         ctx.blocks = (scores, documents, settled)
         if settled.library_forward and not scores.softcap:
             ctx.save_for_backward(q, k, v)
-            return by_library(q, k, v, scores, documents)[0]
+            out, _ = by_library(widened(q), widened(k), widened(v), scores, documents)
+            return out.to(q.dtype)
         out = torch.empty_like(q)
         values, kept = v.contiguous(), list[Tensor]()
         keeps = settled.keeps and not scores.softcap and ctx.needs_input_grad[0]

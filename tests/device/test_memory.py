@@ -109,11 +109,12 @@ def test_a_host_holds_what_its_gpus_offload(comm):
     here = relief.Step.of(config, 53, on_host=False).on_hosts()
     assert here > 0
     with pretended() as device, pytest.MonkeyPatch.context() as patch:
-        for least in (here, here - 1):
-            patch.setattr(capacity, "host_memory_bytes", lambda least=least: 2 * least)
-            patch.setattr(capacity, "process_bytes", lambda: (0, 0))
-            if least == here:
-                assert Memory(config, 53, world, device).step.host_capacity_bytes == here
+        patch.setattr(capacity, "host_memory_bytes", lambda: 2 * here)
+        # one rank more than the other has too little of; then too little by one byte
+        for resident in ((-1, 1), (0, 1)):
+            patch.setattr(capacity, "process_bytes", lambda got=resident: (0, got[comm.rank]))
+            if resident[0]:
+                assert Memory(config, 53, world, device).step.host_capacity_bytes == here - 1
                 continue
             with pytest.raises(InputError, match="does not fit into memory") as caught:
                 Memory(config, 53, world, device)

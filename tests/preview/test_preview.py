@@ -90,6 +90,22 @@ def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     assert found["memory"]["fits"] is None and "mistake" not in found
 
 
+def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
+    """And not against the GPU, as a run does that is started there."""
+    asked = configured(corpus, {"parallel.offload": "optimizer"})
+    step = relief.Step.of(resolve(asked, 1), 257, on_host=False)
+    has = {"cuda": step.largest()[1].total, "cpu": step.on_hosts()}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("ptdmpi.preview.preview._here", lambda ranks: (has["cuda"], "of a GPU"))
+    module = "ptdmpi.preview.preview.rank_memory_bytes"
+    monkeypatch.setattr(module, lambda device, ranks: has[device.type])
+    found = preview(asked, ONE)
+    assert found["memory"]["fits"] is True and found["memory"]["bytes"] == has["cuda"]
+    has["cpu"] -= 1
+    found = preview(asked, ONE)
+    assert found["memory"]["fits"] is False and "memory of the host" in found["mistake"]
+
+
 def test_shard_groups_are_of_the_nodes_that_were_started_on(corpus):
     """As the run would choose them: 4 ranks on nodes of 2."""
     asked = configured(corpus, {"parallel.zero": 3, "parallel.shard_group": "node"})

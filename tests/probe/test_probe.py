@@ -150,3 +150,18 @@ def test_a_bad_path_is_refused_before_anything_is_measured(tmp_path):
     result = mpirun(1, code, timeout_s=60, check=False)
     assert result.returncode == 2
     assert "must be a .toml file in a directory that exists" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"way": "products", "keeps": True, "library_forward": True},
+        {"way": "library", "fpmath": True},
+        {"way": "products", "type": "float32", "fpmath": True},
+    ],
+)
+def test_ways_that_do_not_go_together_are_refused(keys):
+    entry = {"capability": "", "type": "bfloat16", "measured": "by hand"}
+    assert KernelWays(attention=[entry | {"way": "products", "fpmath": True}]).attention
+    with pytest.raises(ValueError, match=r"keeps|fpmath"):
+        KernelWays(attention=[entry | keys])

@@ -3,9 +3,10 @@
 Without MPI: the number of ranks is a number. Torch is asked for the memory of a GPU alone.
 """
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ptdmpi.config.methods import stored_numbers
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.cost.price import Price
+from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.topology import file_ranks
 from ptdmpi.plan.shape.matrices import matrix_elements
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -58,9 +59,9 @@ def preview(
     course.check()
     first = min(resumed["step"], config.run.steps)
     named = cluster or cluster_of(Path(config.run.dir), config.model_dump())
-    price = None
-    if named:
-        price = pricer_of(config, vocab_size, named).price(config.layout)
+    pricer = pricer_of(config, vocab_size, named) if named else None
+    price = pricer.price(config.layout) if pricer else None
+    step, capacity_bytes, whose = _room(config, vocab_size, ranks, pricer)
     found: dict[str, Any] = {
         "run": config.run.name,
         "directory": config.run.dir,
@@ -82,14 +83,14 @@ def preview(
         "told": list(source.told()),
         "base": list(base_told(config)),
         "resume": resumed,
-        "memory": _memory(config, vocab_size, ranks, price),
+        "memory": _memory(step, capacity_bytes, whose),
         "time": _time(config, price, config.run.steps - first),
         "checkpoint": _checkpoint(config, vocab_size),
         "batch": text.samples(config, source, course, first, vocab_size),
     }
     memory = found["memory"]
     if memory["fits"] is False:
-        explained = relief.explain(relief.Step.of(config, vocab_size), memory["capacity_bytes"])
+        explained = relief.explain(step, memory["capacity_bytes"])
         found["mistake"] = f"the model does not fit into memory\n{explained}"
     elif not found["checkpoint"]["fits"]:
         checkpoint = found["checkpoint"]
@@ -166,25 +167,39 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(
-    config: Config, vocab_size: int, ranks: RankCount, price: Price | None
-) -> dict[str, Any]:
-    """What the fullest rank needs, beside what it has: on the cluster, else on this host where the
-    ranks are known to be on it. "fits" is None where that is not known."""
-    rank, need = relief.Step.of(config, vocab_size).largest()
-    parts = {name: n for name, n in need.parts.items() if n or name != "runtime"}
-    capacity, source = None, "not known: give --cluster, or start it by mpirun as the run"
-    if price is not None:
-        capacity, source = price.capacity_bytes, "of the cluster"
+def _room(
+    config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None
+) -> tuple[relief.Step, float | None, str]:
+    """(the memory of the run, what a rank has of it, whose that is): on the cluster, else on this
+    host where the ranks are known to be on it."""
+    on_host, host_bytes, capacity = True, math.inf, None
+    source = "not known: give --cluster, or start it by mpirun as the run"
+    if pricer is not None:
+        capacity, source = pricer.capacity_bytes, "of the cluster"
+        on_host, host_bytes = pricer.memory.on_host, pricer.host_capacity_bytes
     elif ranks.local:
+        import torch
+
         capacity, source = _here(ranks.local)
+        on_host = not torch.cuda.is_available()
+        if not on_host:
+            host_bytes = rank_memory_bytes(torch.device("cpu"), ranks.local)
+    step = relief.Step.of(config, vocab_size, on_host=on_host)
+    return replace(step, host_capacity_bytes=host_bytes), capacity, source
+
+
+def _memory(step: relief.Step, capacity: float | None, source: str) -> dict[str, Any]:
+    """What the fullest rank needs, beside what it has. "fits" is None where that is not known."""
+    rank, need = step.largest()
+    parts = {name: n for name, n in need.parts.items() if n or name != "runtime"}
+    on_hosts = step.on_hosts() <= step.host_capacity_bytes
     return {
         "pipeline_rank": rank,
         "parts_bytes": parts,
         "bytes": need.total,
         "capacity_bytes": capacity,
         "capacity_from": source,
-        "fits": None if capacity is None else need.total <= capacity,
+        "fits": None if capacity is None else on_hosts and need.total <= capacity,
     }
 
 

@@ -43,9 +43,10 @@ class Memory:
         types = (PRECISIONS[config.precision.compute].compute, torch.bfloat16)
         self._wide = any(widens(device.type, one) for one in types)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # of what is offloaded from a device
+        # for what is offloaded from a device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
+        self._least_host_bytes = min(world.control.allgather(self._host_bytes))
         self.step = self._step(self._wide)
         self._require(self._fits(self.step))
 
@@ -71,7 +72,7 @@ class Memory:
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
         step = relief.Step.of(*self._asked, wide, self._on_host, kept_block)
-        return replace(step, host_capacity_bytes=self._host_bytes)
+        return replace(step, host_capacity_bytes=self._least_host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
         """Whether every node holds what its ranks need; all ranks ask together."""
@@ -109,7 +110,9 @@ class Memory:
                 # something else has the rest of what this rank could have used
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                error.add_note(relief.explain(self.step, had))
+                # hosts have been asked, of which ranks share one
+                step = replace(self.step, host_capacity_bytes=math.inf)
+                error.add_note(relief.explain(step, had))
             raise
 
 

@@ -113,9 +113,16 @@ def _weighted(
     # once for all blocks, and laid out as products want it
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = settled.fpmath and q.dtype == torch.bfloat16
+    if not narrow:
+        wide_q = wide_q * scores.scale
     for queries, keys, mask in _tiles(wide_q, wide_k, scores, documents, settled.block):
         with _rounding_operands() if narrow else contextlib.nullcontext():
-            products = _products(wide_q[queries], wide_k[keys], mask, scores)
+            products = _products(
+                wide_q[queries],
+                wide_k[keys],
+                None if scores.softcap else mask,
+                scores.scale if narrow else 1.0,  # its operands are numbers of bfloat16
+            )
         tangent = None
         if scores.softcap:
             tangent = products.mul_(1.0 / scores.softcap).tanh_()
@@ -125,17 +132,15 @@ def _weighted(
         yield queries, keys, products.softmax(-1).to(q.dtype), tangent
 
 
-def _products(q: Tensor, k: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """scale q k^T, and the mask unless a cap comes first: [b, key heads, group queries, keys]."""
+def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """scale q k^T, and the mask: [b, key heads, group queries, keys]."""
     grouped, keys = by_key_head(q, k), k.transpose(-1, -2)
-    if mask is None or scores.softcap:
+    if mask is None:
         begin, counts = q.new_empty(1), 0.0
     else:
         # product and mask in one pass
         begin, counts = mask.repeat(grouped.shape[2] // len(mask), 1), 1.0
-    flat = torch.baddbmm(
-        begin, grouped.flatten(0, 1), keys.flatten(0, 1), beta=counts, alpha=scores.scale
-    )
+    flat = torch.baddbmm(begin, grouped.flatten(0, 1), keys.flatten(0, 1), beta=counts, alpha=scale)
     return flat.view(*grouped.shape[:3], -1)
 
 

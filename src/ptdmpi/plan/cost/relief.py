@@ -187,7 +187,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 def _places(step: Step) -> tuple[str, ...]:
     """Where state may stand instead: further off, or back from a host that is too small."""
     if step.memory.on_host:
-        return ("disk",) if step.layout.offload == "none" else ()
+        return ("disk",) if step.layout.offload != "disk" else ()
     places = ("none", "optimizer", "disk")
     return tuple(place for place in places if place != step.layout.offload)
 

@@ -122,9 +122,13 @@ class AttentionWay(KernelWay):
     fpmath: bool | None = None
 
     @model_validator(mode="after")
-    def _has_what_it_keeps(self) -> Self:
+    def _goes_together(self) -> Self:
         if self.keeps and self.library_forward:
             raise ValueError("keeps = true: the library's forward has no probabilities to keep")
+        if self.way != "products" and (self.keeps or self.library_forward or self.fpmath):
+            raise ValueError('keeps, library_forward and fpmath are for way = "products"')
+        if self.fpmath and self.type != "bfloat16":
+            raise ValueError('fpmath = true is for type = "bfloat16"')
         return self
 
 

@@ -222,6 +222,7 @@ def test_both_sides_compute_the_same(row, variant):
         steps, peer_steps = ours.train(3), peer.train(3)
         assert steps.losses[2] < steps.losses[0]  # it does train
         check_losses(row, "torch", steps.losses, peer_steps.losses)
-        assert 0.0 < ours.limits().gemm_s < ours.limits().both_s
+        limits = ours.limits()
+        assert 0.0 < limits.gemm_s < limits.both_s
         assert ours.steps_done == 3
         assert steps.peak_memory_bytes > 0

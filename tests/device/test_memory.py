@@ -110,7 +110,7 @@ def test_a_host_holds_what_its_gpus_offload(comm):
     assert here > 0
     with pretended() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(capacity, "host_memory_bytes", lambda: 2 * here)
-        # one rank more than the other has too little of; then too little by one byte
+        # one rank has a byte too few and the other one to spare; then none has one to spare
         for resident in ((-1, 1), (0, 1)):
             patch.setattr(capacity, "process_bytes", lambda got=resident: (0, got[comm.rank]))
             if resident[0]:

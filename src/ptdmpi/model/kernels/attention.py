@@ -1,10 +1,10 @@
 """softmax(q k^T) v: which keys a query sees, and the kernel that the device has for it.
 
 Full attention is PyTorch's FlashAttention. Windows and documents are too, in blocks of queries on a
-CPU, as packed sequences on a GPU in half types, in wider types by its masked kernel. What no fused
-kernel knows, soft caps, is computed here by matrix products over blocks of queries, with scores in
-float32 at least; and so is causal attention where that measures faster (`kernels`). No path keeps
-scores for the backward pass.
+CPU (`blocks`), as packed sequences on a GPU in half types, in wider types by its masked kernel.
+What no fused kernel knows, soft caps, is computed by matrix products over blocks of queries
+(`products`), with scores in float32 at least; and so is causal attention where that measures faster
+(`kernels`). No path keeps scores for the backward pass, unless the way keeps probabilities.
 """
 
 import importlib.util

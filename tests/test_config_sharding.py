@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ptdmpi.config import InputError, resolve
+from ptdmpi.config import InputError, Layout, resolve
 from ptdmpi.config.legality import dear, shards_of_a_node
+from ptdmpi.config.zero import STAGES, Sharing, covers_gradients, covers_state, covers_weights
 from tests._configs import small, tree
 
 SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
@@ -70,3 +71,27 @@ def test_offload_is_said_too():
     changes = {**SHARDED, "parallel.offload": "disk"}
     assert small(changes, 2).layout.sharding == "ZeRO 3 in 2 shards, offload disk"
     assert small({"parallel.offload": "optimizer"}).layout.sharding == "offload optimizer"
+
+
+@pytest.mark.parametrize(
+    ("zero", "covered"),
+    [
+        (0, (False, False, False)),
+        (1, (True, False, False)),
+        (2, (True, True, False)),
+        (3, (True, True, True)),
+    ],
+)
+@pytest.mark.parametrize(("group", "ranks"), [(None, 4), (2, 2), (1, 1)])
+def test_what_a_layout_shards(zero, covered, group, ranks):
+    """State, gradients and weights by the stage of ZeRO; nothing in groups of one rank."""
+    assert (covers_state(zero), covers_gradients(zero), covers_weights(zero)) == covered
+    layout = Layout(1, 1, 4, zero=zero, shard_group=group)
+    shards = [ranks if is_covered else 1 for is_covered in covered]
+    sharded = [part > 1 for part in shards]
+    assert [layout.shards_state, layout.shards_gradients, layout.shards_weights] == sharded
+    for sharing in (layout.sharing, Sharing(zero, ranks)):
+        assert [sharing.state_shards, sharing.gradient_shards, sharing.weight_shards] == shards
+        assert [sharing.shards_state, sharing.shards_gradients, sharing.shards_weights] == sharded
+    assert layout.shards == shards[0]
+    assert zero in STAGES and not layout.breaks("zero")

@@ -94,7 +94,7 @@ def memory_table() -> list[list[str]]:
             ]
         )
     # Table 2: on 560 GPUs a microbatch of 4 did not fit, on 640 it ran
-    (zero,) = [r for r in runs if r.layout.zero == 3 and r.layout.data == 640]
+    (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
         memory = Pricer(cluster, zero.model, 4 * data, PRECISION).footprint(layout)

@@ -264,7 +264,7 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
     way keeps fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
-    fsdp = tool == "torch" and row.sizes.zero == 3
+    fsdp = tool == "torch" and row.sizes.shards_weights
     if row.precision == "bf16":
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])

@@ -124,13 +124,14 @@ class AccumulatingTrainer:
         model = _stage_model(row, variant, range(config.model.layers))
         if sizes.tensor > 1:
             divide(model, init_device_mesh("cpu", (sizes.tensor,)), variant)
-        if sizes.zero == 3:
+        if sizes.shards_weights:
             shard(model, init_device_mesh("cpu", (sizes.data,)), variant)
+        divided = sizes.shards_state and not sizes.shards_gradients
         self.optimizer = Optimizer(
-            config, list(model.parameters()), variant.cast == "masters", divided=sizes.zero == 1
+            config, list(model.parameters()), variant.cast == "masters", divided=divided
         )
         self.model: nn.Module = model
-        if sizes.data > 1 and sizes.zero < 3:
+        if sizes.data > 1 and not sizes.shards_weights:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:

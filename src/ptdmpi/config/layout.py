@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.legality import Rule, rules
+from ptdmpi.config.zero import Sharing, covers_gradients, covers_state, covers_weights
 
 if TYPE_CHECKING:
     from ptdmpi.config.model import ModelConfig
@@ -89,14 +90,34 @@ class Layout:
     @property
     def shards(self) -> int:
         """Into how many parts sharded state is cut; 1 where nothing is."""
-        if self.zero == 0:
+        if not covers_state(self.zero):
             return 1
         return self.data if self.shard_group is None else self.shard_group
 
     @property
+    def sharing(self) -> Sharing:
+        """The stage of ZeRO and the number of ranks that share out what it covers."""
+        return Sharing(self.zero, self.shards)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether data ranks share out the optimizer's state: each updates a part."""
+        return covers_state(self.zero) and self.shards > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether data ranks share out the gradients, which are then reduced in each microbatch."""
+        return covers_gradients(self.zero) and self.shards > 1
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether data ranks share out the weights, which are then gathered for each use."""
+        return covers_weights(self.zero) and self.shards > 1
+
+    @property
     def sharding(self) -> str:
         """What is shared out, and offloaded, in words; empty where nothing is."""
-        words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards > 1 else []
+        words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards_state else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(words)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.near import divisors, nearest
+from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
 if TYPE_CHECKING:
     from ptdmpi.config.layout import Layout
@@ -31,7 +32,7 @@ MOST_FORWARDS = 250_000
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
     """What a run may share out: one that adds up gradients along one tree has each of them whole
     until all microbatches are in."""
-    return (0, 1) if reproducible else (0, 1, 2, 3)
+    return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))
 
 
 def shards_of_a_node(data: int, near: int) -> int:
@@ -169,7 +170,7 @@ def _setting_rules(layout: "Layout") -> Iterator[Rule]:
             partial(_unknown, key, value, legal),
         )
     yield Rule(
-        "zero", layout.zero not in range(4), lambda: f"zero = {layout.zero}: must be 0, 1, 2 or 3"
+        "zero", layout.zero not in STAGES, lambda: f"zero = {layout.zero}: must be 0, 1, 2 or 3"
     )
     yield from _shard_rules(layout)
 
@@ -177,8 +178,8 @@ def _setting_rules(layout: "Layout") -> Iterator[Rule]:
 def dear(layout: "Layout", batch: int) -> Iterator[str]:
     """What of a legal layout costs more than whoever chose it may think, a warning each."""
     microbatches = layout.microbatches(batch)
-    if layout.zero >= 2 and layout.shards > 1 and microbatches > 1:
-        gathered = "" if layout.zero == 2 else ", and gathers weights up to twice as often"
+    if layout.shards_gradients and microbatches > 1:
+        gathered = ", and gathers weights up to twice as often" if layout.shards_weights else ""
         yield (
             f"warning: parallel.zero = {layout.zero} sums gradients {microbatches} times a step, "
             f"once for each microbatch{gathered}; zero = 1 sums them once, and a larger "
@@ -199,7 +200,7 @@ def _shard_rules(layout: "Layout") -> Iterator[Rule]:
     group = layout.shard_group
     yield Rule(
         "shard_group",
-        group is not None and layout.zero == 0,
+        group is not None and not covers_state(layout.zero),
         lambda: groups_need_zero(group or 1),
     )
     yield Rule(
@@ -212,7 +213,7 @@ def _shard_rules(layout: "Layout") -> Iterator[Rule]:
     )
     yield Rule(
         "zero",
-        layout.zero >= 2 and layout.schedule in SPLITTING,
+        covers_gradients(layout.zero) and layout.schedule in SPLITTING,
         lambda: (
             f"parallel.zero = {layout.zero} sums a layer's gradient as soon as its backward is "
             f'over, and schedule = "{layout.schedule}" puts gradients of weights off; legal: '

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ptdmpi.config.legality import stages_of_zero
+from ptdmpi.config.zero import covers_state
 
 if TYPE_CHECKING:
     from ptdmpi.config.model import ModelConfig
@@ -275,7 +276,7 @@ def _beside_sharding(
     section: "DataParallelConfig", method: str, parallel: "ParallelConfig"
 ) -> Iterator[str]:
     """What shares out or moves away state that the method changes or sends whole."""
-    if parallel.zero:
+    if covers_state(parallel.zero):
         why = (
             "replicas differ, so that no rank could hold a part of another's state"
             if section.method in DIFFERING

@@ -27,6 +27,7 @@ from ptdmpi.config.sections import (
 )
 from ptdmpi.config.split import split_mistakes
 from ptdmpi.config.wires import wire_mistakes
+from ptdmpi.config.zero import covers_gradients, covers_state
 
 MIN_MASKED_LENGTH = 8
 
@@ -110,7 +111,10 @@ def _compile_rules(sections: Mapping[str, Section]) -> Iterator[str]:
         splits = parallel.schedule.startswith("zb")
         refused |= {
             f"parallel.tensor = {parallel.tensor}": (parallel.tensor > 1, "tensor = 1"),
-            f"parallel.zero = {parallel.zero}": (parallel.zero > 1, "zero = 0 or 1"),
+            f"parallel.zero = {parallel.zero}": (
+                covers_gradients(parallel.zero),
+                "zero = 0 or 1",
+            ),
             f'parallel.schedule = "{parallel.schedule}"': (splits, "one whose backward is whole"),
         }
     if isinstance(model, ModelConfig):
@@ -198,7 +202,7 @@ def _noise_mistakes(sections: Mapping[str, Section], ranks: int) -> Iterator[str
     if isinstance(parallel, ParallelConfig):
         if ranks <= parallel.tensor * parallel.pipeline:
             yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
-        if parallel.zero:
+        if covers_state(parallel.zero):
             yield (
                 f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
                 "before they are summed; legal: 0, or zero = 0"
@@ -331,7 +335,8 @@ def _layout_mistakes(
         recompute if isinstance(recompute, RecomputeConfig) else RecomputeConfig(),
         data,
     )
-    if parallel.shard_group == "node" and parallel.zero == 0:  # of the layout it is not known yet
+    if parallel.shard_group == "node" and not covers_state(parallel.zero):
+        # the layout does not know this group yet
         yield groups_need_zero("node")
     whole = _whole(model, sections) if isinstance(model, ModelConfig) else None
     yield from layout.mistakes(whole, known.global_size if known else None)

@@ -132,7 +132,7 @@ class Engine:
         _compile(config, self.stages, axes.world, self.device)
         self.program = _program(pipeline, self.schedule)
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
-        if portion.sharded > 1:
+        if portion.shards_gradients:
             self.runner.inside["shard"] = axes["shard"]
         if config.run.reproducible and not axes.exact:
             raise SharedInputError(
@@ -313,16 +313,16 @@ def _buffer(
     tied = any(stage.tied for stage in stages.values())
 
     def unit_of(name: str) -> str:
-        if tied and name == TIED_NAME and portion.sharded:
+        if tied and name == TIED_NAME and portion.shards_state:
             return name  # alone, so that both ends of the pipeline, and both uses, are cut alike
-        apart = portion.sharded > 1 or config.data_parallel.overlap or overlaps
+        apart = portion.shards_gradients or config.data_parallel.overlap or overlaps
         return place_of(name) if apart else ALL
 
     precision, storage = PRECISIONS[config.precision.compute], storage_of(config, device)
     buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
-    if portion.sharded > 1:
+    if portion.shards_gradients:
         parameters = [parameter for _, parameter in named]
-        weights = GatheredWeights(buffer, parameters) if portion.sharded == 3 else None
+        weights = GatheredWeights(buffer, parameters) if portion.shards_weights else None
         if weights is not None:
             buffer.followers.append(weights.drop)
         gradients = ReducedGradients(buffer, parameters)

@@ -206,7 +206,7 @@ class GradientReduction:
                         view.zero_()
             norms = torch.linalg.vector_norm(padded.view(-1, ALIGNMENT), dim=1)
             parts[held.unit][rows] = norms
-        if not buffer.portion.sharded or not parts:
+        if not buffer.portion.shards_state or not parts:
             return torch.cat(parts) if parts else buffer.gradients.new_zeros(0)
         # [this rank's rows] -> [shards, rows]; each unit's rows, shard after shard
         every = buffer.portion.group.all_gather(torch.cat(parts)).view(buffer.portion.shards, -1)

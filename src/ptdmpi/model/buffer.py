@@ -73,15 +73,15 @@ class ParameterBuffer(FlatOrder):
             self._attach(name, parameter, parameter is self.again.get(name))
 
     def _allocate(self) -> None:
-        level, shards = self.portion.sharded, self.portion.shards
+        portion, shards = self.portion, self.portion.shards
         compute, master = self.precision.compute, self.precision.master
         zeros = partial(torch.zeros, device=self.device)
         frozen = [(u.stop - u.start) // self.portion.frozen_shards for u in self.frozen_units]
         self.idle_weights = zeros(sum(frozen), dtype=compute)
         self.idle_parts = list(self.idle_weights.split(frozen))
         lengths = [(unit.stop - unit.start) // shards for unit in self.units]
-        self.weights = zeros(self.size if level < 3 else 0, dtype=compute)
-        if level == 3:
+        self.weights = zeros(0 if portion.shards_weights else self.size, dtype=compute)
+        if portion.shards_weights:
             self.weight_parts = list(zeros(sum(lengths), dtype=compute).split(lengths))
         else:
             self.weight_parts = [self.own(unit, self.weights) for unit in self.units]
@@ -89,10 +89,10 @@ class ParameterBuffer(FlatOrder):
         if not self.one_type:
             self.masters = self.storage.zeros(lengths, master)
         gradient_size = self.gradient_size if self.trains else 0
-        self.gradients = zeros(gradient_size // (shards if level >= 2 else 1), dtype=master)
+        self.gradients = zeros(gradient_size // portion.sharing.gradient_shards, dtype=master)
         if not self.trains:
             self.reduced = []
-        elif level >= 2:
+        elif portion.shards_gradients:
             more = [(unit.stop - unit.start) // shards for unit in self.gradient_units]
             self.reduced = list(self.gradients.split(more))
         else:
@@ -107,7 +107,7 @@ class ParameterBuffer(FlatOrder):
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
-        if declaration.packed or self.portion.sharded == 3:
+        if declaration.packed or self.portion.shards_weights:
             weight = absent(entry, self.precision.compute, self.device)
         else:
             weight = entry.view(self.weights if trains else self.idle_weights)
@@ -121,7 +121,7 @@ class ParameterBuffer(FlatOrder):
             return
         if again:
             parameter.second = self.second[name]
-        if self.portion.sharded < 2:
+        if not self.portion.shards_gradients:
             parameter.main_grad = (parameter.second or entry).view(self.gradients)
         # Layers of ours add to main_grad themselves; this serves the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -155,7 +155,7 @@ class ParameterBuffer(FlatOrder):
             for weights, masters in zip(self.weight_parts, self.masters, strict=True):
                 weights.copy_(masters)
                 self.storage.let_go()
-        if self.portion.sharded in (1, 2):
+        if self.portion.shards_state and not self.portion.shards_weights:
             begun = [
                 self.portion.group.all_gather_in_place(self.weights[unit.start : unit.stop])
                 for unit in self.units

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ptdmpi.base.box import Box, runs
 from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.config.zero import Sharing
 from ptdmpi.model.parameters import Entry, HeldShare, Parameter
 from ptdmpi.plan.shape.dealt import Slice, slices
 from ptdmpi.plan.shape.parameters import ALIGNMENT, aligned
@@ -29,19 +30,34 @@ class Portion:
     group: Communicator = field(default_factory=OneRank)
 
     @property
-    def sharded(self) -> int:
-        """`zero`, as far as there is anybody to share with."""
-        return self.zero if self.group.size > 1 else 0
+    def sharing(self) -> Sharing:
+        """The stage of ZeRO and the number of ranks that share out what it covers."""
+        return Sharing(self.zero, self.group.size)
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether this rank updates a part of the parameters, and not all of them."""
+        return self.sharing.shards_state
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether this rank keeps a part of the gradients, and not all of them."""
+        return self.sharing.shards_gradients
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether this rank keeps a part of the weights, and not all of them."""
+        return self.sharing.shards_weights
 
     @property
     def shards(self) -> int:
-        """Into how many parts units are cut."""
-        return self.group.size if self.sharded else 1
+        """The number of parts into which units are cut."""
+        return self.sharing.state_shards
 
     @property
     def frozen_shards(self) -> int:
-        """Into how many parts those of weights that do not train are cut."""
-        return self.group.size if self.sharded == 3 else 1
+        """The number of parts into which units of weights that do not train are cut."""
+        return self.sharing.weight_shards
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.zero import STAGES
 
 HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
 MOST_RANKS = 16  # a pair of settings needs no more: t = 4 with p = 4, say
@@ -32,7 +33,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "selective", "full"),
     "partition_activations": (False, True),
     "micro_size": (1, 2, 4),
-    "zero": (0, 1, 2, 3),
+    "zero": STAGES,
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
@@ -154,7 +155,7 @@ class ComparedLayout(Layout):
     @property
     def sums_by_microbatch(self) -> bool:
         """Whether gradients are summed over ranks before they are over several microbatches."""
-        return self.zero >= 2 and self.shards > 1 and self.microbatches(GLOBAL_SIZE) > 1
+        return self.shards_gradients and self.microbatches(GLOBAL_SIZE) > 1
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class Case:
             "partitioned": layout.partition_activations and layout.tensor > 1,
             "uneven_stages": model.layers % layout.stages > 0,
             "padded_vocabulary": model.vocab_size % layout.tensor > 0,
-            "sharded": layout.zero if layout.shards > 1 else 0,
+            "sharded": layout.zero if layout.shards_state else 0,
             "copies": layout.has_copies,
             "summed_by_microbatch": layout.sums_by_microbatch,
         }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptdmpi.config import InputError
+from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
@@ -150,7 +151,7 @@ def summary(run: Run) -> dict[str, Any]:
         "first_loss": run.steps[0]["loss"],
         "last_loss": last["loss"],
     }
-    if run.config["parallel"].get("zero"):
+    if covers_state(run.config["parallel"].get("zero", 0)):
         numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"
     if "sentence_order_loss" in last:
         numbers["last_sentence_order_loss"] = last["sentence_order_loss"]

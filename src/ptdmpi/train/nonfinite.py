@@ -127,7 +127,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
 def _weights(engine: Engine) -> Iterator[Finding]:
     buffer, rank = engine.buffer, engine.axes.world.rank
     # where weights are gathered as they are needed, what a rank holds are its own parts
-    gathered = buffer.portion.sharded < 3
+    gathered = not buffer.portion.shards_weights
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
             held = buffer.own_part(weight.entry)
@@ -191,7 +191,7 @@ class _Watcher(OpHook):
         # backwards: the last layer's gradient leads to the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             # where they are reduced as they arise they are gone by now, and were seen before
-            here = self.engine.buffer.portion.sharded < 2
+            here = not self.engine.buffer.portion.shards_gradients
             if id(weight) in self._broken or (here and not _finite(weight.main_grad)):
                 self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return

@@ -20,6 +20,7 @@ from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Process, World, fail_together
 from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config.methods import replicas_differ
+from ptdmpi.config.zero import covers_state
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import seats, widest
@@ -157,7 +158,7 @@ class Survivors:
     def _resolved(self) -> Config:
         spare = self.world.size - self.grid.size
         data, shards = self.grid.data_size, self.grid["shard"]
-        cut = self.config.parallel.zero > 0 and shards < data
+        cut = covers_state(self.config.parallel.zero) and shards < data
         return self.config.replace("run", spare_ranks=spare).replace(
             "parallel", data=data, shard_group=shards if cut else "all"
         )
@@ -236,7 +237,7 @@ class Survivors:
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
         kind = "checkpoint" if step is None else "live state"
-        if step is None and self.config.parallel.zero:
+        if step is None and covers_state(self.config.parallel.zero):
             kind += ", since nobody else held the lost shard of the state,"
         spare = self.world.size - loop.world.size
         layout = ", ".join(filter(None, (str(loop.config.layout), loop.config.layout.sharding)))

@@ -36,7 +36,7 @@ def live_model(engine: Engine) -> InferenceModel:
             torch.utils.swap_tensors(mine, standing)
             mine.declaration, mine.entry = weight.declaration, weight.entry
             mine.packed = weight.packed
-    if engine.buffer.portion.sharded == 3:
+    if engine.buffer.portion.shards_weights:
         every = [one for stage in stages.values() for _, one in stage.named_logical_parameters()]
         # all at once, and whole until they have been asked: data ranks are asked different things,
         # and would gather unequally often

@@ -274,7 +274,7 @@ def test_guard_and_plan_agree_to_the_byte():
         where, m = config.layout, config.microbatches
         rank, needed = memory.largest(where, m)
         assert pricer.footprint(where).total == needed.total
-        how = (Cut.of(where), where.tensor, rank, (where.zero, where.shards))
+        how = (Cut.of(where), where.tensor, rank, where.sharing)
         fewer = 4 * min(one.elements for one in memory.dealt(*how))
         more = MemoryModel.of(adamw, VOCAB_SIZE).peak(where, rank, m).optimizer
         assert more - needed.optimizer == fewer

@@ -10,6 +10,7 @@ from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout
+from ptdmpi.config.zero import Sharing
 from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
@@ -147,9 +148,9 @@ def test_memory_is_what_the_account_says(comm, compute):
         comm.Barrier()
 
 
-def held_by(where: Layout) -> tuple[Cut, int, int, tuple[int, int]]:
+def held_by(where: Layout) -> tuple[Cut, int, int, Sharing]:
     """Whose part of the matrices is asked for."""
-    return Cut.of(where), where.tensor, 0, (where.zero, where.shards)
+    return Cut.of(where), where.tensor, 0, where.sharing
 
 
 def test_the_plan_knows_that_the_work_is_divided():

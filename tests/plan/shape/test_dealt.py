@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.shape.dealt import Slice, dealt, owners, slices
 from ptdmpi.plan.shape.matrices import matrix_elements
 from tests._configs import small
@@ -44,7 +45,7 @@ def test_an_owner_holds_a_part_and_has_least_to_do():
 @pytest.mark.parametrize("method", ["none", "lora"])
 def test_all_is_made_once_and_what_one_gives_another_takes(method, zero, shards):
     config = small({"model.kind": "llama", "model.layers": 6, "adapt.method": method})
-    told = (config.model, 101, 6, (True, True), 1, (zero, shards))
+    told = (config.model, 101, 6, (True, True), 1, Sharing(zero, shards))
     every = dealt(*told)
     assert sum(one.elements for one in every) == 6 * matrix_elements(config.model, 1)
     per_layer = 14 if method == "lora" else 4

@@ -27,7 +27,7 @@ def data_parallel(replica: Replica) -> DataParallel:
     method: str = section.method
     if config.run.reproducible:
         method = "tree"
-    elif replica.buffer.portion.sharded:
+    elif replica.buffer.portion.shards_state:
         method = "sharded"
     elif method == "decentralized" and section.compressor != "none":
         method = "choco"

@@ -63,7 +63,7 @@ class Sharded(EarlySums):
     def __init__(self, replica: Replica) -> None:
         portion = replica.buffer.portion
         scatter = portion.group.reduce_scatter_in_place
-        super().__init__(replica, scatter if portion.sharded == 1 else None)
+        super().__init__(replica, None if portion.shards_gradients else scatter)
 
     def reduce(self) -> None:
         """Afterwards `buffer.reduced` has the sums, and what else stands in the gradients is not
@@ -71,7 +71,7 @@ class Sharded(EarlySums):
         buffer = self.replica.buffer
         if self.sums is not None:
             self.sums.complete()
-        elif buffer.portion.sharded == 1:
+        elif not buffer.portion.shards_gradients:
             for unit in buffer.gradient_units:
                 whole = buffer.gradients[unit.start : unit.stop]
                 buffer.portion.group.reduce_scatter_in_place(whole).wait()

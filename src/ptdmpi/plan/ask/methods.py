@@ -12,6 +12,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import DataParallelConfig
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.methods import MethodAxis, MethodPricer, sent_bytes
 from ptdmpi.plan.cost.price import Price, Pricer
@@ -67,7 +68,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
         raise InputError(
             f"layout {layout}: with d = 1 there is nobody to tell; legal: a --layout with d above 1"
         )
-    if layout.zero:
+    if covers_state(layout.zero):
         raise InputError(f"layout {layout}: methods other than a sum of all need zero = 0")
     plain = pricer.price(layout)
     entries, lines = _priced(pricer, layout, plain)

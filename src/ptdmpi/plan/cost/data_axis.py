@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.zero import Sharing, covers_gradients
 from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
@@ -80,7 +81,8 @@ class DataAxis:
         """What follows the last backward; the tied table's sum over the pipeline's ends too."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         for unit, count in self._units(layout, elements):
-            one = self._behind(layout.zero, unit, self.shard_group(layout), self.replicas(layout))
+            groups = self.shard_group(layout), self.replicas(layout)
+            one = self._behind(layout.sharing, unit, *groups)
             gradients_s += count * one.gradients_s
             weights_s += count * one.weights_s
         return Behind(gradients_s, weights_s)
@@ -89,17 +91,20 @@ class DataAxis:
         """(elements, how many) of what travels as one behind the pipeline: all, or as many layers
         as there would be, and the rest."""
         layer = self.layer_elements(layout.tensor)
-        if layout.zero < 2 or self.cluster.software.zero_unit == "tensor" or not layer:
+        by_layer = covers_gradients(layout.zero) and layer > 0
+        if not by_layer or self.cluster.software.zero_unit == "tensor":
             return [(elements, 1)]
         count, rest = divmod(elements, layer)
         return [(layer, int(count)), (rest, int(rest > 0))]
 
-    def _counted_behind(self, zero: int, unit: float, shards: Group, replicas: Group) -> Behind:
+    def _counted_behind(
+        self, sharing: Sharing, unit: float, shards: Group, replicas: Group
+    ) -> Behind:
         gradients, gradients_s, weights_s = unit * self.gradient_bytes, 0.0, 0.0
-        if zero == 1:
+        if sharing.shards_state and not sharing.shards_gradients:
             gradients_s = self.machine.reduce_scatter_s(gradients, shards)
         gradients_s += self.machine.all_reduce_s(gradients / shards.ranks, replicas)
-        if zero in (1, 2):
+        if sharing.shards_state and not sharing.shards_weights:
             weights_s = self.machine.all_gather_s(unit * self.machine.element_bytes, shards)
         return Behind(gradients_s, weights_s)
 
@@ -116,7 +121,7 @@ class DataAxis:
         are sharded, of each rank's shard."""
         if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
             return 0.0
-        shards = layout.shards if layout.zero >= 2 else 1
+        shards = layout.sharing.gradient_shards
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
         one_node = layout.ranks <= self.cluster.node.devices
         # a pair: on one node, or each on a node of its own
@@ -127,17 +132,17 @@ class DataAxis:
     def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
         """What ZeRO 2 and 3 send in each microbatch's ops of a stage of so many layers, the first
         of them `idle`, that is, as `ends` says, the first or the last of the model."""
-        if layout.zero < 2 or layout.shards == 1:
+        if not layout.shards_gradients:
             return InOps()
         # only 1F1B's ops alternate on one chunk: where one ends the next one begins
         stays = int(layout.schedule == "1f1b")
         gathers = 3 if layout.recompute == "full" else 2
-        key = (layout.zero, layout.tensor, self.shard_group(layout), layers, ends)
+        key = (layout.shards_weights, layout.tensor, self.shard_group(layout), layers, ends)
         return self._in_ops(*key, idle, stays, gathers)
 
     def _counted_in_ops(
         self,
-        zero: int,
+        gathers_weights: bool,
         tensor: int,
         group: Group,
         layers: int,
@@ -149,7 +154,7 @@ class DataAxis:
         idle, stays, gathers = how
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(tensor, layers, any(ends), group)
-            if zero == 2:
+            if not gathers_weights:
                 places = parameters.places(self.model, self.vocab_size, layers, ends, tensor)
                 size = sum(map(sum, places))
                 whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
@@ -163,7 +168,7 @@ class DataAxis:
             parts = [self._unit_pair_s(unit, group) for unit in units]
             pairs.append((sum(part[0] for part in parts), sum(part[1] for part in parts)))
         summed_s = sum(pair[1] for pair in pairs)
-        if zero == 2:
+        if not gathers_weights:
             return InOps(0.0, summed_s, pairs[0][1])
         gathered = [
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
@@ -179,18 +184,18 @@ class DataAxis:
     def least_in_ops_s(self, layout: Layout, layers: float) -> float:
         """No microbatch's messages in the ops of a rank with so many layers take less, whatever the
         schedule keeps; what the ends of the model have beside is left out."""
-        if layout.zero < 2 or layout.shards == 1:
+        if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(layout.tensor, 1, False, group)
-            if layout.zero == 2:
+            if not layout.shards_weights:
                 return 0.0
             gathers = 3 if layout.recompute == "full" else 2
             return layers * (gathers * gathered_s + summed_s)
         unit = self.layer_elements(layout.tensor)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
-        if layout.zero == 2:
+        if not layout.shards_weights:
             return layers * summed_s
         (frozen,) = self._frozen(1, (False, False), layout.tensor)
         gathered_s += sum(self._unit_pair_s(one, group)[0] for one in frozen)

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
+from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, WIDE_BYTES
 from ptdmpi.plan.cost.kept.operands import operand_bytes
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
@@ -64,9 +65,16 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
     return (held, 0) if on_host or offload == "none" else (0, held + rooms)
 
 
-def _how(layout: Layout) -> tuple[int, int, str]:
+def _how(layout: Layout) -> tuple[Sharing, str]:
     """How state is sharded and offloaded."""
-    return layout.zero, layout.shards, layout.offload
+    return layout.sharing, layout.offload
+
+
+def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
+    """Into how many parts a rank's weights, gradients, copies of these for the optimizer, and the
+    optimizer's state are cut: of each of `_each_bytes`."""
+    whole_update = (sharing.state_shards, sharing.state_shards)
+    return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
 
 def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
@@ -202,28 +210,27 @@ class MemoryModel(StageMemory):
         return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
 
     def _counted_standing(
-        self, cut: Cut, tensor: int, rank: int, how: tuple[int, int, str]
+        self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> tuple[int, int, int, int]:
         """`_state`, `how` it is sharded and offloaded. The buffers' alignment is left out. Where
         compute and master type agree there is one set of weights."""
-        zero, shards, offload = how
+        sharing, offload = how
         every, train, shared = self._elements(cut, tensor, rank)
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
-            -(-count // (shards if zero >= stage else 1)) * each
-            for count, stage, each in zip(counts, (3, 2, 1, 1), self._each_bytes, strict=True)
+            -(-count // shards) * each
+            for count, shards, each in zip(counts, _shards(sharing), self._each_bytes, strict=True)
         )
-        cuts = shards if zero == 3 else 1
-        weights += self.frozen_bytes(cut, tensor, rank, every - train, cuts)
+        weights += self.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
         if self.method.matrices:  # of which the shard with most to keep has fewest
-            fewest = min(one.elements for one in self.dealt(cut, tensor, rank, (zero, shards)))
+            fewest = min(one.elements for one in self.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # room on the host for gradients that are updated there, and weights that are the masters
         rooms = (1 + (self.compute_bytes >= WIDE_BYTES)) * self.wide_bytes
-        rooms *= 0 if self.on_host else -(-train // (shards if zero else 1))
+        rooms *= 0 if self.on_host else -(-train // sharing.state_shards)
         return weights, summed + widened, *_placed(offload, optimizer, rooms, self.on_host)
 
     @cached_property
@@ -237,12 +244,11 @@ class MemoryModel(StageMemory):
 
     def parameter_bytes(self, layout: Layout) -> float:
         """Bytes of a parameter in all that stands between steps, at least."""
-        shards, stages = layout.shards, (3, 2, 1, 1)
         weights, summed, widened, optimizer = (
-            each / (shards if layout.zero >= stage else 1)
-            for stage, each in zip(stages, self._each_bytes, strict=True)
+            each / shards
+            for shards, each in zip(_shards(layout.sharing), self._each_bytes, strict=True)
         )
-        optimizer -= self.method.matrices * self.wide_bytes / shards
+        optimizer -= self.method.matrices * self.wide_bytes / layout.shards
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def least_frozen_bytes(
@@ -252,7 +258,7 @@ class MemoryModel(StageMemory):
         rest of so many `elements`, at least."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
-        return in_full / (layout.shards if layout.zero == 3 else 1) + layers * packed_bytes
+        return in_full / layout.sharing.weight_shards + layers * packed_bytes
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
         """What any backward of a rank needs beside its own: an activation and a gradient under way
@@ -266,7 +272,7 @@ class MemoryModel(StageMemory):
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
         """What is whole for a moment though it is sharded: the gradient of a unit before ZeRO 2 and
         3 share it out, and the weights that ZeRO 3 gathers, each unit one ahead of its use."""
-        if layout.shards == 1 or layout.zero < 2:
+        if not layout.shards_gradients:
             return 0
         place, pair, whole = self.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
@@ -274,7 +280,7 @@ class MemoryModel(StageMemory):
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
             gradients += place  # torch's list collectives work on a copy of the whole
-        return gradients * gradient + whole * self.compute_bytes * (layout.zero == 3)
+        return gradients * gradient + whole * self.compute_bytes * layout.shards_weights
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
@@ -308,7 +314,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     shape = (memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
     working += operand_bytes(*shape, memory.on_host)
     if method.matrices:
-        how = (Cut.of(layout), layout.tensor, rank, (layout.zero, layout.shards))
+        how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products
         room = max(one.room_bytes(layout.tensor, size, widens) for one in memory.dealt(*how))
         working = max(working, room - kept)  # behind the backwards, as what is told

@@ -10,6 +10,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.near import divisors
+from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 
@@ -159,9 +160,9 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         without: Keys = {"recompute.partition_activations": False} if partitions else {}
         steps.append({"parallel.sequence_parallel": True, **without})
     # the update is shared out too, and no more is sent than before
-    sharded = [zero for zero in range(1, step.most_zero + 1) if zero > layout.zero]
-    sharded = sharded if layout.data * grown > 1 else []
-    steps += [{"parallel.zero": zero} for zero in sharded if zero == 1]
+    sharded = range(layout.zero + 1, step.most_zero + 1)
+    sharded = sharded if layout.data * grown > 1 else range(0)
+    steps += [{"parallel.zero": zero} for zero in sharded if not covers_gradients(zero)]
     smaller = _some(list(reversed(divisors(layout.micro_size)[:-1])))
     steps += [{"batch.micro_size": size} for size in smaller]
     if layout.schedule == "gpipe":
@@ -173,7 +174,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
     # these send in each microbatch what the others send in a step
-    steps += [{"parallel.zero": zero} for zero in sharded if zero > 1]
+    steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
     if step.may_offload:

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost.kept import activations, heads, operands, working
 from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, Sizes, total_bytes
 from ptdmpi.plan.cost.kept.working import LayerBytes
@@ -79,8 +80,7 @@ class StageMemory:
         self._splits = cache(self._split)
         self._elements = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # what each rank of a shard group does where matrices are updated as wholes, by
-        # (zero, shards)
+        # what each rank of a shard group does where matrices are updated as wholes
         self.dealt = cache(self._counted_dealt)
         # inventory of the op table -> what one microbatch has of it in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
@@ -141,11 +141,11 @@ class StageMemory:
         in_full = -(-(frozen - layers * elements) // shards)
         return in_full * COMPUTE_BYTES[self.precision] + layers * packed
 
-    def _counted_dealt(self, cut: Cut, tensor: int, rank: int, how: tuple[int, int]) -> list[Dealt]:
+    def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
         """`dealt` of a pipeline rank."""
         ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
         layers -= self._idle_count(cut, rank)
-        return dealt(self.model, self.vocab_size, layers, ends, tensor, how)
+        return dealt(self.model, self.vocab_size, layers, ends, tensor, sharing)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """What one microbatch leaves in a stage, from its forward to its backward. The input of a

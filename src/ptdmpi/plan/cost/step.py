@@ -133,7 +133,7 @@ class StepTimes:
     ) -> list[tuple[float, float]]:
         """What sharding adds to each stage's forward and backward of a microbatch. A device that
         sends while it computes waits for what takes longer than the op."""
-        if layout.zero < 2 or layout.shards == 1:  # most layouts of a search
+        if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
         last = len(seconds) - 1
         added = []
@@ -191,8 +191,8 @@ class StepTimes:
         if not self.method.matrices:
             return 0.0
         groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
-        cut, how = Cut.of(layout), (layout.zero, layout.shards)
-        every = (self.memory.dealt(cut, layout.tensor, rank, how) for rank in ranks)
+        cut, sharing = Cut.of(layout), layout.sharing
+        every = (self.memory.dealt(cut, layout.tensor, rank, sharing) for rank in ranks)
         return max(
             self.update.matrices_s(one, layout.tensor, *groups) for some in every for one in some
         )

@@ -193,16 +193,16 @@ class StepTraffic:
         element = self.sizes.wide_bytes
         if shards == 1:
             return {DATA: _told(self, rank, data, step)}
-        units, uses = self.held.units(rank, layout.zero > 1, shards)
+        units, uses = self.held.units(rank, layout.shards_gradients, shards)
         sharing, copying = Tally(shards), Tally(copies)
         for size in units.values():
-            sharing.add("reduce_scatter", size * element, 1 if layout.zero == 1 else m)
+            sharing.add("reduce_scatter", size * element, m if layout.shards_gradients else 1)
             if copies > 1:
                 copying.add("all_reduce", size // shards * element)
         units.pop(SECOND, None)
         gathered: Iterable[str] = list(units)
         rows = sum(units.values()) // ALIGNMENT
-        if layout.zero == 3:
+        if layout.shards_weights:
             frozen, more = self.held.units(rank, True, shards, trains=False)
             units |= frozen
             uses = {place: [*some, *more[place]] for place, some in uses.items()}
@@ -284,8 +284,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     held = [of.held.layers[stage] for stage in stages]
     layers = sum(len(some) - of.model.idle(some) for some in held)
     ends = (0 in stages, of.held.last in stages)
-    how = (layout.zero, layout.shards)
-    return dealt(of.model, of.vocab_size, layers, ends, layout.tensor, how)[shard]
+    every = dealt(of.model, of.vocab_size, layers, ends, layout.tensor, layout.sharing)
+    return every[shard]
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:

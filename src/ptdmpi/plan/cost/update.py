@@ -30,7 +30,7 @@ class UpdateTimes:
             update_s = self._offloaded_s(layout.offload, shard, kernels)
         summed_only = layout.data == 1 or self.cluster.software.adds_in_place
         divided = 0 if summed_only else 2 * self.gradient_bytes
-        held = shard if layout.zero >= 2 else elements
+        held = elements / layout.sharing.gradient_shards
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
 
     def own_norm_s(self, elements: float, every: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from ptdmpi.config.layout import LETTERS, Layout, default_schedule
 from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES
 from ptdmpi.config.near import divisors
+from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best
 from ptdmpi.plan.search.space import (
@@ -54,9 +55,10 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         switched: dict[str, Any] = {key: not getattr(layout, key)}
         tried.append(replace(layout, **switched))
     if layout.data > 1:
-        tried += [replace(layout, zero=zero) for zero in range(4) if zero or not layout.shard_group]
+        stages = [zero for zero in STAGES if covers_state(zero) or not layout.shard_group]
+        tried += [replace(layout, zero=zero) for zero in stages]
         node = of_a_node(pricer, layout)
-        groups_of = {None, node} if 1 < node < layout.data and layout.zero else {None}
+        groups_of = {None, node} if 1 < node < layout.data and covers_state(layout.zero) else {None}
         tried += [replace(layout, shard_group=group) for group in groups_of]
     places = (place for place in OFFLOADS if not pricer.cluster.lacks(place))
     tried += [replace(layout, offload=place) for place in places]

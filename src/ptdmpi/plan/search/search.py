@@ -22,6 +22,7 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.near import divisors
+from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
 from ptdmpi.plan.search.space import (
@@ -182,7 +183,7 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     needed = pricer.footprint(least)
     parts = ", ".join(f"{name} {size(n)}" for name, n in needed.parts.items() if n)
     helps = [*itertools.islice(_more_ranks(pricer, space), 1)]
-    freer = replace(space, zero=(0, 1, 2, 3), shard_group=None, offload=None)
+    freer = replace(space, zero=STAGES, shard_group=None, offload=None)
     more = (one for one in _all_ways(pricer, freer, collected.groups) if pricer.fits(one))
     helps += [sharding_words(one) for one in itertools.islice(more, 1)]
     advice = "would fit: " + ", or ".join(helps) if helps else "nor would one on 64 times as many"
@@ -195,7 +196,9 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 def _named(layout: Layout) -> list[str]:
     words = [str(layout), f"recompute {layout.recompute}"]
-    return words + ([sharding_words(layout)] if layout.zero or layout.offload != "none" else [])
+    if covers_state(layout.zero) or layout.offload != "none":
+        words.append(sharding_words(layout))
+    return words
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:

@@ -17,6 +17,7 @@ from ptdmpi.config.legality import (
     shards_of_a_node,
 )
 from ptdmpi.config.near import divisors
+from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 
 # Chunks per rank, and stages, that are looked at: what further ones would save of the bubble is
@@ -36,7 +37,7 @@ class Space:
     scatter_gather: bool | None = None
     first_layers: int | None = None
     uneven: bool = False  # fewer first_layers, and in pipelines some layers recomputed
-    zero: tuple[int, ...] = (0, 1, 2, 3)
+    zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
@@ -67,7 +68,7 @@ def contradiction(space: Space) -> str:
         shard_group=group,
     )
     told = [[*replace(plain, zero=zero).mistakes(None, None)] for zero in space.zero]
-    if space.shard_group == "node" and space.zero == (0,):
+    if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         told = [[*found, groups_need_zero("node")] for found in told]
     fewest = min(told, key=len)  # of the stages that it may take, any
     return "; ".join(fewest)
@@ -102,7 +103,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         sizes = {n for n in _group_sizes(space, pricer, layout) if n > 1 and layout.data % n == 0}
         shared = [None if size == layout.data else size for size in sorted(sizes)]
         stages = [(0, None)] if 0 in space.zero else []
-        stages += [(zero, group) for zero in space.zero if zero for group in shared]
+        stages += [(zero, group) for zero in space.zero if covers_state(zero) for group in shared]
     places: list[str] = ["none"]
     if space.offload is not None:
         places = [space.offload]

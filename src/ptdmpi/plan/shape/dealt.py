@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.zero import Sharing, covers_gradients
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.matrices import (
     Whole,
@@ -82,13 +83,13 @@ def dealt(
     layers: int,
     ends: tuple[bool, bool],
     tensor: int,
-    how: tuple[int, int],
+    sharing: Sharing,
 ) -> list[Dealt]:
     """That of each rank of a shard group, of a pipeline rank with so many layers that has, as
-    `ends` says, the first or the last stage. `how`: by which stage of ZeRO units are cut, and into
-    how many shards."""
-    found = [Dealt() for _ in range(how[1])]
-    cut = list(_cut(model, vocab_size, layers, ends, tensor, how))
+    `ends` says, the first or the last stage. `sharing`: the stage of ZeRO that cuts its units, and
+    the ranks of the group."""
+    found = [Dealt() for _ in range(sharing.ranks)]
+    cut = list(_cut(model, vocab_size, layers, ends, tensor, sharing))
     for (whole, held), owner in zip(
         cut, owners((held, effort(whole.shapes)) for whole, held in cut), strict=True
     ):
@@ -110,14 +111,14 @@ def _cut(
     layers: int,
     ends: tuple[bool, bool],
     tensor: int,
-    how: tuple[int, int],
+    sharing: Sharing,
 ) -> Iterator[tuple[Whole, list[Slice]]]:
     """Each matrix with the slices of it, in the flat order. In each unit tables and matrices stand
     in front of vectors; a unit is a layer under ZeRO 2 and 3, all but a tied table under 1."""
-    zero, shards = how
-    units, each = (layers, 1) if zero >= 2 else (1, layers)
+    by_layer = covers_gradients(sharing.zero)
+    units, each = (layers, 1) if by_layer else (1, layers)
     front, length = 0, each * _aligned(parameters.layer(model).values(), tensor)
-    if zero < 2:
+    if not by_layer:
         first, last = parameters.embedding(model, vocab_size), parameters.head(model, vocab_size)
         word = first[WORD_TABLE]
         tied = _aligned([word], tensor) * model.tie_embeddings
@@ -127,12 +128,12 @@ def _cut(
             length += _aligned(first.values(), tensor) - tied
         if ends[1]:
             length += _aligned(last.values(), tensor) - tied
-    grain = ALIGNMENT * shards
+    grain = ALIGNMENT * sharing.ranks
     stop = -(-length // grain) * grain
     for _ in range(units):
         place = front
         for whole in wholes(model, tensor) * each:
-            yield whole, slices(place, place + whole.local, 0, stop, shards)
+            yield whole, slices(place, place + whole.local, 0, stop, sharing.ranks)
             place += aligned(whole.local)
 
 

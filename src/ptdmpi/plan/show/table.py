@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ptdmpi.base.words import counted, short
+from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import size
 
@@ -76,7 +77,7 @@ def settings(entry: dict[str, Any]) -> str:
     first = entry["first_layers"]
     words += [] if first is None else [f"{counted(first, 'layer')} in the first stage"]
     words += [] if entry["scatter_gather"] else ["no scatter/gather"]
-    if entry["zero"]:
+    if covers_state(entry["zero"]):
         group = "" if entry["shard_group"] == "all" else f" in groups of {entry['shard_group']}"
         words.append(f"ZeRO {entry['zero']}{group}")
     words += [] if entry["offload"] == "none" else [f"offload {entry['offload']}"]

@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import combine
+from ptdmpi.comm.communicator import Exchanged, combine
 from ptdmpi.comm.nccl.library import Described
 from ptdmpi.comm.nccl.wire import NcclCommunicator
 from ptdmpi.comm.traits import WireError
@@ -204,6 +204,18 @@ class Connected:
             combine(pieces, "sum", result)
 
         stream.put(f"reduce_scatter on {self.name}", work)
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Queue) -> None:
+        def work() -> None:
+            pieces = list(parts.pieces(result, flat))
+            leaving, arriving = pieces[self.rank]
+            arriving.copy_(leaving)
+            others = [peer for peer in range(len(pieces)) if peer != self.rank]
+            arrive = [self._received(pieces[k][1], k) for k in others if pieces[k][1].numel()]
+            leave = [self._sent(pieces[k][0], k) for k in others if pieces[k][0].numel()]
+            self._finish(arrive + leave)
+
+        stream.put(f"all_to_all on {self.name}", work)
 
     def broadcast(self, flat: Tensor, root: int, stream: Queue) -> None:
         def work() -> None:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from ptdmpi.comm.clock import HOST, Mark
-from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.comm.communicator import Communicator, Exchanged, Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.torch_dist import TorchCommunicator
 from ptdmpi.config import wires as config
@@ -56,6 +56,15 @@ class FastCommunicator(Communicator):
         # not MPI's own: Open MPI 5.0's Ireduce_scatter_block gives wrong sums
         request = self.control.Iallreduce(MPI.IN_PLACE, wide.numpy(), MPI.SUM)
         return Later(request, wide.chunk(self.size)[self.rank], result)
+
+    def _all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        arrived = torch.empty_like(result)
+        size = flat.element_size()
+        request = self.control.Ialltoallv(
+            [_bytes(flat), [size * n for n in parts.sent], MPI.BYTE],
+            [_bytes(arrived), [size * n for n in parts.received], MPI.BYTE],
+        )
+        return Later(request, arrived, result)
 
     def _broadcast(self, flat: Tensor, root: int) -> Handle:
         arrived = flat.detach().clone()

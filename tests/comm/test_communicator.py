@@ -99,12 +99,20 @@ def test_what_is_sent_is_counted(comm, wire):
     axis.all_reduce(torch.ones(0))
     axis.all_gather(torch.ones(2, 3))
     axis.reduce_scatter(torch.ones(n, 3))
+    axis.all_to_all(torch.ones(2 * n, 5))
+    axis.all_to_all(
+        torch.ones(3 * n, dtype=torch.bfloat16),
+        [3 * n * (peer == 0) for peer in range(n)],
+        [3 * n * (comm.rank == 0)] * n,
+    )
     axis.broadcast(torch.ones(7), n - 1)
     axis.barrier()
     axis.greatest([1])
     axis.all_gather_object(1)
     none = dict.fromkeys(KINDS, 0)
     shared = {"all_reduce": 46, "all_gather": n * 24, "reduce_scatter": n * 12, "broadcast": 28}
+    # what a rank sends to itself does not leave it
+    shared["all_to_all"] = (n - 1) * 40 + (comm.rank != 0) * 3 * n * 2
     assert axis.tally.whole_bytes == ({**none, **shared} if n > 1 else none)
     assert axis.tally.messages["all_reduce"] == (2 if n > 1 else 0)
     if n > 1:
@@ -204,6 +212,56 @@ def test_all_gather_and_reduce_scatter(comm, wire, dtype):
         assert torch.equal(whole, kept), "the input belongs to autograd"
 
 
+# Rows that rank a sends to rank b: the same for all, different for all, none at all from some ranks
+# or to some, and none anywhere.
+SPLITS = {
+    "equal": lambda a, b: 3,
+    "uneven": lambda a, b: (2 * a + 3 * b) % 5,
+    "one way": lambda a, b: 700 * (a < b),
+    "nothing": lambda a, b: 0,
+}
+
+
+def numbered(a: int, b: int, rows: int, dtype: torch.dtype) -> Tensor:
+    """The rows that rank a sends to rank b, [rows, 2]."""
+    return values(10 * a + b, 2 * rows, dtype).view(rows, 2)
+
+
+@parallel(ranks=[1, 2, 3, 4, 8])
+@each_dtype
+@each_wire
+def test_all_to_all(comm, wire, dtype):
+    axis, me, everyone = connect(wire, comm), comm.rank, range(comm.size)
+    for name, rows in SPLITS.items():
+        brought = torch.cat([numbered(me, b, rows(me, b), dtype) for b in everyone])
+        kept = brought.clone()
+        sent, received = [rows(me, b) for b in everyone], [rows(a, me) for a in everyone]
+        result = axis.all_to_all(brought, sent, received)
+        expected = torch.cat([numbered(a, me, rows(a, me), dtype) for a in everyone])
+        assert torch.equal(result, expected), name
+        assert torch.equal(brought, kept), "the input belongs to autograd"
+        if name == "equal":
+            assert torch.equal(axis.all_to_all(brought), expected)
+
+
+@parallel(ranks=[2, 4])
+@core_wire
+def test_all_to_all_refuses_rows_that_do_not_fit(comm, wire):
+    axis, n = connect(wire, comm), comm.size
+    rows = torch.ones(n, 2)
+    with pytest.raises(ValueError, match="cannot share dim 0"):
+        axis.all_to_all(torch.ones(n + 1, 2))
+    with pytest.raises(ValueError, match="needs the rows that are sent and those"):
+        axis.all_to_all(rows, [1] * n)
+    for sent in ([1] * (n + 1), [-1, *[1] * (n - 2), 2]):
+        with pytest.raises(ValueError, match="are no numbers of rows for"):
+            axis.all_to_all(rows, sent, [1] * n)
+    with pytest.raises(ValueError, match=r"cannot send .* rows of"):
+        axis.all_to_all(rows, [2] * n, [2] * n)
+    with pytest.raises(ValueError, match=r"cannot send .* and receive"):
+        axis.all_to_all(rows, [1] * n, [2] * n)
+
+
 @parallel(ranks=[2, 4])
 @each_wire
 def test_reduce_scatter_needs_a_multiple_of_the_ranks(comm, wire):
@@ -262,21 +320,23 @@ def test_done_turns_true_when_the_message_is_here(comm, wire):
 def test_collectives_are_begun_and_waited_for(comm, wire):
     """Several at once, awaited in another order; what they leave is that of the blocking ones."""
     axis = connect(wire, comm)
-    brought = [values(comm.rank, 4 * comm.size, torch.float32) * (i + 1) for i in range(3)]
+    brought = [values(comm.rank, 4 * comm.size, torch.float32) * (i + 1) for i in range(4)]
     expected = [
         axis.all_reduce(brought[0].clone()),
         axis.all_gather(brought[1].clone()),
         axis.reduce_scatter(brought[2].clone()),
+        axis.all_to_all(brought[3].clone()),
     ]
     summed = axis.all_reduce_begin(brought[0])
     gathered, arrived = axis.all_gather_begin(brought[1])
     part, scattered = axis.reduce_scatter_begin(brought[2])
+    dealt, exchanged = axis.all_to_all_begin(brought[3])
     if comm.size > 1 and wire == "mpi":
-        assert all(handle is DONE for handle in (summed, arrived, scattered))
-    for handle in (scattered, summed, arrived):
+        assert all(handle is DONE for handle in (summed, arrived, scattered, exchanged))
+    for handle in (exchanged, scattered, summed, arrived):
         handle.wait()
         assert handle.done()
-    for found, known in zip((brought[0], gathered, part), expected, strict=True):
+    for found, known in zip((brought[0], gathered, part, dealt), expected, strict=True):
         assert torch.equal(found, known)
 
 
@@ -318,6 +378,7 @@ def test_tensors_that_are_not_contiguous_are_refused(comm, wire):
     axis = connect(wire, comm)
     crossed = torch.zeros(4, 6).t()
     calls = [axis.all_reduce, axis.all_gather, axis.reduce_scatter, axis.broadcast]
+    calls.append(axis.all_to_all)
     calls += [lambda x: axis.isend(x, 0), lambda x: axis.irecv(x, 0)]
     for call in calls:
         with pytest.raises(ValueError, match="must be contiguous"):
@@ -330,6 +391,7 @@ def test_empty_tensors_and_objects(comm, wire):
     axis = connect(wire, comm)
     assert axis.all_reduce(torch.empty(0)).shape == (0,)
     assert axis.all_gather(torch.empty(0, 3)).shape == (0, 3)
+    assert axis.all_to_all(torch.empty(0, 3)).shape == (0, 3)
     assert axis.all_gather_object({"rank": comm.rank}) == [{"rank": r} for r in range(comm.size)]
     assert axis.broadcast_object((comm.rank, "x"), comm.size - 1) == (comm.size - 1, "x")
     axis.barrier()
@@ -342,6 +404,7 @@ def test_one_rank_hands_the_tensor_back(comm, wire):
     x = torch.arange(4.0)
     for call in (axis.all_reduce, axis.all_gather, axis.reduce_scatter, axis.broadcast):
         assert call(x) is x
+    assert axis.all_to_all(x) is x and axis.all_to_all(x, [4], [4]) is x
     assert torch.equal(x, torch.arange(4.0))
 
 
@@ -350,6 +413,7 @@ OPERATIONS = {
     "all_reduce max": test_all_reduce_max,
     "gathers and scatters": test_all_gather_and_reduce_scatter,
     "in place": test_all_gather_and_reduce_scatter_in_place,
+    "all_to_all": test_all_to_all,
     "broadcast": test_broadcast,
     "messages": test_messages_arrive_in_order,
 }

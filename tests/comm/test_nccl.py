@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ptdmpi.comm.communicator import Exchanged
 from ptdmpi.comm.nccl import library as real
 from ptdmpi.comm.nccl.wire import NcclCommunicator
 from ptdmpi.comm.traits import WireError
@@ -251,6 +252,9 @@ def test_without_libnccl_the_reason_is_clear():
         assert real.told().startswith("nccl4py, but no libnccl: ")
 
 
+NAMES = ("NCCLConfig", "UniqueId", "SUM", "MAX")  # of nccl.core, besides its communicator
+
+
 class Signed:
     """A communicator of nccl4py that takes what its own methods take, and does nothing."""
 
@@ -277,12 +281,29 @@ class Signed:
         return call
 
 
+class Grouped:
+    """`nccl.core.group`, as a context that counts how often it is entered."""
+
+    entered = 0
+
+    def __call__(self):
+        return self
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, *raised):
+        return False
+
+
 @NCCL4PY
 def test_every_call_is_one_that_nccl4py_takes():
     core = real.importlib.import_module("nccl.core")
     signed, flat, stream = Signed(core), torch.ones(2), object()
-    known = {name: getattr(core, name) for name in ("NCCLConfig", "UniqueId", "SUM", "MAX")}
+    known = {name: getattr(core, name) for name in NAMES}
     library = object.__new__(real.Nccl)
+    assert list(inspect.signature(core.group).parameters) == []
+    known["group"] = group = Grouped()
     library.device, library.core = "cuda:0", SimpleNamespace(Communicator=signed, **known)
     with patch.object(torch.cuda, "set_device"):
         for name in ("tensor", "pair 0->1"):
@@ -296,6 +317,9 @@ def test_every_call_is_one_that_nccl4py_takes():
         connection.all_reduce(flat, op, stream)
     connection.all_gather(flat, flat, stream)
     connection.reduce_scatter(flat, flat, stream)
+    connection.all_to_all(flat, flat, Exchanged([2, 0], [0, 2]), stream)
+    assert signed.called[-2:] == ["send", "recv"], "empty parts do not travel"
+    assert group.entered == 1, "all at once, or two ranks may wait in a circle"
     connection.broadcast(flat, 1, stream)
     connection.send(flat, 1, stream)
     connection.receive(flat, 1, stream)

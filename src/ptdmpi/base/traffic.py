@@ -7,6 +7,7 @@ Rajbhandari et al. 2020, arXiv 1910.02054, section 7, who let n be large: 2 x fo
     all_reduce      2 x (n - 1) / n     each rank brings x bytes
     all_gather        x (n - 1) / n     x are gathered on each rank
     reduce_scatter    x (n - 1) / n     each rank brings x bytes
+    all_to_all        x                 counted where it is sent, without the rank's own part of it
     broadcast         x                 counted on every rank of the group: each passes it on
     send              x                 counted where it is sent
     neighbours        x                 counted where it is sent, once for each who receives it
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 # How often the bytes of a collective leave each rank, but for the rank's own n-th part of them.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-KINDS = (*PASSES, "broadcast", "send", "neighbours")
+KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
 
 def _none() -> dict[str, int]:

@@ -8,8 +8,10 @@ A collective may be begun and waited for later: `all_reduce_begin(x)` returns a 
 does not need x goes on meanwhile. Every rank of a group begins the same ones in the same order.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -46,6 +48,19 @@ class _Done:
 
 
 DONE: Handle = _Done()
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The parts of an all-to-all as one rank sees them: how many elements of its flat tensor it
+    sends to each rank, and how many elements of its flat result come from each rank."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    def pieces(self, result: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (what goes to a rank, what comes from it) for each rank: views of the tensors."""
+        return zip(flat.split(list(self.sent)), result.split(list(self.received)), strict=True)
 
 
 class Communicator(WireTraits, ABC):
@@ -117,6 +132,68 @@ class Communicator(WireTraits, ABC):
         result = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         flat = tensor.view(-1)
         return result, self._begin("reduce_scatter", self._reduce_scatter, result.view(-1), flat)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Exchange rows: the first `sent[0]` rows of `tensor`, [rows, ...], go to rank 0, and on.
+
+        Returns the `received[k]` rows of each rank k, rank after rank. What one rank sends to
+        another must be what that one receives from it; both may be 0. Without `sent` and `received`
+        every rank has equally many rows for each. Raises ValueError where the counts do not fit.
+        """
+        result, handle = self.all_to_all_begin(tensor, sent, received)
+        handle.wait()
+        return result
+
+    def all_to_all_begin(
+        self,
+        tensor: Tensor,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Handle]:
+        """Begin `all_to_all`; its result is complete once the handle was waited for."""
+        _require(tensor)
+        sent, received = self._rows(tensor, sent, received)
+        if self.size == 1:
+            return tensor, DONE
+        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        row = math.prod(tensor.shape[1:])
+        parts = Exchanged([row * n for n in sent], [row * n for n in received])
+        # a rank that has nothing to send or to receive still takes part: others may exchange
+        leaving_bytes = tensor.nbytes - parts.sent[self.rank] * tensor.element_size()
+        handle = self._begin(
+            "all_to_all",
+            self._all_to_all,
+            result.view(-1),
+            tensor.view(-1),
+            parts,
+            counted_bytes=leaving_bytes,
+        )
+        return result, handle
+
+    def _rows(
+        self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """The rows for each rank and from each rank; without either of them, equal parts."""
+        if sent is None and received is None:
+            self._has_parts(tensor)
+            equal = [tensor.shape[0] // self.size] * self.size
+            return equal, equal
+        if sent is None or received is None:
+            raise ValueError("all_to_all needs the rows that are sent and those that are received")
+        for counts in (sent, received):
+            if len(counts) != self.size or min(counts) < 0:
+                raise ValueError(f"{list(counts)} are no numbers of rows for {self.size} ranks")
+        if sum(sent) != tensor.shape[0] or sent[self.rank] != received[self.rank]:
+            raise ValueError(
+                f"rank {self.rank} of {self.size} cannot send {list(sent)} rows of "
+                f"{tuple(tensor.shape)} and receive {list(received)}"
+            )
+        return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
         """Begin to fill `whole`, [size n, ...]: part k of it is what rank k has there."""
@@ -209,11 +286,22 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         return result
 
-    def _begin(self, name: str, work: Callable[..., Handle], *arguments: Any) -> Handle:
-        """Begin the collective `name`, one of the kinds that are counted, on flat tensors."""
-        # the greatest is the whole: of a gather what comes of it, of a scatter what goes into it
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
-        self.tally.add(name, max(one.nbytes for one in tensors))
+    def _begin(
+        self,
+        name: str,
+        work: Callable[..., Handle],
+        *arguments: Any,
+        counted_bytes: int | None = None,
+    ) -> Handle:
+        """Begin the collective `name`, one of the kinds that are counted, on flat tensors.
+
+        `counted_bytes` is what the tally counts; None: the largest of the tensors, which is the
+        whole result of a gather and the whole input of a scatter.
+        """
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if counted_bytes is None:
+            counted_bytes = max(tensor.nbytes for tensor in tensors)
+        self.tally.add(name, counted_bytes)
         handle = self.timed(name, work, *arguments)
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
@@ -228,6 +316,9 @@ class Communicator(WireTraits, ABC):
 
     @abstractmethod
     def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle: ...
 
     @abstractmethod
     def _broadcast(self, flat: Tensor, root: int) -> Handle: ...
@@ -338,7 +429,8 @@ class OneRank(Communicator):
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")
 
-    _all_reduce = _all_gather = _reduce_scatter = _broadcast = _isend = _irecv = _never
+    _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _never
+    _isend = _irecv = _never
 
 
 def _require(tensor: Tensor) -> Tensor:

@@ -6,13 +6,21 @@ algorithm. Tensors of another device are staged through the host.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import DONE, Communicator, Handle, Neighbourhood, combine
+from ptdmpi.comm.communicator import (
+    DONE,
+    Communicator,
+    Exchanged,
+    Handle,
+    Neighbourhood,
+    combine,
+)
 
 # Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
 DIRECT_BYTES = 32 * 1024
@@ -30,6 +38,13 @@ def _bytes(flat: Tensor) -> np.ndarray:
 def _host_room(flat: Tensor) -> Tensor:
     """The tensor itself, or of a device's, which is overwritten whole, room for it."""
     return flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
+
+
+def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
+    """Parts of so many elements, one after the other, as MPI wants them: (sizes, places), bytes."""
+    sizes = [count * like.element_size() for count in counts]
+    places = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return (sizes, places), MPI.BYTE
 
 
 class _Request:
@@ -145,6 +160,17 @@ class MpiCommunicator(Communicator):
             else:
                 combine(arrived, "sum", arrived[0])
                 total.copy_(arrived[0])
+        return DONE
+
+    def _all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        brought = flat.cpu()
+        host = _host_room(result)
+        self.control.Alltoallv(
+            [_bytes(brought), *_ranges(parts.sent, flat)],
+            [_bytes(host), *_ranges(parts.received, flat)],
+        )
+        if host is not result:
+            result.copy_(host)
         return DONE
 
     def _broadcast(self, flat: Tensor, root: int) -> Handle:

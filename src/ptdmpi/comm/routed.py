@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ptdmpi.comm.clock import HOST, Clock
-from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.comm.communicator import Communicator, Exchanged, Handle
 
 if TYPE_CHECKING:  # the import initialises MPI
     from mpi4py import MPI
@@ -28,6 +28,8 @@ class Carrier(Protocol):
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle: ...
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle: ...
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle: ...
 
     def broadcast(self, flat: Tensor, root: int) -> Handle: ...
 
@@ -93,6 +95,11 @@ class RoutedCommunicator(Communicator):
         if (carrier := self._reaching(flat)) is None:
             return self.host._reduce_scatter(result, flat)
         return carrier.reduce_scatter(result, flat.detach())
+
+    def _all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        if (carrier := self._reaching(flat)) is None:
+            return self.host._all_to_all(result, flat, parts)
+        return carrier.all_to_all(result, flat.detach(), parts)
 
     def _broadcast(self, flat: Tensor, root: int) -> Handle:
         if (carrier := self._reaching(flat)) is None:

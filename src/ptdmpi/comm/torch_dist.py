@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.communicator import Exchanged, Handle
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.routed import Pair, RoutedCommunicator
 from ptdmpi.comm.store import MpiStore
@@ -190,6 +190,19 @@ class TorchCarrier:
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         return Begun(_scatter(result, flat, group=self.whole, async_op=True))
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        # as bytes: not every library has every type
+        size = flat.element_size()
+        work = dist.all_to_all_single(
+            result.view(torch.uint8),
+            flat.view(torch.uint8),
+            [size * count for count in parts.received],
+            [size * count for count in parts.sent],
+            group=self.whole,
+            async_op=True,
+        )
+        return Begun(work)
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
         work = dist.broadcast(flat, self.ranks[root], group=self.whole, async_op=True)

@@ -51,6 +51,30 @@ def test_reduce_scatter_and_all_gather_make_an_all_reduce(machine):
     assert both - REACHED.collective_s == pytest.approx(machine.all_reduce_s(1 << 28, Group(8, 8)))
 
 
+def test_all_to_all_closed_form(machine):
+    """A pairwise exchange: n - 1 parts of 1/n, inside a node over its links, out of it over each
+    rank's share of the adapters, both at once."""
+    size, rate = 1 << 28, NODE.link_bytes_per_s * REACHED.link_fraction
+    inside_s = 7 * (REACHED.link_step_s + size / 8 / rate)
+    assert machine.all_to_all_s(size, Group(8, 8)) == pytest.approx(REACHED.collective_s + inside_s)
+    assert machine.all_to_all_s(size, Group(1, 1)) == 0.0
+    adapter = min(1.0, NODE.adapters / NODE.devices) * NODE.adapter_bytes_per_s
+    outside_s = 24 * (machine.network_step_s + size / 32 / adapter)
+    expected = REACHED.collective_s + outside_s
+    assert machine.all_to_all_s(size, Group(32, 8)) == pytest.approx(expected)
+    # one rank of each of four nodes: other groups choose the same adapters
+    shared = adapter / SELENE.software.groups_per_adapter
+    alone_s = 3 * (machine.network_step_s + size / 4 / shared)
+    expected = REACHED.collective_s + alone_s
+    assert machine.all_to_all_s(size, Group(4, 1)) == pytest.approx(expected)
+    # of fast adapters the links inside the node are what it waits for
+    node = NODE.model_copy(update={"adapter_bytes_per_s": 1e15, "link_bytes_per_s": 1e9})
+    slow = Machine(SELENE.model_copy(update={"node": node}), "fp16", 2)
+    inside_s = 7 * (REACHED.link_step_s + size / 16 / slow.link_rate)
+    expected = REACHED.collective_s + inside_s
+    assert slow.all_to_all_s(size, Group(16, 8)) == pytest.approx(expected)
+
+
 def test_groups_share_the_adapters_of_a_node(machine):
     """All eight adapters for a group that fills its nodes, one for each of eight groups; under the
     NCCL of 2021 pairs of groups take the same four."""

@@ -124,9 +124,13 @@ def test_groups_of_other_sizes_take_more_steps_and_ring_bytes():
     # past the largest the rate stays
     assert machine.all_reduce_s(1e8, Group(2, 2)) == pytest.approx(1e-3 + 0.2 - 1e-3)
     assert machine.send_s(1e3, crosses_nodes=False) == pytest.approx(1e-3)
-    assert machine.all_gather_s(1e6, Group(1, 1)) == 0.0
-    with pytest.raises(InputError, match="on one node of 4 ranks"):
-        machine.all_reduce_s(1e6, Group(8, 4))
+    # an exchange is three messages of a quarter of the bytes
+    message_s = machine.send_s(2.5e5, crosses_nodes=False)
+    assert machine.all_to_all_s(1e6, Group(4, 4)) == pytest.approx(3 * message_s)
+    assert machine.all_gather_s(1e6, Group(1, 1)) == machine.all_to_all_s(1e6, Group(1, 1)) == 0.0
+    for collective_s in (machine.all_reduce_s, machine.all_to_all_s):
+        with pytest.raises(InputError, match="on one node of 4 ranks"):
+            collective_s(1e6, Group(8, 4))
 
 
 def test_more_ranks_than_were_measured_are_refused():

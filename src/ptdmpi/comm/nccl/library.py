@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ptdmpi.comm.communicator import Exchanged
+
 PAIR_CTAS = 4  # thread blocks of a message between two ranks: more take them from the computes
 
 
@@ -45,6 +47,8 @@ class Connection(Protocol):
     def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None: ...
 
     def broadcast(self, flat: Tensor, root: int, stream: Any) -> None: ...
 
@@ -146,6 +150,15 @@ class NcclConnection:
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
         self.communicator.reduce_scatter(flat, result, self.core.SUM, stream=stream)
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
+        # grouped, all messages run at once: one after the other two ranks could wait in a circle
+        with self.core.group():
+            for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
+                if leaving.numel():
+                    self.communicator.send(leaving, peer, stream=stream)
+                if arriving.numel():
+                    self.communicator.recv(arriving, peer, stream=stream)
 
     def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
         self.communicator.broadcast(flat, flat, root, stream=stream)

@@ -13,12 +13,13 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.communicator import Exchanged, Handle
 from ptdmpi.comm.nccl.library import Connection, Described, Event, Library, Nccl
 from ptdmpi.comm.routed import Pair, RoutedCommunicator
 from ptdmpi.comm.traits import WireError
 from ptdmpi.config import InputError, SharedInputError
 
+Argument = Tensor | Exchanged | str | int  # of an operation of the library
 ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
@@ -57,7 +58,7 @@ class Line:
         self._placed: deque[_Placed] = deque()
         self._failed = ""
 
-    def begin(self, what: str, work: Callable[..., None], *arguments: Tensor | str | int) -> Handle:
+    def begin(self, what: str, work: Callable[..., None], *arguments: Argument) -> Handle:
         """Put `work` into the stream, behind all that this rank has computed."""
         tensors = [one for one in arguments if isinstance(one, Tensor)]
         label = f"{what} of {max(one.nbytes for one in tensors)} bytes on {self.name}"
@@ -129,6 +130,10 @@ class NcclCarrier:
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         work = self.whole.connection.reduce_scatter
         return self.whole.begin("reduce_scatter", work, result, flat)
+
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        work = self.whole.connection.all_to_all
+        return self.whole.begin("all_to_all", work, result, flat, parts)
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
         return self.whole.begin("broadcast", self.whole.connection.broadcast, flat, root)

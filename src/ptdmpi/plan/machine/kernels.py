@@ -216,6 +216,26 @@ class Machine:
         moved_s = steps / group.ranks * summed_bytes / self.ring_rate(group)
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
+    def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
+        """Seconds in which each rank gives every rank 1/n of the bytes that it brings, and gets as
+        much: a pairwise exchange (Thakur et al. 2005), n - 1 steps. What stays in the node and what
+        leaves it travel at once."""
+        if group.ranks == 1:
+            return 0.0
+        reached = self.cluster.efficiency
+        part_bytes = brought_bytes / group.ranks
+        inside = min(group.ranks, group.per_node) - 1
+        inside_s = inside * (reached.link_step_s + part_bytes / self.link_rate)
+        outside = group.ranks - 1 - inside
+        if not outside:
+            return reached.collective_s + inside_s
+        # every rank of a node sends at once: each has its share of the adapters
+        rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
+        if group.per_node < self.cluster.node.devices:
+            rate /= self.cluster.software.groups_per_adapter
+        outside_s = outside * (self.network_step_s + part_bytes / rate)
+        return reached.collective_s + max(inside_s, outside_s)
+
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
         """One message to one rank, while all ranks of a node send at once."""
         reached = self.cluster.efficiency

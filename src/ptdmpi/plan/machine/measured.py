@@ -146,6 +146,18 @@ class MeasuredMachine(Machine):
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
         return self._message_s("all_reduce", summed_bytes, group)
 
+    def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
+        """n - 1 measured messages, each of 1/n of the bytes, one after the other."""
+        part_bytes = brought_bytes / max(1, group.ranks)
+        inside = min(group.ranks, group.per_node) - 1
+        outside = group.ranks - 1 - inside
+        taken_s = 0.0
+        if inside:
+            taken_s += inside * self.send_s(part_bytes, crosses_nodes=False)
+        if outside:
+            taken_s += outside * self.send_s(part_bytes, crosses_nodes=True)
+        return taken_s
+
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
         return self._table_s("send", crosses_nodes, message_bytes, 2)
 

@@ -9,7 +9,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model import state
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Portion
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.model.random import initial
 from ptdmpi.model.state import Piece, pieces_of
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -56,7 +56,7 @@ class Placed:
         if hasattr(layer, "named_logical_parameters"):
             named = layer.named_logical_parameters()
         portion = Portion(axis.rank, axis.size)
-        self.buffer = ParameterBuffer(list(named), PRECISIONS[precision], CPU, portion)
+        self.buffer = ParameterBuffer(list(named), data_types(precision), CPU, portion)
         self.whole: dict[str, Tensor] = {}
         for name, entry in self.buffer.entries.items():
             # small, so that the softmaxes of a test are not saturated

@@ -17,7 +17,7 @@ from ptdmpi.model.batch import Batch
 from ptdmpi.model.kernels.attention import attention
 from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.choice import host_ways, written
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.probe.ways import ATTENTION
 from ptdmpi.train.capacity import Memory
@@ -74,7 +74,7 @@ class OurTrainer:
             case.seq_length,
             case.hidden // case.heads,
         )
-        dtype = PRECISIONS[self.row.precision].compute
+        dtype = data_types(self.row.precision).compute
         ways = (*ATTENTION.values(), kernels.HostWays(products=True, keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
         return once * layers * self.microbatches
@@ -90,7 +90,7 @@ class OurTrainer:
                 if weight.dim() == 2 and not name.startswith("embedding."):
                     shapes[weight.shape] += 1
         rows = self.row.case.micro_size * self.row.case.seq_length
-        dtype = PRECISIONS[self.row.precision].compute
+        dtype = data_types(self.row.precision).compute
         if kernels.widens("cpu", dtype):
             dtype = torch.float32
         once = sum(count * _linear_time_s(rows, *shape, dtype) for shape, count in shapes.items())
@@ -99,7 +99,7 @@ class OurTrainer:
 
 def _settled(row: Row, world: World) -> kernels.HostWays:
     """What `ptdmpi train` takes on this machine for such a run."""
-    device, dtype = torch.device("cpu"), PRECISIONS[row.precision].compute
+    device, dtype = torch.device("cpu"), data_types(row.precision).compute
     memory = Memory(row.config, row.case.vocab_size, world, device)
     here = written(kernels.measured_ways(dtype, {}))
     return host_ways(memory.settle(here, lambda line: None))

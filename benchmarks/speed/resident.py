@@ -19,7 +19,7 @@ from ptdmpi.config import Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
@@ -49,7 +49,7 @@ def main() -> None:
         run |= {"adapt": {"method": "lora", "rank": asked.lora}}
         run |= {"quantize": {"weights": asked.base}}
     config = synthetic_config(layout, model, **run)
-    compute = PRECISIONS[asked.precision].compute
+    compute = data_types(asked.precision).compute
     some = torch.ones(256, 256, dtype=compute)
     some @ some  # what libraries take once is theirs
     axes = world.split(grid_of(config))

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.base.box import Box
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Portion
 from ptdmpi.model.parameters import (
-    PRECISIONS,
     Declaration,
     Split,
+    data_types,
     declare,
 )
 from ptdmpi.plan.shape.parameters import ALIGNMENT
@@ -89,7 +90,7 @@ def named(size: int):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_initial_weights_are_the_same_in_every_layout(size, precision):
     for rank in range(size):
-        buffer = ParameterBuffer(named(size), PRECISIONS[precision], CPU, Portion(rank, size))
+        buffer = ParameterBuffer(named(size), data_types(precision), CPU, Portion(rank, size))
         buffer.initialise(42)
         for name, entry in buffer.entries.items():
             shape, init = entry.declaration.shape, entry.declaration.init
@@ -105,9 +106,9 @@ def test_initial_weights_are_the_same_in_every_layout(size, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_parameters_are_views_of_the_buffers(precision):
     parameters = named(1)
-    buffer = ParameterBuffer(parameters, PRECISIONS[precision], CPU, Portion())
+    buffer = ParameterBuffer(parameters, data_types(precision), CPU, Portion())
     buffer.initialise(1)
-    types = PRECISIONS[precision]
+    types = data_types(precision)
     assert (buffer.masters[0].dtype, buffer.gradients.dtype) == (types.master, types.master)
     spans = []
     for name, parameter in parameters:
@@ -136,7 +137,7 @@ def test_weight_decay_is_for_matrices():
 
 def test_autograd_adds_to_main_grad_in_float32():
     parameters = [("gain", declare(1, (6,), "ones"))]
-    buffer = ParameterBuffer(parameters, PRECISIONS["bf16"], CPU, Portion())
+    buffer = ParameterBuffer(parameters, data_types("bf16"), CPU, Portion())
     buffer.initialise(0)
     ((_, gain),) = parameters
     for factor in (256.0, 1.0, 1.0):  # bfloat16 would stay at 256
@@ -148,7 +149,7 @@ def test_autograd_adds_to_main_grad_in_float32():
 def test_a_name_that_occurs_twice_is_one_weight_with_two_gradients():
     tables = [declare(1, (11, 6), 0.3), declare(1, (11, 6), 0.3)]
     buffer = ParameterBuffer(
-        [("t", tables[0]), ("t", tables[1])], PRECISIONS["fp32"], CPU, Portion()
+        [("t", tables[0]), ("t", tables[1])], data_types("fp32"), CPU, Portion()
     )
     assert list(buffer.entries) == ["t"]
     assert tables[0].data_ptr() == tables[1].data_ptr()

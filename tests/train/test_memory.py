@@ -10,7 +10,7 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels, random
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.kept import working
 from ptdmpi.plan.cost.memory import MemoryModel
@@ -61,7 +61,7 @@ def check(comm, changes) -> None:
     """Kept by a forward, peak of a step's ops, and state, of every rank."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
     rank = engine.axes["pipeline"].rank
-    compute = PRECISIONS[engine.config.precision.compute].compute
+    compute = data_types(engine.config.precision.compute).compute
     layout, m = engine.config.layout, engine.config.microbatches
     memory = MemoryModel.of(engine.config, VOCAB_SIZE, kernels.widens("cpu", compute))
     foreseen = memory.peak(layout, rank, m)

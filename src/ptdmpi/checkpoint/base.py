@@ -13,10 +13,10 @@ from ptdmpi.checkpoint.load import drawn, load_frozen, on_root
 from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, InputError, SharedInputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.lineage.adapted import Base
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import WEIGHTS, State
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit, frozen_layer
 from ptdmpi.plan.shape.parameters import task_head
 
@@ -66,7 +66,7 @@ def base_told(config: Config) -> Iterator[str]:
     elements, packed = (config.model.layers * count for count in frozen_layer(config.model, 1))
     yield (
         f"the frozen base stays in {_words(form)}: its layers' matrices take {file_size(packed)}, "
-        f"which would be {file_size(elements * COMPUTE_BYTES[compute])} in {compute}"
+        f"which would be {file_size(elements * PRECISIONS[compute].compute.bytes)} in {compute}"
     )
 
 

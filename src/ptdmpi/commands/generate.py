@@ -9,6 +9,7 @@ import click
 
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.terminal.program import Command, mendable_paths
 from ptdmpi.terminal.say import note
 
@@ -21,7 +22,7 @@ EMA = click.option("--ema", is_flag=True, help="The weights' average (optimizer.
 SHARED = (
     click.option("--adapter", type=FILE, help="Adapters over RUN: their run or checkpoint."),
     click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
-    click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"])),
+    click.option("--precision", type=click.Choice(list(PRECISIONS))),
     EMA,
     click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),

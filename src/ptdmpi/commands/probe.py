@@ -12,6 +12,7 @@ from ptdmpi.base.heap import keep_freed
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.terminal.program import Command
 
 
@@ -20,7 +21,7 @@ from ptdmpi.terminal.program import Command
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per rank.")
 @click.option(
     "--precision",
-    type=click.Choice(["fp16", "bf16", "fp32", "fp64"]),
+    type=click.Choice(list(PRECISIONS)),
     default="fp32",
     show_default=True,
     help="Type of weights and activations.",

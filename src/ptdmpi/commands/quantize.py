@@ -11,6 +11,7 @@ from ptdmpi.comm import launch
 from ptdmpi.commands.generate import EMA
 from ptdmpi.config import InputError
 from ptdmpi.config.legality import CodesName
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.terminal.program import Command, mendable_paths
 
@@ -32,7 +33,7 @@ SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.option("--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {SAMPLES}].")
 @click.option("--length", type=click.IntRange(2), help="gptq: their tokens [default: seq_length].")
 @click.option("--evaluate", multiple=True, type=PATH, help="Token shards: perplexity, both sides.")
-@click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Of that.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of that.")
 @EMA
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:

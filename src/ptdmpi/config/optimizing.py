@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.methods import DIFFERING
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (
     DataParallelConfig,
@@ -35,9 +36,11 @@ def optimizer_rules(sections: Mapping[str, Section]) -> Iterator[str]:
     yield from _optimizer_keys(optimizer)
     if optimizer.has_matrices:
         yield from _matrix_rules(sections)
-    narrow = isinstance(precision, PrecisionConfig) and precision.compute in ("bf16", "fp16")
+    has_masters = (
+        isinstance(precision, PrecisionConfig) and PRECISIONS[precision.compute].has_masters
+    )
     offloads = isinstance(parallel, ParallelConfig) and parallel.offload != "none"
-    if offloads and not optimizer.moments and not narrow:
+    if offloads and not optimizer.moments and not has_masters:
         yield (
             'parallel.offload: optimizer.kind = "sgd" without momentum keeps nothing of a '
             'parameter but its weight; legal: offload = "none"'

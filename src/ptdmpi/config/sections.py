@@ -11,6 +11,7 @@ from ptdmpi.config.layout import Layout, default_schedule
 from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
 from ptdmpi.config.methods import CompressorName, FeedbackName, MethodName, kept_by
 from ptdmpi.config.model import MASK_FRACTION, ModelConfig, QuantizeConfig
+from ptdmpi.config.precision import PRECISIONS, PrecisionName
 from ptdmpi.config.section import (
     MOST_BATCH,
     DirectoryName,
@@ -135,14 +136,14 @@ class BatchConfig(Section):
 class PrecisionConfig(Section):
     """Type of weights and activations; masters and gradients are float32 (fp64: float64)."""
 
-    compute: Literal["bf16", "fp16", "fp32", "fp64"] = "fp32"
+    compute: PrecisionName = "fp32"
     initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
     loss_scale_window: Positive = 1000
 
     @property
     def scales_loss(self) -> bool:
         """Whether small gradients would vanish in the type, so that the loss is scaled."""
-        return self.compute == "fp16"
+        return PRECISIONS[self.compute].scales_loss
 
 
 class RecomputeConfig(Section):

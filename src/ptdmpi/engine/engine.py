@@ -27,7 +27,7 @@ from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import compiler
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
@@ -106,7 +106,7 @@ class Engine:
         self.place = Place() if place is None else place
         self.device = torch.device(device)
         model, pipeline = config.model, axes["pipeline"]
-        precision = PRECISIONS[config.precision.compute]
+        precision = data_types(config.precision.compute)
         axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
@@ -318,7 +318,7 @@ def _buffer(
         apart = portion.shards_gradients or config.data_parallel.overlap or overlaps
         return place_of(name) if apart else ALL
 
-    precision, storage = PRECISIONS[config.precision.compute], storage_of(config, device)
+    precision, storage = data_types(config.precision.compute), storage_of(config, device)
     buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
     if portion.shards_gradients:
         parameters = [parameter for _, parameter in named]

@@ -84,8 +84,7 @@ class Muon:
     ) -> None:
         """`matrices`: those that this rank holds a part of."""
         self.config, self.matrices, self.tensor = config, matrices, tensor
-        wide = buffer.precision.master == torch.float64
-        self.dtype = torch.float64 if wide else torch.bfloat16
+        self.dtype = buffer.precision.iteration
         every = [entry for entry in buffer.entries.values() if is_matrix(config, entry)]
         boxes = {entry.name: matrices_of(entry.declaration) for entry in every}
         costs = {name: effort(box.size for box in some) for name, some in boxes.items()}

@@ -32,7 +32,7 @@ from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
 from ptdmpi.model.loss import token_log_probabilities
-from ptdmpi.model.parameters import PRECISIONS, Precision
+from ptdmpi.model.parameters import DataTypes, data_types
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -238,10 +238,10 @@ def open_inference(
     axes = world.split(grid_of(config), wire_named(device=device))
     placed = schedules.placement("forward", config.parallel.pipeline, 1)
     stages = new_stages(config, axes, stored.vocab_size, placed)
-    compute = PRECISIONS[config.precision.compute].compute
+    compute = data_types(config.precision.compute).compute
     buffer = ParameterBuffer(
         [one for stage in stages.values() for one in stage.named_logical_parameters()],
-        Precision(compute, compute),  # nothing is updated: no masters beside the weights
+        DataTypes(compute, compute),  # nothing is updated: no masters beside the weights
         device,
         Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,

@@ -29,7 +29,7 @@ from ptdmpi.lineage.judge import Before
 from ptdmpi.lineage.trained_on import TrainedOn
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Portion
-from ptdmpi.model.parameters import PRECISIONS, Declaration
+from ptdmpi.model.parameters import Declaration, data_types
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -222,7 +222,7 @@ def loaded_layer(
     """One layer of a model on the host with its weights, and what stands before the first or after
     the last; in the type of `config`, which is fp32 or fp64. Raises Damaged."""
     stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
-    host, precision = torch.device("cpu"), PRECISIONS[config.precision.compute]
+    host, precision = torch.device("cpu"), data_types(config.precision.compute)
     named = stage.named_logical_parameters()
     buffer = ParameterBuffer(named, precision, host, Portion(), trains=False)
     for name, entry in buffer.entries.items():

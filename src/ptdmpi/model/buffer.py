@@ -14,7 +14,7 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.flat import ALL, FlatOrder, OwnPart, Portion, Unit
 from ptdmpi.model.low_bit.held import InFewBits
-from ptdmpi.model.parameters import Entry, Parameter, Precision
+from ptdmpi.model.parameters import DataTypes, Entry, Parameter
 from ptdmpi.model.random import initial
 
 
@@ -54,7 +54,7 @@ class ParameterBuffer(FlatOrder):
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
-        precision: Precision,
+        precision: DataTypes,
         device: torch.device,
         portion: Portion,
         unit_of: Callable[[str], str] = lambda name: ALL,

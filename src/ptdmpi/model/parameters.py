@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.base.box import Box
+from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
 from ptdmpi.plan.shape.low_bit import LowBit
 
@@ -190,16 +191,22 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Types of the weights and activations (`compute`), and of masters and gradients (`master`)."""
+class DataTypes:
+    """The types of a precision, as torch has them: of the weights and activations (`compute`), of
+    masters and gradients (`master`), and of Muon's products (`iteration`)."""
 
     compute: torch.dtype
     master: torch.dtype
+    iteration: torch.dtype = torch.bfloat16
 
 
-PRECISIONS = {
-    "bf16": Precision(torch.bfloat16, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32),
-    "fp32": Precision(torch.float32, torch.float32),
-    "fp64": Precision(torch.float64, torch.float64),
-}
+def dtype_of(number: NumberType) -> torch.dtype:
+    """Return the type of numbers as torch has it."""
+    dtype: torch.dtype = getattr(torch, number.name)
+    return dtype
+
+
+def data_types(precision: str) -> DataTypes:
+    """Return the types of the precision that `precision.compute` names."""
+    row = PRECISIONS[precision]
+    return DataTypes(dtype_of(row.compute), dtype_of(row.master), dtype_of(row.iteration))

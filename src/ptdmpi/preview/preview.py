@@ -18,6 +18,7 @@ from ptdmpi.checkpoint.manifest import sound_manifest
 from ptdmpi.config import Config, DataParallelConfig, InputError
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import stored_numbers
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
@@ -238,7 +239,7 @@ def _status(path: Path) -> dict[str, Any]:
 
 def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
     """Its size, and how often one is written."""
-    element = 8 if config.precision.compute == "fp64" else 4
+    element = PRECISIONS[config.precision.compute].master.bytes
     moments, model = config.optimizer.numbers, config.model
     told = (config.data_parallel, moments, config.data_size)
     size = stored_numbers(*told) * element * parameter_count(model, vocab_size)

@@ -14,10 +14,10 @@ from ptdmpi.base.words import counted
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model.kernels import measured_ways, taken, widens
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.probe import kernels, messages, ways
@@ -65,7 +65,7 @@ def probe(
         effort = CPU_EFFORT if device.type == "cpu" else GPU_EFFORT
     axes = world.split(training_grid(data=world.size), wire_named(device=device))
     bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
-    compute, extent = PRECISIONS[precision].compute, effort.extent
+    compute, extent = data_types(precision).compute, effort.extent
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
@@ -87,7 +87,7 @@ def probe(
             "node": _node(world),
             "software": TRAINER.model_dump()
             | {
-                "gradient_bytes": max(4, COMPUTE_BYTES[precision]),
+                "gradient_bytes": PRECISIONS[precision].master.bytes,
                 "overlap_pipeline": messages.overlaps(bench, world),
                 "wide_products": any(widens(device.type, k) for k in (compute, torch.bfloat16)),
             },

@@ -21,7 +21,7 @@ from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.model.kernels import choice
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
@@ -84,7 +84,7 @@ class Attempt:
         """Settle on all ranks by which kernels it is computed, if anything is trained, as far as
         memory holds what they need."""
         if not self.idle:
-            computing = (device, PRECISIONS[self.config.precision.compute].compute)
+            computing = (device, data_types(self.config.precision.compute).compute)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
             self.ways = choice.agreed(self.world, self.path, computing, before, say, self.own)
             self.course.kernels = self.ways

@@ -16,7 +16,7 @@ import torch
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import widens
 from ptdmpi.model.kernels.choice import Ways, host_ways, written
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
 
@@ -39,9 +39,8 @@ class Memory:
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
         self._asked, self._world, self._on_host = (config, vocab_size), world, device.type == "cpu"
-        # bfloat16 is the type of Muon's products, whatever the layers' is
-        types = (PRECISIONS[config.precision.compute].compute, torch.bfloat16)
-        self._wide = any(widens(device.type, one) for one in types)
+        types = data_types(config.precision.compute)
+        self._wide = any(widens(device.type, one) for one in (types.compute, types.iteration))
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         # for what is offloaded from a device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)

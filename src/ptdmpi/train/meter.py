@@ -22,7 +22,7 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, InputError
 from ptdmpi.engine.engine import Sums
-from ptdmpi.model.parameters import PRECISIONS
+from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 from ptdmpi.sinks.sinks import Past, Sinks
@@ -71,7 +71,7 @@ def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float
     """The dense peak in FLOP/s of the rank in the middle: one denominator of MFU for all ranks.
     None where a rank does not know its own."""
     precision = config.precision.compute
-    mine = peak_flops(device, PRECISIONS[precision].compute, precision)
+    mine = peak_flops(device, data_types(precision).compute, precision)
     every = axes.world.all_gather_object(mine)
     return None if None in every else statistics.median(every)
 

@@ -8,11 +8,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, OptimizerConfig, PrecisionConfig
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.engine import updates
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import Portion
-from ptdmpi.model.parameters import PRECISIONS, declare
+from ptdmpi.model.parameters import data_types, declare
 from ptdmpi.model.state import Counters, Kept, State
 from tests._configs import layout
 from tests._engines import (
@@ -29,7 +30,7 @@ from tests.parallel import parallel
 
 def small_buffer(precision: str = "fp32") -> ParameterBuffer:
     named = [("a", declare(1, (37, 11), 0.1)), ("b", declare(1, (37,), "ones"))]
-    buffer = ParameterBuffer(named, PRECISIONS[precision], CPU, Portion())
+    buffer = ParameterBuffer(named, data_types(precision), CPU, Portion())
     buffer.initialise(0)
     return buffer
 
@@ -65,7 +66,7 @@ def test_update_is_that_of_torch(clip_norm, precision):
         state.changed()
         for tensor, part in zip(flat, parts, strict=True):
             assert torch.equal(buffer.masters[0][part], tensor)
-        assert torch.equal(buffer.weights, buffer.masters[0].to(PRECISIONS[precision].compute))
+        assert torch.equal(buffer.weights, buffer.masters[0].to(data_types(precision).compute))
     assert state.counters.updates == 4
     for kind in config.moments:
         whole = torch.cat([adam.state[tensor][kind] for tensor in flat])

@@ -13,8 +13,9 @@ from functools import cache, cached_property
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, WIDE_BYTES
+from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.cost.kept.operands import operand_bytes
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
 from ptdmpi.plan.layout.messages import RunMethod
@@ -103,8 +104,9 @@ class MemoryModel(StageMemory):
         self.method = method or RunMethod()
         self.low_bit = LowBit.of(model.quantize)  # in which products take the layers' weights
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
-        self.compute_bytes, self.tile = COMPUTE_BYTES[precision], largest_tile(model, vocab_size)
-        self.wide_bytes = max(WIDE_BYTES, self.compute_bytes)
+        self.compute_bytes = PRECISIONS[precision].compute.bytes
+        self.wide_bytes = PRECISIONS[precision].master.bytes
+        self.tile = largest_tile(model, vocab_size)
         self._distinct = cache(lambda *key: _distinct_ranks(self.model, self._splits(key[0]), *key))
         self.likes = cache(lambda *key: _sorts(self.model, self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)

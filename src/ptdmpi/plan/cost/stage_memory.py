@@ -7,9 +7,10 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost.kept import activations, heads, operands, working
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES, Sizes, total_bytes
+from ptdmpi.plan.cost.kept.activations import Sizes, total_bytes
 from ptdmpi.plan.cost.kept.working import LayerBytes
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
@@ -139,7 +140,7 @@ class StageMemory:
         elements, packed = frozen_layer(self.model, tensor)
         layers = self.layer_count(cut, rank)
         in_full = -(-(frozen - layers * elements) // shards)
-        return in_full * COMPUTE_BYTES[self.precision] + layers * packed
+        return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
         """`dealt` of a pipeline rank."""

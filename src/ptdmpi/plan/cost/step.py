@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Sequence
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.cost.data_axis import DataAxis
 from ptdmpi.plan.cost.ends import EndTimes
-from ptdmpi.plan.cost.kept.activations import COMPUTE_BYTES
 from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
@@ -30,7 +30,7 @@ class StepTimes:
         """`method`: how many numbers stand beside a parameter, and what is received into."""
         cluster.device.peak(precision)  # refused here, before anything is made of it
         self.cluster, self.model = cluster, model
-        self.machine = machine_of(cluster, precision, COMPUTE_BYTES[precision])
+        self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
         self.data = DataAxis(self.machine, model)
         self.update = UpdateTimes(self.machine, self.method.moments)

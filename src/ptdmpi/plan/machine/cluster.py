@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
+from ptdmpi.config.precision import PrecisionName
 from ptdmpi.config.presets import DEFAULTS, model_presets
 from ptdmpi.config.section import Positive, Section
 from ptdmpi.plan.machine.amounts import Amount, Delay, NotNegative, PositiveNumber, Triple
@@ -34,7 +35,7 @@ class Device(Section):
     """
 
     name: str
-    peak_flops: dict[Literal["fp16", "bf16", "fp32", "fp64"], Amount]
+    peak_flops: dict[PrecisionName, Amount]
     memory_bytes: Amount
     runtime_bytes: NotNegative = 0.0
     memory_bytes_per_s: Amount

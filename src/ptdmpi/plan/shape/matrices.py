@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
+from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.shape.parameters import Linear, LowRankPair, layer
 
 STEPS = 5  # of the iteration that makes a matrix orthogonal
-HALF_BYTES, WIDE_BYTES = 2, 8  # of its type: bfloat16, and float64 for float64
 
 
 class Whole(NamedTuple):
@@ -48,7 +48,7 @@ def matrix_elements(model: ModelConfig, tensor: int) -> int:
 
 def iteration_bytes(compute_bytes: int) -> int:
     """Bytes of an element in the iteration."""
-    return WIDE_BYTES if compute_bytes == WIDE_BYTES else HALF_BYTES
+    return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
@@ -64,7 +64,7 @@ def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: 
     together; the whole stands beside the iterate, its successor and the products of rows, or beside
     the update and this rank's part of that, widened. `widens`: half types are multiplied in
     float32, both operands and the result of a product beside the iterate."""
-    element, wide = iteration_bytes(compute_bytes), max(4, compute_bytes)
+    element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements
     most = given_bytes(own, compute_bytes) + element * slice_ * (own < slice_)
     if gathered_bytes(whole, tensor, compute_bytes):
@@ -72,7 +72,7 @@ def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: 
     for rows, columns in whole.shapes:
         matrix, short = rows * columns, min(rows, columns)
         iterates = element * (elements + 2 * matrix + short * short)
-        if widens and element == HALF_BYTES:
+        if widens and element == BFLOAT16.bytes:
             iterates = element * (elements + matrix + short * short) + 4 * (2 * matrix + short**2)
         part = min(own, -(-matrix * slice_ // elements))
         moves = element * (elements + matrix) + wide * part * (element < wide)
@@ -82,7 +82,7 @@ def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: 
 
 def given_bytes(own: int, compute_bytes: int) -> int:
     """What putting so many elements of the momentum into the iteration's type takes."""
-    element, wide = iteration_bytes(compute_bytes), max(4, compute_bytes)
+    element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     return own * (wide + element * (element < wide))
 
 

@@ -12,12 +12,12 @@ from functools import cached_property
 
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.legality import RECOMPUTE_MODES
+from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import LowRankPair, Part, Scale
 
-WIDE_BYTES = 4
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+WIDE_BYTES = FLOAT32.bytes
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Sizes:
 
     @property
     def compute_bytes(self) -> int:
-        return COMPUTE_BYTES[self.precision]
+        return PRECISIONS[self.precision].compute.bytes
 
     @property
     def wide_bytes(self) -> int:
         """Bytes of a number in softmaxes, losses and master weights: float32 at least."""
-        return max(WIDE_BYTES, self.compute_bytes)
+        return PRECISIONS[self.precision].master.bytes
 
     @property
     def operand_bytes(self) -> int:

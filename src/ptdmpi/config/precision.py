@@ -1,0 +1,70 @@
+"""The precisions of a run: one row each, read by the model, the planner and the checks.
+
+`precision.compute` names a row. Nothing else lists precisions: what depends on one asks its row for
+the types and their bytes. A new precision is a row here and its name in `PrecisionName`; if its
+products need more than operands of another type (scales, for instance), also a kernel that takes
+them (`ptdmpi.model.kernels`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp64"]
+
+
+class NumberType(NamedTuple):
+    """A type of numbers: its name in torch, and the bytes of one number."""
+
+    name: str
+    bytes: int
+
+
+BFLOAT16 = NumberType("bfloat16", 2)
+FLOAT16 = NumberType("float16", 2)
+FLOAT32 = NumberType("float32", 4)
+FLOAT64 = NumberType("float64", 8)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer's products of matrices are computed.
+
+    `operands`: the type in which both matrices are multiplied; a processor that does not multiply
+    it takes them in the type of the `sums`. `sums`: the type in which the products of two numbers
+    are added up. `scales`: which part of an operand shares a factor that brings it into the range
+    of its type; "none" if the type needs none.
+    """
+
+    operands: NumberType
+    sums: NumberType
+    scales: Literal["none", "tensor", "row"] = "none"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of one run.
+
+    `compute`: of weights and activations. `master`: of master weights, gradients, and the state of
+    the optimizer. `product`: how the layers multiply. `iteration`: of the products by which Muon
+    makes a matrix orthogonal. `scales_loss`: whether small gradients would vanish in the type, so
+    that the loss is scaled.
+    """
+
+    compute: NumberType
+    master: NumberType
+    product: Recipe
+    iteration: NumberType = BFLOAT16
+    scales_loss: bool = False
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether master weights are kept besides the weights, as they are of another type."""
+        return self.compute != self.master
+
+
+PRECISIONS: dict[str, Precision] = {
+    "bf16": Precision(BFLOAT16, FLOAT32, Recipe(BFLOAT16, FLOAT32)),
+    "fp16": Precision(FLOAT16, FLOAT32, Recipe(FLOAT16, FLOAT32), scales_loss=True),
+    "fp32": Precision(FLOAT32, FLOAT32, Recipe(FLOAT32, FLOAT32)),
+    "fp64": Precision(FLOAT64, FLOAT64, Recipe(FLOAT64, FLOAT64), iteration=FLOAT64),
+}

@@ -94,7 +94,7 @@ def prepare(folder: Path) -> None:
 def _shard(folder: Path, tokens: int, seed: int) -> None:
     folder.mkdir()
     ids = np.random.default_rng(seed).integers(0, 52, tokens)
-    with ShardWriter(folder / "shard-00000.h5", "t", "0" * 64, 53, 52) as writer:
+    with ShardWriter(folder / "shard-00000.h5", "t", "0" * 64, vocab_size=53, eod_id=52) as writer:
         writer.write(ids, np.array([tokens]))
 
 

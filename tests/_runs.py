@@ -31,7 +31,7 @@ def shard(folder: Path, tokens: int, seed: int) -> str:
     folder.mkdir()
     ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE - 1, tokens)
     path = folder / "shard-00000.h5"
-    with ShardWriter(path, "t", "0" * 64, VOCAB_SIZE, VOCAB_SIZE - 1) as writer:
+    with ShardWriter(path, "t", "0" * 64, vocab_size=VOCAB_SIZE, eod_id=VOCAB_SIZE - 1) as writer:
         writer.write(ids, np.array([tokens]))
     return str(folder)
 

@@ -34,7 +34,7 @@ def byte_shards(folder: Path, shards: list[list[str]], tokenizer: str = "bytes")
     for number, documents in enumerate(shards):
         ids = [tokens_of(document) for document in documents]
         path = folder / f"shard-{number:05d}.h5"
-        with ShardWriter(path, tokenizer, digest, VOCAB_SIZE, END) as writer:
+        with ShardWriter(path, tokenizer, digest, vocab_size=VOCAB_SIZE, eod_id=END) as writer:
             writer.write(np.concatenate(ids), np.cumsum([len(one) for one in ids]))
     return Dataset(folder)
 

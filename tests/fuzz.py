@@ -81,7 +81,7 @@ def documented(path: Path, read: Callable[[], None]) -> bool:
 
 def _shard_bytes(folder: Path, vocab_size: int) -> bytes:
     path = folder / "good.h5"
-    with ShardWriter(path, "t.json", "ab" * 32, vocab_size, 7) as writer:
+    with ShardWriter(path, "t.json", "ab" * 32, vocab_size=vocab_size, eod_id=7) as writer:
         writer.write(np.arange(900) % 1000, np.array([100, 130, 900]))
     return path.read_bytes()
 
@@ -89,7 +89,7 @@ def _shard_bytes(folder: Path, vocab_size: int) -> bytes:
 def _weighted_bytes(folder: Path) -> bytes:
     """A shard of rows, whose tokens have weights."""
     path = folder / "weighted.h5"
-    with ShardWriter(path, "t.json", "ab" * 32, 1000, 7, 16) as writer:
+    with ShardWriter(path, "t.json", "ab" * 32, vocab_size=1000, eod_id=7, row_length=16) as writer:
         writer.write_row(np.arange(97), np.array([90, 97]), np.arange(97) % 2 > 0)
     return path.read_bytes()
 
@@ -218,7 +218,7 @@ def fuzz_megatron(folder: Path) -> TryOne:
     place, shards = folder / "megatron", folder / "to-export"
     place.mkdir()
     shards.mkdir()
-    with ShardWriter(shards / "a.h5", "t", "0" * 64, 1000, 7) as writer:
+    with ShardWriter(shards / "a.h5", "t", "0" * 64, vocab_size=1000, eod_id=7) as writer:
         tokens = np.arange(900) % 1000
         tokens[[99, 129, 899]] = 7
         writer.write(tokens, np.array([100, 130, 900]))

@@ -33,7 +33,12 @@ from ptdmpi.data.shards import Dataset
 
 PARTS = ("reads", "start", "write", "tokenize")
 SEQ_LENGTH = 1024
-VOCABULARY = ("gpt2", "0" * 64, 50257, 50256)
+VOCABULARY = {
+    "tokenizer": "gpt2",
+    "tokenizer_sha256": "0" * 64,
+    "vocab_size": 50257,
+    "eod_id": 50256,
+}
 WEIGHTS = ("0.4", "0.3", "0.2", "0.1")
 DOCUMENT_TOKENS = 600
 BLOCK_TOKENS = 1 << 20
@@ -42,7 +47,7 @@ BLOCK_TOKENS = 1 << 20
 def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
     directory.mkdir(parents=True)
     chance = np.random.default_rng(seed)
-    with ShardWriter(directory / "shard.h5", *VOCABULARY) as writer:
+    with ShardWriter(directory / "shard.h5", **VOCABULARY) as writer:
         for start in range(0, tokens, BLOCK_TOKENS):
             count = min(BLOCK_TOKENS, tokens - start)
             writer.write(chance.integers(0, 50256, count, np.uint16), np.array([count]))
@@ -74,6 +79,23 @@ def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Sid
         return steps * global_size / (time.perf_counter() - begun)
 
     return side
+
+
+def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> TrainBatches:
+    """Return the batches of a mixture of datasets with WEIGHTS, on one data rank."""
+    parts = [
+        Part(dataset.samples(SEQ_LENGTH), weight)
+        for dataset, weight in zip(datasets, WEIGHTS, strict=False)
+    ]
+    return TrainBatches(
+        datasets,
+        SampleOrder(parts, seed=1),
+        SEQ_LENGTH,
+        global_size=global_size,
+        micro_size=micro_size,
+        data_rank=0,
+        data_size=1,
+    )
 
 
 def reads(folder: Path, rounds: int) -> None:
@@ -113,11 +135,10 @@ def reads(folder: Path, rounds: int) -> None:
 
     for parts, what in ((1, "one dataset"), (4, "a mixture of four")):
         sides: dict[str, Side] = {"np.memmap slice": bare(parts)}
-        order = SampleOrder([Part(count, w) for w in WEIGHTS[:parts]], seed=1)
         for size in (1, 8, 512):
-            batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, size, 1, 0, 1)
+            batches = in_order(everything[:parts], size, 1)
             sides[f"training order, {size} sample(s) a step"] = timed_steps(batches, samples, size)
-        batches = TrainBatches(everything[:parts], order, SEQ_LENGTH, 512, 4, 0, 1)
+        batches = in_order(everything[:parts], 512, 4)
         prefetched = timed_prefetch(batches, samples, 512)
         sides["training order, 512 samples a step, b = 4, prefetched"] = prefetched
         if parts == 1:
@@ -143,7 +164,7 @@ def write(folder: Path, rounds: int) -> None:
             count = total // block if block == BLOCK_TOKENS else 50_000
             begun = time.perf_counter()
             with patch("os.fsync", os.fsync if sync else lambda file: None):
-                with ShardWriter(path, *VOCABULARY) as writer:
+                with ShardWriter(path, **VOCABULARY) as writer:
                     for number in range(count):
                         writer.write(ready[number * block : (number + 1) * block], inside)
                 return count * block / (time.perf_counter() - begun)

@@ -238,7 +238,7 @@ def corpus(folder: Path) -> None:
         (folder / name).mkdir()
         ids = np.random.default_rng(seed).integers(0, 252, tokens)
         shard = folder / name / "shard-00000.h5"
-        with ShardWriter(shard, "t", "0" * 64, 253, 252) as writer:
+        with ShardWriter(shard, "t", "0" * 64, vocab_size=253, eod_id=252) as writer:
             writer.write(ids, np.array([tokens]))
 
 

@@ -61,7 +61,9 @@ def prepare(folder: Path) -> None:
     (folder / "config.toml").write_text(CONFIG)
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE - 1, 4000)
     path = folder / "train/shard-00000.h5"
-    with ShardWriter(path, "torture", "0" * 64, VOCAB_SIZE, VOCAB_SIZE - 1) as writer:
+    with ShardWriter(
+        path, "torture", "0" * 64, vocab_size=VOCAB_SIZE, eod_id=VOCAB_SIZE - 1
+    ) as writer:
         writer.write(ids, np.array([len(ids)]))
 
 

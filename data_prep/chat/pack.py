@@ -131,10 +131,14 @@ class RowWriter:
             self._close()
 
     def _open(self) -> ShardWriter:
-        of = self._vocabulary
-        path = self._output / f"shard-00000-{self._shards:05d}.h5"
-        told = (of.name, of.sha256, of.vocab_size, of.eod_id, self._length)
-        return ShardWriter(path, *told)
+        return ShardWriter(
+            self._output / f"shard-00000-{self._shards:05d}.h5",
+            self._vocabulary.name,
+            self._vocabulary.sha256,
+            vocab_size=self._vocabulary.vocab_size,
+            eod_id=self._vocabulary.eod_id,
+            row_length=self._length,
+        )
 
     def _close(self) -> None:
         if self._writer is not None:

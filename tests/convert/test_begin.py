@@ -91,7 +91,11 @@ def test_a_bert_is_trained_further_with_its_own_tokenizer(comm, tmp_path):
     shutil.copy(source / "tokenizer.json", tmp_path / "train")
     text = [*tokenizer.encode([TEXT])[0].tolist(), tokenizer.eod_id]
     with ShardWriter(
-        tmp_path / "train/a.h5", "tokenizer.json", tokenizer.sha256, tokenizer.vocab_size, text[-1]
+        tmp_path / "train/a.h5",
+        "tokenizer.json",
+        tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eod_id=text[-1],
     ) as writer:
         writer.write(np.array(text * 40), np.arange(1, 41) * len(text))
     assert Dataset(tmp_path / "train").vocab_size == word_piece().get_vocab_size()

@@ -109,7 +109,9 @@ def test_weights_that_are_not_finite_are_not_rounded(tmp_path, part):
         return values
 
     source = stored(tmp_path / "model", VOCAB_SIZE, changed=lost)
-    with ShardWriter(tmp_path / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
+    with ShardWriter(
+        tmp_path / "0.h5", "t", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=100
+    ) as writer:
         writer.write(np.arange(90), np.array([90]))
     samples = CalibrationSamples(tmp_path, 4, 8)
     for given in (samples, None) if "qkv" in part else (samples,):
@@ -223,7 +225,9 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
     if comm.rank == 0:
         stored(tmp_path / "model", VOCAB_SIZE, **model)
         data.mkdir()
-        with ShardWriter(data / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
+        with ShardWriter(
+            data / "0.h5", "t", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=100
+        ) as writer:
             ids = np.random.default_rng(0).integers(0, 100, 200)
             writer.write(ids, np.array([200]))
     comm.Barrier()
@@ -257,7 +261,7 @@ def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, m
         file.write('[task]\nkind = "classify"\nlabels = ["no", "yes"]\n' * (model == HEAD))
     data = tmp_path / "shards"
     data.mkdir()
-    with ShardWriter(data / "0.h5", "t", BYTES_SHA256, VOCAB_SIZE, 100) as writer:
+    with ShardWriter(data / "0.h5", "t", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=100) as writer:
         writer.write(np.zeros(50, np.int64), np.array([50]))
     given = (source, tmp_path / "low", LowBit("int4", 16), World(comm))
     options = {"method": "absmax", "data": None, "precision": None, "ema": False}

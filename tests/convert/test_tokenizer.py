@@ -34,7 +34,9 @@ def trained(folder, content: str | None, lacks: int = 0, **model):
         tokenizer = load_tokenizer(file)
         name, sha256 = tokenizer.name, tokenizer.sha256
         vocab_size, eod_id = tokenizer.vocab_size, tokenizer.eod_id
-    with ShardWriter(folder / "shards/a.h5", name, sha256, vocab_size, eod_id) as writer:
+    with ShardWriter(
+        folder / "shards/a.h5", name, sha256, vocab_size=vocab_size, eod_id=eod_id
+    ) as writer:
         writer.write(np.arange(20), np.array([20]))
     run = _stored.stored(folder / "run", vocab_size + lacks, **model)
     with open(run / "config.toml", "a") as file:

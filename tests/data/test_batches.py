@@ -17,7 +17,9 @@ SEQ_LENGTH = 8
 
 def make_dataset(directory, tokens, vocab_size=50000):
     directory.mkdir()
-    with ShardWriter(directory / "shard.h5", "none", "0" * 64, vocab_size, 0) as writer:
+    with ShardWriter(
+        directory / "shard.h5", "none", "0" * 64, vocab_size=vocab_size, eod_id=0
+    ) as writer:
         writer.write(np.asarray(tokens), np.array([len(tokens)]))
     return Dataset(directory)
 
@@ -36,7 +38,15 @@ def make_batches(datasets, rank, size, global_size=12, micro_size=1):
         for dataset, weight in zip(datasets, "31"[: len(datasets)], strict=True)
     ]
     order = SampleOrder(parts, seed=7)
-    return TrainBatches(datasets, order, SEQ_LENGTH, global_size, micro_size, rank, size)
+    return TrainBatches(
+        datasets,
+        order,
+        SEQ_LENGTH,
+        global_size=global_size,
+        micro_size=micro_size,
+        data_rank=rank,
+        data_size=size,
+    )
 
 
 def step_of_all_ranks(datasets, size, micro_size, k):
@@ -89,7 +99,14 @@ def test_validation_covers_each_sample_once(datasets, size, micro_size, max_samp
     expected = min(25, max_samples or 25)
     seen, counts = [], set()
     for rank in range(size):
-        batches = ValidationBatches(datasets[1], SEQ_LENGTH, micro_size, rank, size, max_samples)
+        batches = ValidationBatches(
+            datasets[1],
+            SEQ_LENGTH,
+            micro_size=micro_size,
+            data_rank=rank,
+            data_size=size,
+            max_samples=max_samples,
+        )
         microbatches = list(batches.microbatches())
         counts.add((len(microbatches), batches.count))
         for batch in microbatches:

@@ -14,7 +14,7 @@ from ptdmpi.data.shards import Dataset
 
 
 def _dataset(folder, tokens, vocab_size):
-    with ShardWriter(folder / "a.h5", "t", "0" * 64, vocab_size, 0) as writer:
+    with ShardWriter(folder / "a.h5", "t", "0" * 64, vocab_size=vocab_size, eod_id=0) as writer:
         writer.write(tokens, np.array([len(tokens)]))
     return Dataset(folder)
 

@@ -143,7 +143,9 @@ def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
 
     def batches(rank: int, ranks: int, b: int):
         order = SampleOrder([Part(dataset.samples(length), "1")], 7)
-        raw = TrainBatches([dataset], order, length, 8, b, rank, ranks)
+        raw = TrainBatches(
+            [dataset], order, length, global_size=8, micro_size=b, data_rank=rank, data_size=ranks
+        )
         windows = Windows([dataset], order.locate, length)
         return FormedBatches(raw, lambda one: made(windows, one)).step(3)
 
@@ -165,7 +167,9 @@ def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
 
 def test_rows_that_fill_up_a_validation_do_not_count(dataset):
     made, length = form(dataset), S - 3
-    batches = ValidationBatches(dataset, length, 4, 0, 1, max_samples=6)
+    batches = ValidationBatches(
+        dataset, length, micro_size=4, data_rank=0, data_size=1, max_samples=6
+    )
     windows = Windows([dataset], lambda n: (np.zeros_like(n), np.minimum(n, 5)), length)
     first, last = (made(windows, one) for one in batches.microbatches())
     assert (first.loss_mask.sum(1) > 0).all()

@@ -42,7 +42,7 @@ def shard(tmp_path):
 def test_round_trip(tmp_path, vocab_size, dtype, use_mmap):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 10_001)
     tokens[17] = vocab_size - 1
-    with ShardWriter(tmp_path / "a.h5", "x", "y" * 64, vocab_size, 1) as writer:
+    with ShardWriter(tmp_path / "a.h5", "x", "y" * 64, vocab_size=vocab_size, eod_id=1) as writer:
         writer.write(tokens[:5], np.array([2]))
         writer.write(tokens[5:5], np.array([], dtype=int))
         writer.write(tokens[5:9000], np.array([1, 8000]))

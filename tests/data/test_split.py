@@ -20,7 +20,7 @@ SIZE = 12
 
 
 def test_each_rank_draws_from_its_own_datasets_by_their_weights():
-    order = SplitOrder(PARTS, 3, 2, SIZE, Start())
+    order = SplitOrder(PARTS, 3, ranks=2, global_size=SIZE, start=Start())
     steps = np.arange(40 * SIZE).reshape(40, 2, SIZE // 2)
     for rank in range(2):
         datasets, samples = order.locate(steps[:, rank].reshape(-1))
@@ -44,7 +44,7 @@ def test_each_rank_draws_from_its_own_datasets_by_their_weights():
 def test_counts_are_those_of_what_is_located(first, total, seed):
     start = Start(first, first * SIZE)
     parts = [Part(p.samples, p.weight, None, key, key) for key, p in enumerate(PARTS)]
-    order = SplitOrder(parts, seed, 2, SIZE, start)
+    order = SplitOrder(parts, seed, ranks=2, global_size=SIZE, start=start)
     datasets, samples = order.locate(start.sample + np.arange(total))
     drawn = np.bincount(datasets, minlength=4) + np.arange(4)
     assert order.counts(start.sample + total) == drawn.tolist()
@@ -55,7 +55,9 @@ def test_counts_are_those_of_what_is_located(first, total, seed):
 
 
 def test_an_epoch_has_each_sample_once_and_limits_hold():
-    order = SplitOrder([Part(12, "1", Decimal(2)), Part(60, "1")], 0, 2, 4, Start())
+    order = SplitOrder(
+        [Part(12, "1", Decimal(2)), Part(60, "1")], 0, ranks=2, global_size=4, start=Start()
+    )
     datasets, samples = order.locate(np.arange(48))  # 24 of each rank
     assert (
         sorted(samples[datasets == 0][:12])
@@ -68,7 +70,7 @@ def test_an_epoch_has_each_sample_once_and_limits_hold():
 
 
 def test_equal_datasets_of_two_ranks_come_in_two_orders():
-    order = SplitOrder([Part(100, "1"), Part(100, "1")], 0, 2, 20, Start())
+    order = SplitOrder([Part(100, "1"), Part(100, "1")], 0, ranks=2, global_size=20, start=Start())
     _, samples = order.locate(np.arange(20))
     assert (samples[:10] != samples[10:]).any()
 

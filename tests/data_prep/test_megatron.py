@@ -310,7 +310,9 @@ def test_an_export_that_ends_between_its_files_leaves_none(tmp_path, monkeypatch
 
 def test_ids_too_large_for_megatron(tmp_path, monkeypatch, capsys):
     (tmp_path / "o").mkdir()
-    with ShardWriter(tmp_path / "o" / "a.h5", "x", "0" * 64, 1 << 32, 0) as writer:
+    with ShardWriter(
+        tmp_path / "o" / "a.h5", "x", "0" * 64, vocab_size=1 << 32, eod_id=0
+    ) as writer:
         writer.write(np.array([1 << 31, 0]), np.array([2]))
     error = fail(monkeypatch, capsys, "export-megatron", tmp_path / "o", "--output", tmp_path / "b")
     assert "token id 2147483648" in error and os.listdir(tmp_path) == ["o"]

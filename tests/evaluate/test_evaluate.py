@@ -37,7 +37,11 @@ def shards(folder, vocab_size=V, tokenizer="t", lengths=(40, 17, 2)):
     for number, length in enumerate(lengths):
         ids = np.random.default_rng(number).integers(0, vocab_size - 1, length)
         with ShardWriter(
-            folder / f"{number}.h5", tokenizer, BYTES_SHA256, vocab_size, vocab_size - 1
+            folder / f"{number}.h5",
+            tokenizer,
+            BYTES_SHA256,
+            vocab_size=vocab_size,
+            eod_id=vocab_size - 1,
         ) as writer:
             writer.write(ids, np.array([length]))
     return folder

@@ -37,8 +37,9 @@ def shards(folder, template=None):
     (folder / "tokenizer.json").write_text(made.to_str())
     own = load_tokenizer(folder / "tokenizer.json")
     assert own.sha256 == hashlib.sha256(made.to_str().encode()).hexdigest()
-    told = own.name, own.sha256, own.vocab_size, own.eod_id
-    with ShardWriter(folder / "a.h5", *told) as writer:
+    with ShardWriter(
+        folder / "a.h5", own.name, own.sha256, vocab_size=own.vocab_size, eod_id=own.eod_id
+    ) as writer:
         writer.write(np.arange(20), np.array([20]))
     if template is not None:
         (folder / TEMPLATE).write_text(template)

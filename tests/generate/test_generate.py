@@ -150,7 +150,9 @@ def run_of_bytes(tmp_path):
     """A model of bytes whose config.toml names its shards."""
     run = _stored.stored(tmp_path / "run", 257, seq_length=64)
     (tmp_path / "shards").mkdir()
-    with ShardWriter(tmp_path / "shards/a.h5", "bytes", BYTES_SHA256, 257, 256) as writer:
+    with ShardWriter(
+        tmp_path / "shards/a.h5", "bytes", BYTES_SHA256, vocab_size=257, eod_id=256
+    ) as writer:
         writer.write(np.arange(100), np.array([100]))
     with open(run / "config.toml", "a") as file:
         file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n[parallel]\ntensor = 2\n')
@@ -176,7 +178,9 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
     content, _ = train_bpe(["some text, some more text"] * 3, 300)
     sha256 = hashlib.sha256(content.encode()).hexdigest()
     (tmp_path / "shards").mkdir()
-    with ShardWriter(tmp_path / "shards/a.h5", "my-own.json", sha256, 300, 0) as writer:
+    with ShardWriter(
+        tmp_path / "shards/a.h5", "my-own.json", sha256, vocab_size=300, eod_id=0
+    ) as writer:
         writer.write(np.arange(100), np.array([100]))
     with open(run / "config.toml", "a") as file:
         file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n')

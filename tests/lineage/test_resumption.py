@@ -40,7 +40,7 @@ CHANGES = {
 def _write(folder: Path, name: str, seed: int, tokenizer: str) -> None:
     ids = np.random.default_rng(seed).integers(0, 50, 1 + LENGTH * (30 + seed))
     (folder / name).mkdir(parents=True)
-    with ShardWriter(folder / name / "a.h5", "t", tokenizer, 51, 50) as writer:
+    with ShardWriter(folder / name / "a.h5", "t", tokenizer, vocab_size=51, eod_id=50) as writer:
         writer.write(ids, np.array([len(ids)]))
 
 
@@ -92,7 +92,9 @@ def _texts(course: Course, datasets: list[Dataset], steps: range) -> list[list[b
     """The samples of each step, by their tokens."""
     config = course.config
     size = config.batch.global_size
-    batches = TrainBatches(datasets, course.order, LENGTH, size, 1, 0, 1)
+    batches = TrainBatches(
+        datasets, course.order, LENGTH, global_size=size, micro_size=1, data_rank=0, data_size=1
+    )
     return [[row.inputs.tobytes() for row in batches.step(step)] for step in steps]
 
 

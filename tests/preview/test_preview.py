@@ -68,7 +68,9 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     config = resolve(asked, 1)
     datasets, _ = open_datasets(config)
     order = Course(config, begun(config, datasets)).order
-    batches = TrainBatches(datasets, order, 16, 8, 2, 0, 1)
+    batches = TrainBatches(
+        datasets, order, 16, global_size=8, micro_size=2, data_rank=0, data_size=1
+    )
     drawn = batches.step(0)[0].inputs
     shown = found["batch"]["samples"]
     assert [one["ids"] for one in shown] == drawn[:2].tolist()

@@ -46,7 +46,9 @@ def corpus(folder: Path) -> Path:
     (folder / "train").mkdir(parents=True)
     tokens = 20000
     ids = np.random.default_rng(1).integers(0, 52, tokens)
-    with ShardWriter(folder / "train/shard-00000.h5", "t", "0" * 64, 53, 52) as writer:
+    with ShardWriter(
+        folder / "train/shard-00000.h5", "t", "0" * 64, vocab_size=53, eod_id=52
+    ) as writer:
         writer.write(ids, np.array([tokens]))
     (folder / "config.toml").write_text(CONFIG)
     return folder

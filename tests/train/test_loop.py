@@ -48,7 +48,7 @@ def _shard(folder: Path, tokens: int, seed: int, vocab_size: int = 53) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "shard-00000.h5"
     ids = np.random.default_rng(seed).integers(0, vocab_size - 1, tokens)
-    with ShardWriter(path, "t", "0" * 64, vocab_size, vocab_size - 1) as writer:
+    with ShardWriter(path, "t", "0" * 64, vocab_size=vocab_size, eod_id=vocab_size - 1) as writer:
         writer.write(ids, np.array([tokens]))
     return path
 

@@ -33,7 +33,9 @@ def texts(folder: Path) -> None:
     for name, seed in (("train", 1), ("valid", 2)):
         (folder / name).mkdir()
         ids = np.random.default_rng(seed).integers(97, 123, 3000)
-        with ShardWriter(folder / name / "0.h5", "bytes", BYTES_SHA256, 257, 256) as writer:
+        with ShardWriter(
+            folder / name / "0.h5", "bytes", BYTES_SHA256, vocab_size=257, eod_id=256
+        ) as writer:
             writer.write(ids, np.array([len(ids)]))
     for name, items in (("choices", CHOICES), ("answers", ANSWERS)):
         lines = "\n".join(map(json.dumps, items)) + "\n"

@@ -1,4 +1,4 @@
-"""From sample ids to microbatches, and the thread that prepares them ahead of the training step."""
+"""Microbatches of training and validation, and the thread that reads them ahead of the step."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,35 +12,37 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-_WINDOW_SAMPLES = (
-    1 << 14
-)  # samples whose places are computed at once: numpy's cost per call is spread
-_BLOCK_SAMPLES = 64  # read at once where steps have fewer
+# Samples whose places are computed in one call, so that numpy's cost per call is spread.
+_WINDOW_SAMPLES = 1 << 14
+# Small steps are read together, up to this number of samples.
+_BLOCK_SAMPLES = 64
 
 
 class Microbatch(NamedTuple):
-    """b sequences of s tokens. `inputs` and `labels` are two views of one int64 [b, s + 1] array,
-    so neither is contiguous (reshape, do not view)."""
+    """A microbatch of b sequences of s tokens.
 
-    sample_ids: (
-        np.ndarray
-    )  # int64 [b]: global sample indices; of validation: samples of the dataset
+    `inputs` and `labels` are two views of one int64 [b, s + 1] array. Neither is contiguous, so use
+    numpy's `reshape`, not `view`. The samples of a masked language model (`ptdmpi.data.masked`)
+    have k labels each, at the positions `masked`: `labels` and `loss_mask` are then [b, k].
+    """
+
+    # int64 [b]: global sample indices in training, samples of the dataset in validation
+    sample_ids: np.ndarray
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs one token further
     loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
-    documents: np.ndarray | None = None  # int64 [b, s]: tells documents apart; None: one a row
-    # Of masked samples, whose labels and loss_mask are [b, k]; see `masked`.
+    documents: np.ndarray | None = None  # int64 [b, s]: document of each token; None: one per row
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
     order: np.ndarray | None = None  # int64 [b]: 0 in order, 1 swapped, -1 one segment only
 
 
 class _Window(NamedTuple):
-    """Where the samples of consecutive steps are."""
+    """The places of the samples of consecutive steps."""
 
     number: int
     ids: np.ndarray  # int64 [n]: global samples
-    places: list[list[int]]  # [3][n]: dataset, shard of it, first token in that
+    places: list[list[int]]  # [3][n]: dataset, shard in the dataset, first token in the shard
 
 
 class _Block(NamedTuple):
@@ -53,10 +55,11 @@ class _Block(NamedTuple):
 class TrainBatches:
     """The training microbatches of one data rank.
 
-    Step k (from 0) trains on global samples k*B to (k+1)*B - 1; of an order with a later start, k
-    and the samples are counted from there. Microbatch j of a step holds samples j*b to (j+1)*b - 1
-    of it, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the samples
-    of a step nor their order depends on d, t or p. Raises ValueError if d b does not divide B.
+    With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
+    trains on global samples k*B to (k+1)*B - 1. Where the order has a later start, k and the
+    samples are counted from that start. Microbatch j of a step holds its samples j*b to
+    (j+1)*b - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the
+    samples of a step nor their order depend on d, t or p.
     """
 
     def __init__(
@@ -64,11 +67,13 @@ class TrainBatches:
         datasets: Sequence[Dataset],
         order: SampleOrder,
         seq_length: int,
+        *,
         global_size: int,
         micro_size: int,
         data_rank: int,
         data_size: int,
     ):
+        """Raise ValueError if `global_size` is no multiple of `micro_size` * `data_size`."""
         if global_size % (micro_size * data_size):
             raise ValueError(
                 f"global batch {global_size} is no multiple of {micro_size} * {data_size}"
@@ -86,7 +91,7 @@ class TrainBatches:
         self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
-        """Where the samples of some consecutive steps are: a cache of a pure function."""
+        """Return the places of the samples of window number `window`; the last one is cached."""
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = self._order.start.sample + steps[:, None] * self._global_size
@@ -101,32 +106,33 @@ class TrainBatches:
         return self._window
 
     def _read(self, first: int, steps: int) -> _Block:
-        """Some consecutive steps of one window."""
+        """Read at most `steps` consecutive steps, from step `first` to the end of its window."""
         number, place = divmod(first - self._order.start.step, self._window_steps)
         window = self._locate(number)
         steps = min(steps, self._window_steps - place)
         part = slice(place * self._rank_size, (place + steps) * self._rank_size)
         places = zip(*(column[part] for column in window.places), strict=True)
         rows = gather(self._datasets, list(places), self._seq_length + 1)
-        # views are cheapest to make by going through an array
+        # iterating over an array is the cheapest way to make many views
         ids = window.ids[part].reshape(-1, self._micro_size)
         rows = rows.reshape(*ids.shape, -1)  # [microbatches, b, s + 1]
         parts = map(Microbatch, ids, rows[..., :-1], rows[..., 1:], repeat(None))
         return _Block(range(first, first + steps), list(parts))
 
     def step(self, k: int) -> list[Microbatch]:
-        """This rank's m microbatches of step k. Raises InputError for ids outside the
+        """Return this rank's m microbatches of step k. Raise InputError for a token id outside the
         vocabulary.
 
-        Where steps are small and asked for in their order, several are read together.
+        Small steps that are asked for in ascending order are read several at a time.
         """
         block = self._block
         if k not in block.steps:
-            # ahead only where steps come in turn: after a jump nobody knows which comes next
-            together = max(1, _BLOCK_SAMPLES // self._rank_size) if k == block.steps.stop else 1
+            steps = 1
+            if k == block.steps.stop:  # steps come in turn, so the next ones will be wanted too
+                steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
-                block = self._read(k, together)
-            except InputError:  # of this step, or of a later one: then it has time until that one
+                block = self._read(k, steps)
+            except InputError:  # the bad token may be in a later step, which reports it in its turn
                 block = self._read(k, 1)
             self._block = block
         first = (k - block.steps.start) * self._count
@@ -137,20 +143,25 @@ class ValidationBatches:
     """The validation microbatches of one data rank: the first samples of a dataset, in their order.
 
     Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has
-    the same number of them: rows beyond the last sample repeat it under a loss mask of zeros.
+    the same number of them (`count`): rows after the last sample repeat it, with a loss mask of
+    zeros. `samples` is the number of samples that count, over all data ranks.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         seq_length: int,
+        *,
         micro_size: int,
         data_rank: int,
         data_size: int,
         max_samples: int | None = None,
     ):
-        samples = dataset.samples(seq_length)
-        self.samples = samples if max_samples is None else min(samples, max_samples)
+        """Take at most `max_samples` samples (None: all). Raise InputError if the dataset is
+        shorter than one sequence."""
+        self.samples = dataset.samples(seq_length)
+        if max_samples is not None:
+            self.samples = min(self.samples, max_samples)
         self.count = -(-self.samples // (micro_size * data_size))  # microbatches of each data rank
         self._dataset = dataset
         self._seq_length = seq_length
@@ -158,11 +169,11 @@ class ValidationBatches:
         self._first = data_rank * self.count
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """This rank's microbatches, read one at a time. Only those with padded rows have a loss
-        mask."""
+        """Yield this rank's microbatches, read one at a time. Only those with padded rows have a
+        loss mask."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
-            # the same number of microbatches on all ranks, or their collectives would not match
+            # all ranks need the same number of microbatches, or their collectives would not match
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
             mask = None
             if ids[-1] >= self.samples:
@@ -172,23 +183,25 @@ class ValidationBatches:
 
 
 class Steps(Protocol):
-    """Anything that gives the microbatches of a step."""
+    """A source of the microbatches of each step."""
 
-    def step(self, k: int) -> list[Microbatch]: ...
+    def step(self, k: int) -> list[Microbatch]:
+        """Return the microbatches of step k (from 0)."""
+        ...
 
 
 class Prefetcher:
-    """Iterates over the batches of steps first_step to last_step - 1, prepared ahead by a thread.
+    """An iterator over the batches of steps first_step to last_step - 1, read ahead by a thread.
 
-    A thread, since forked or spawned processes do not go together with MPI. At most `depth` steps
-    are ready or in work. next() raises an exception of the thread with its traceback, in its step's
-    turn.
+    It is a thread because forked and spawned processes do not work together with MPI. At most
+    `depth` steps are ready or being read. An exception in the thread is raised by next(), with its
+    traceback, in the turn of the step that it belongs to.
     """
 
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # one: steps come in turn, and `TrainBatches` keeps what it read last
+        # one worker: steps are then read in turn, and `TrainBatches` keeps the block it read last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[Microbatch]]] = deque()
         for _ in range(depth):
@@ -202,7 +215,7 @@ class Prefetcher:
         return self
 
     def __next__(self) -> list[Microbatch]:
-        """The microbatches of the next step."""
+        """Return the microbatches of the next step."""
         if not self._ahead:
             self.close()
             raise StopIteration
@@ -215,7 +228,7 @@ class Prefetcher:
         return microbatches
 
     def close(self) -> None:
-        """End the thread; no more batches come. May be called more than once."""
+        """End the thread and the iteration. May be called more than once."""
         self._steps = iter(())
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""A bigram language model: what a training run must beat to have learned more than token pairs."""
+"""A bigram language model: a baseline that a trained model beats if it learned more than pairs."""
 
 from collections.abc import Iterable
 
@@ -7,14 +7,13 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
-# V^2 counts of 8 bytes: half a GiB
-LARGEST_VOCABULARY = 8192
-CHUNK_TOKENS = 1 << 22
+LARGEST_VOCABULARY = 8192  # V^2 counts of 8 bytes are then half a GiB
+CHUNK_TOKENS = 1 << 22  # tokens counted in one numpy call
 
 
 class Bigram:
-    """P(next | token) by interpolated absolute discounting (Ney, Essen and Kneser 1994), fitted on
-    every pair of neighbouring tokens of the datasets:
+    """The estimate of P(next | token) by interpolated absolute discounting (Ney, Essen and Kneser
+    1994), fitted on every pair of neighbouring tokens of the datasets:
 
         P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
 
@@ -23,6 +22,8 @@ class Bigram:
     """
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
+        """Count all shards of `datasets`, which share a vocabulary. Raise InputError if it has more
+        than LARGEST_VOCABULARY ids."""
         datasets = list(datasets)
         size = datasets[0].vocab_size
         if size > LARGEST_VOCABULARY:
@@ -36,16 +37,18 @@ class Bigram:
             for header in dataset.headers:
                 _count(map_tokens(header), size, pairs, single)
         self.pairs = pairs.reshape(size, size)
-        once, twice = (int((pairs == count).sum()) for count in (1, 2))
-        # 0.5 where no pair was seen once: of 0 nothing would be left for pairs never seen
-        self.discount = once / (once + 2 * twice) if once else 0.5
+        once = int((pairs == 1).sum())
+        twice = int((pairs == 2).sum())
+        self.discount = 0.5  # if no pair was seen once: 0 would leave nothing for unseen pairs
+        if once:
+            self.discount = once / (once + 2 * twice)
         self.total = self.pairs.sum(axis=1)
         self.followers = (self.pairs > 0).sum(axis=1)
-        # no probability is 0, whatever the validation holds
+        # adding one keeps every probability above 0, for tokens that only the validation has
         self.unigram = (single + 1) / (single.sum() + size)
 
     def loss(self, inputs: np.ndarray, labels: np.ndarray) -> float:
-        """Summed -log P(label | input) in nats, over two integer arrays of one shape."""
+        """Return the sum of -log P(label | input) in nats, over two integer arrays of one shape."""
         total = np.maximum(self.total[inputs], 1)
         kept = np.maximum(self.pairs[inputs, labels] - self.discount, 0.0) / total
         spread = np.where(
@@ -55,6 +58,8 @@ class Bigram:
 
 
 def _count(tokens: np.ndarray, size: int, pairs: np.ndarray, single: np.ndarray) -> None:
+    """Add the counts of `tokens` (int [n], each below `size`) to `single` (int64 [size]) and to
+    `pairs` (int64 [size * size], first token times `size` plus second)."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = tokens[start : start + CHUNK_TOKENS + 1].astype(np.int64)
         single += np.bincount(chunk[:CHUNK_TOKENS], minlength=size)

@@ -1,7 +1,7 @@
-"""Conversations as text: a tokenizer's own chat template, and which of the text are answers.
+"""Conversations as text: a tokenizer's own chat template, and which parts of the text are answers.
 
-Templates are Jinja, in a sandbox, with what Hugging Face's have at hand; but no clock: the same
-conversation is the same text every day.
+Templates are Jinja in a sandbox, with the functions that Hugging Face's templates use, but without
+a clock: the same conversation is the same text every day.
 """
 
 import json
@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 
 from ptdmpi.config import InputError
 
-TEMPLATE = "chat_template.jinja"  # beside a tokenizer, and beside shards that were made with it
+# The file in a tokenizer's folder, and in the folder of shards that were made with it.
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ANSWER = "assistant"  # the role whose turns are answers
-# For tokenizers without a template: what was said, and behind each answer the end of document.
+# For tokenizers without a template: "role: text" lines, and the end of document after each answer.
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# What no text has: around what {% generation %} blocks write.
-BEGIN, END = "\ufdd0", "\ufdd1"
-ASKED = "\ufdd2"  # nor this, which stands for an answer
+# Three Unicode noncharacters, which no text contains. The first two enclose the text of each
+# {% generation %} block; the third takes the place of an answer.
+BEGIN = "\ufdd0"
+END = "\ufdd1"
+ASKED = "\ufdd2"
 
 Message = Mapping[str, str]
 
@@ -36,10 +39,21 @@ class Rendered(NamedTuple):
     answers: list[tuple[int, int]]
 
 
+class _Surroundings(NamedTuple):
+    """The text that a template writes directly before an answer (after the prompt that asks for
+    it) and after an answer."""
+
+    before: str
+    after: str
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: Jinja; `said_of`: where it comes from; `special`: texts of special tokens by the
-    names that templates have for them (eos_token)."""
+    """A chat template.
+
+    `source` is its Jinja text, `said_of` says in messages where the template comes from, and
+    `special` has the texts of special tokens under the names that templates use (`eos_token`).
+    """
 
     source: str
     said_of: str
@@ -47,58 +61,71 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        from ptdmpi.data.jinja import compiled
+        from ptdmpi.data.jinja import compiled  # here, because Jinja takes long to import
 
         try:
-            return compiled(self.source)
+            return compiled(self.source, lambda answer: f"{BEGIN}{answer}{END}")
         except ValueError as error:
             raise InputError(f"chat template of {self.said_of}: {error}") from None
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """The text of a conversation; `ask`: and what an answer would stand behind. Raises
-        InputError, with the template's own words where it refuses one."""
+        """Return the text of a conversation; with `ask`, it ends in the prompt for an answer.
+
+        Raise InputError if the template cannot be compiled or refuses the conversation; the message
+        then has the template's own words.
+        """
         return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
     def _marked(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """Return the text with BEGIN and END around each {% generation %} block."""
         template = self._compiled
         try:
-            told = {"messages": list(messages), "add_generation_prompt": ask}
-            return str(template.render(**told, **self.special))
-        except Exception as error:  # of the template's own: any
+            return str(
+                template.render(messages=list(messages), add_generation_prompt=ask, **self.special)
+            )
+        except Exception as error:  # a template may raise anything
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
 
     @cached_property
-    def _around(self) -> tuple[str, str]:
-        """What is written between what asks for an answer and the answer, and behind it."""
+    def _around(self) -> _Surroundings:
         turns = [{"role": "user", "content": "a"}, {"role": ANSWER, "content": ASKED}]
-        asked, (whole, _, behind) = self.asks, self.render(turns).partition(ASKED)
-        return whole.removeprefix(asked) if whole.startswith(asked) else "", behind
+        prompt = self.asks
+        before, _, after = self.render(turns).partition(ASKED)
+        if not before.startswith(prompt):
+            return _Surroundings("", after)
+        return _Surroundings(before.removeprefix(prompt), after)
 
     @property
     def asks(self) -> str:
-        """A text that ends in what asks for an answer. Raises InputError."""
+        """The text of a one-turn conversation that ends in the prompt for an answer. Raises
+        InputError as `render` does."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
-        """The spaces that are written in front of an answer, and not when it is asked for. Raises
-        InputError."""
-        lead, _ = self._around
+        """The spaces that the template writes before an answer, but not when it asks for one.
+        Raises InputError as `render` does."""
+        lead = self._around.before
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Which of some special tokens is written directly behind an answer; None where there is
-        another text. Raises InputError."""
-        _, behind = self._around
-        ends = (one for one in special if behind.lstrip().startswith(one))
+        """Return the longest of the texts `special` (of special tokens) that the template writes
+        directly after an answer; None if it writes another text there. Raise InputError as
+        `render` does."""
+        after = self._around.after.lstrip()
+        ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
 
     def rendered(self, messages: Sequence[Message]) -> Rendered:
-        """A conversation with its answers: what the template's own {% generation %} blocks write;
-        without such, of each turn of the assistant what stands behind the text that asks for it,
-        but no white space behind the end of the turn. Spaces in front of an answer are its own, as
-        tokenizers have them in the token of the word behind. Raises InputError, also where the
-        text of a conversation does not begin with that of its first turns.
+        """Return the text of a conversation, and where its answers are in that text.
+
+        Answers are the texts of the template's {% generation %} blocks. If it has none, the answer
+        of an assistant's turn is the text after the prompt that asks for it, without white space
+        after the end of the turn. The spaces before an answer belong to it, since tokenizers put
+        them into the token of the next word.
+
+        Raise InputError as `render` does, and if the text of a conversation does not begin with the
+        text of its first turns.
         """
         marked = self._marked(messages)
         if BEGIN in marked:
@@ -108,23 +135,32 @@ class ChatTemplate:
             if message["role"] != ANSWER:
                 continue
             before = self.render(messages[:number], ask=True)
-            behind = self.render(messages[: number + 1])
-            if not (behind.startswith(before) and marked.startswith(behind.rstrip())):
+            after = self.render(messages[: number + 1])
+            if not (after.startswith(before) and marked.startswith(after.rstrip())):
                 raise InputError(
                     f"the chat template of {self.said_of} writes the turns before answer "
-                    f"{len(answers) + 1} differently once it is there; legal: one that only adds, "
-                    "or that marks answers by {% generation %}"
+                    f"{len(answers) + 1} differently once the answer follows; use a template that "
+                    "only appends, or that marks answers by {% generation %}"
                 )
-            answer, content = behind[len(before) :], message["content"].strip()
-            # white space of the answer itself is its own
-            least = answer.find(content) + len(content) if content in answer else 0
-            stop = max(least, len(answer.rstrip()))
-            answers.append((len(before), min(len(before) + stop, len(marked))))
+            size = _answer_length(after[len(before) :], message["content"].strip())
+            answers.append((len(before), min(len(before) + size, len(marked))))
         return Rendered(marked, _with_spaces(marked, answers))
 
 
+def _answer_length(turn: str, content: str) -> int:
+    """Return the length of `turn` without the white space at its end, except for white space of
+    the answer `content` itself."""
+    length = len(turn.rstrip())
+    if content in turn:
+        length = max(length, turn.find(content) + len(content))
+    return length
+
+
 def _of_marks(marked: str) -> Rendered:
-    parts, answers, length = [], list[tuple[int, int]](), 0
+    """Take the marks out of a text; the answers are what they enclosed."""
+    parts: list[str] = []
+    answers: list[tuple[int, int]] = []
+    length = 0
     for number, piece in enumerate(marked.split(BEGIN)):
         answer, mark, rest = piece.partition(END)
         if number:
@@ -138,40 +174,50 @@ def _of_marks(marked: str) -> Rendered:
 
 
 def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that are not empty with the spaces in front of them."""
-    return [(len(text[:a].rstrip(" ")) if a < b else a, b) for a, b in answers]
+    """Extend each answer that is not empty by the spaces before it."""
+    extended = []
+    for start, stop in answers:
+        if start < stop:
+            start = len(text[:start].rstrip(" "))
+        extended.append((start, stop))
+    return extended
 
 
 def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:
-    """The template in the file `given`; else the one that lies beside the tokenizer's file; else
-    `PLAIN`. `eod`: the text of the end of document, for templates whose tokenizer says nothing of
-    an eos_token. Raises InputError for a file that cannot be read."""
-    said: dict[str, Any] = {}
+    """Return the chat template for the tokenizer in the file `tokenizer` (None: no file).
+
+    The first of these that exists is taken: the file `given`; TEMPLATE in the tokenizer's folder;
+    `chat_template` in TOKENIZER_CONFIG there; `PLAIN`. `eod` is the text of the end of document,
+    used as `eos_token` if the folder does not name one. Raise InputError for a file that cannot be
+    read.
+    """
+    settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent
     if folder is not None and (folder / TOKENIZER_CONFIG).is_file():
-        said = json_object(folder / TOKENIZER_CONFIG)
-    special = {"eos_token": eod, "bos_token": "", **_special(said)}
+        settings = json_object(folder / TOKENIZER_CONFIG)
+    special = {"eos_token": eod, "bos_token": "", **_special(settings)}
     if given is not None:
         return ChatTemplate(_read(given), str(given), special)
     if folder is not None and (folder / TEMPLATE).is_file():
         return ChatTemplate(_read(folder / TEMPLATE), str(folder / TEMPLATE), special)
-    own = said.get("chat_template")
-    if isinstance(own, list):  # of several, by name
-        named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
+    own = settings.get("chat_template")
+    if isinstance(own, list):  # several templates, each with a name
+        named = {entry.get("name"): entry.get("template") for entry in own if type(entry) is dict}
         own = named.get("default")
     if isinstance(own, str):
         return ChatTemplate(own, f"{folder}/{TOKENIZER_CONFIG}", special)
     return ChatTemplate(PLAIN, "ptdmpi-data (the tokenizer has none)", special)
 
 
-def _special(said: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens: a text, or a table with its `content`."""
-    found = {}
-    for name, value in said.items():
+def _special(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens in TOKENIZER_CONFIG; each entry is a text, or a table
+    with the text as its `content`."""
+    texts = {}
+    for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            texts[name] = text
+    return texts
 
 
 def _read(path: Path) -> str:
@@ -182,11 +228,11 @@ def _read(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """What a file beside a tokenizer says. Raises InputError for one that cannot be read."""
+    """Return the JSON object in a file. Raise InputError if it cannot be read, or is no object."""
     try:
-        said = json.loads(_read(path))
+        value = json.loads(_read(path))
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise InputError(f"{path}: is no JSON object")
-    return said
+    return value

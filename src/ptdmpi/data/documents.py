@@ -1,5 +1,4 @@
-"""Which document each token of a window of a shard is of, what it weighs as a label, and samples
-that respect that."""
+"""Documents inside samples, weights of labels, and microbatches that respect them."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -11,23 +10,27 @@ from ptdmpi.data.batches import Microbatch, Steps
 from ptdmpi.data.shards import Dataset
 
 _OPEN_DOCUMENTS = 512  # shards whose document offsets are mapped at a time
-
 _OPEN_WEIGHTS = 512  # shards whose weights are mapped at a time
 
-# global sample numbers [n] -> datasets and samples of them, int64 [n] each
+# global sample numbers [n] -> number of the dataset and sample within it, int64 [n] each
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Windows:
-    """Windows of `length` + 1 tokens: where they stand in the shards, and their documents."""
+    """The windows of `length` + 1 tokens that samples are: their documents, from the shards."""
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
-        self._datasets, self._locate, self._length = datasets, locate, length
-        # maps are kept by shard; a function of its own, so that no cache holds this object
+        self._datasets = datasets
+        self._locate = locate
+        self._length = length
+        # The cache keeps maps by shard. It wraps a plain function, so it does not hold this object.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:
-        """int64 [n, length + 1]: numbers that tell the documents of a window apart, from 0."""
+        """Return the number of each token's document within its window, counted from 0.
+
+        `sample_ids` is int [n]; the result is int64 [n, length + 1].
+        """
         numbers = np.zeros((len(sample_ids), self._length + 1), dtype=np.int64)
         datasets, samples = self._locate(sample_ids)
         for row, (dataset, sample) in enumerate(
@@ -43,16 +46,22 @@ class Windows:
 
 
 class LabelWeights:
-    """The weights that shards with rows give their tokens as labels, sample by sample; the tokens
-    of datasets without rows count all."""
+    """The weights of labels, sample by sample, from shards with packed rows.
+
+    In datasets without rows every token has the weight 1.
+    """
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
-        self._datasets, self._locate, self._length = datasets, locate, length
+        self._datasets = datasets
+        self._locate = locate
+        self._length = length
         self._weights = lru_cache(_OPEN_WEIGHTS)(partial(_shard_weights, tuple(datasets)))
 
     def of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """float32 [n, length], each the weight of a label, so of the token behind an input. Raises
-        InputError for what is neither 0 nor 1."""
+        """Return the weight of each label, float32 [n, length], of samples `sample_ids` (int [n]).
+
+        A label is the token after an input. Raise InputError for a weight that is neither 0 nor 1.
+        """
         weights = np.ones((len(sample_ids), self._length), dtype=np.float32)
         datasets, samples = self._locate(sample_ids)
         for row, (number, sample) in enumerate(
@@ -65,14 +74,14 @@ class LabelWeights:
                 weights[row] = stored[start + 1 : start + 1 + self._length]
         if weights.max() > 1:
             raise InputError(
-                f"dataset {self._datasets[0].directory}, or one beside it, has a weight of "
-                f"{weights.max():g}; legal: 0 or 1; ptdmpi-data verify tells where"
+                f"dataset {self._datasets[0].directory}, or another training dataset, has a weight "
+                f"of {weights.max():g}; legal: 0 or 1; ptdmpi-data verify shows where"
             )
         return weights
 
 
 def with_weights(weights: LabelWeights, microbatch: Microbatch) -> Microbatch:
-    """The microbatch in which labels count by their weights in the shards."""
+    """Return the microbatch with the labels' weights in its loss mask."""
     counts = weights.of(microbatch.sample_ids)
     if microbatch.loss_mask is not None:
         counts *= microbatch.loss_mask
@@ -88,9 +97,10 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 
 def with_documents(windows: Windows, microbatch: Microbatch) -> Microbatch:
-    """The microbatch whose attention and positions begin anew in each document.
+    """Return the microbatch with document numbers, so that attention and positions start again in
+    each document.
 
-    The last token of a document has no label: what follows is another text.
+    The loss mask leaves out the last token of each document: the token after it is of another text.
     """
     numbers = windows.documents(microbatch.sample_ids)
     if not numbers.any():
@@ -98,15 +108,19 @@ def with_documents(windows: Windows, microbatch: Microbatch) -> Microbatch:
     counts = (numbers[:, 1:] == numbers[:, :-1]).astype(np.float32)
     if microbatch.loss_mask is not None:
         counts *= microbatch.loss_mask
-    inside = numbers[:, :-1]
-    return microbatch._replace(documents=inside if inside.any() else None, loss_mask=counts)
+    documents: np.ndarray | None = numbers[:, :-1]
+    if not numbers[:, :-1].any():
+        documents = None
+    return microbatch._replace(documents=documents, loss_mask=counts)
 
 
 class FormedBatches:
-    """Training batches whose windows are made into samples, by the thread that reads them."""
+    """Training batches whose windows `form` makes into samples, in the thread that reads them."""
 
     def __init__(self, batches: Steps, form: Callable[[Microbatch], Microbatch]) -> None:
-        self._batches, self._form = batches, form
+        self._batches = batches
+        self._form = form
 
     def step(self, k: int) -> list[Microbatch]:
+        """Return the formed microbatches of step k."""
         return [self._form(microbatch) for microbatch in self._batches.step(k)]

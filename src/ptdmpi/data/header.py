@@ -1,11 +1,11 @@
-"""The header of a shard: what is known of it without reading its tokens, from the file itself or
-from the list that `ptdmpi-data` leaves beside the shards.
+"""The header of a shard: its sizes, offsets and attributes, without its tokens.
 
-A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
+It is read from the shard itself, or from the list that `ptdmpi-data` writes next to the shards. A
+shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
 little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
-number of tokens) and attributes. One of format 2 has a dataset `weights` besides (uint8, one for
-each token: 1 where it counts as a label, 0 where it is only read) and the length of the rows that
-its documents were packed in.
+number of tokens) and attributes. A shard of format 2 also has a dataset `weights` (uint8, one per
+token: 1 if the token counts as a label, 0 if it is only an input) and an attribute with the length
+of the rows that its documents were packed in.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -24,22 +24,37 @@ from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # of shards with weights
-SUMMARY = "tokenize.json"  # what was made of what, and the headers of the shards beside it
-_HEAP_BYTES = 1 << 20  # looked at in each place where HDF5 keeps the texts of attributes
-_INTEGERS = ("format_version", "vocab_size", "eod_id")
-_TEXTS = ("tokenizer", "tokenizer_sha256", "checksum")
-# Of format 2 besides.
-_WEIGHTED = ("row_length", "weights_checksum")
-# HDF5's type of an attribute, h5py's, and its name; of texts: True
-_KINDS: dict[bool, tuple[Any, type[Any], str]] = {
-    False: (h5py.h5t.TypeIntegerID, np.integer, "integer"),
-    True: (h5py.h5t.TypeStringID, str, "text of variable length"),
+# The file that says which texts the shards in its folder were made of, and lists their headers.
+SUMMARY = "tokenize.json"
+# Bytes read in each place where HDF5 may keep the texts of attributes.
+_HEAP_BYTES = 1 << 20
+
+
+class _Kind(NamedTuple):
+    """The type of an attribute: in HDF5, in h5py, and its name in messages."""
+
+    stored: Any
+    value: type[Any]
+    name: str
+
+
+_INTEGER = _Kind(h5py.h5t.TypeIntegerID, np.integer, "integer")
+_TEXT = _Kind(h5py.h5t.TypeStringID, str, "text of variable length")
+_ATTRIBUTES = {
+    "format_version": _INTEGER,
+    "vocab_size": _INTEGER,
+    "eod_id": _INTEGER,
+    "tokenizer": _TEXT,
+    "tokenizer_sha256": _TEXT,
+    "checksum": _TEXT,
 }
+# The additional attributes of format 2.
+_WEIGHTED = {"row_length": _INTEGER, "weights_checksum": _TEXT}
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What is known of a shard without reading its tokens."""
+    """The sizes, offsets and attributes of a shard, known without reading its tokens."""
 
     path: Path
     tokens: int  # number of tokens
@@ -55,30 +70,33 @@ class ShardHeader:
     weights_byte_offset: int = 0  # of the first token's weight in the file; 0: all tokens count
     row_length: int = 0  # tokens of the rows that documents were packed in; 0: in none
     weights_checksum: str = ""
-    listed: bool = False  # taken from SUMMARY, not yet from the file itself: see `confirmed`
+    listed: bool = False  # taken from SUMMARY, not yet compared with the file (`confirmed`)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of the token ids of a vocabulary: uint16 while all ids fit, else uint32."""
+    """Return the type of the token ids of a vocabulary: uint16 if all ids fit, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
+    """Return the attributes of a shard. Raise ValueError for one that is missing or illegal."""
     values: dict[str, Any] = {}
-    attributes = file.attrs  # h5py makes a new object each time it is asked
+    attributes = file.attrs  # h5py makes a new object at each access
     weighted = "weights" in file
-    for name in (*_INTEGERS, *_TEXTS, *(_WEIGHTED if weighted else ())):
+    kinds = _ATTRIBUTES
+    if weighted:
+        kinds = kinds | _WEIGHTED
+    for name, kind in kinds.items():
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
         stored = attributes.get_id(name)
-        kind, wanted, what = _KINDS[name in (*_TEXTS, "weights_checksum")]
-        # looked at first: HDF5 2.0 crashes where it reads a text whose type is damaged
-        if stored.shape != () or not isinstance(stored.get_type(), kind):
-            raise ValueError(f"attribute {name!r} is no {what}")
+        # checked before the value is read: HDF5 2.0 crashes on a text whose type is damaged
+        if stored.shape != () or not isinstance(stored.get_type(), kind.stored):
+            raise ValueError(f"attribute {name!r} is no {kind.name}")
         value = attributes[name]
-        if not isinstance(value, wanted):
-            raise ValueError(f"attribute {name!r} is {value!r}, no {what}")
-        values[name] = value if wanted is str else int(value)
+        if not isinstance(value, kind.value):
+            raise ValueError(f"attribute {name!r} is {value!r}, no {kind.name}")
+        values[name] = int(value) if kind is _INTEGER else value
     if values["format_version"] != (WEIGHTED_VERSION if weighted else FORMAT_VERSION):
         raise ValueError(
             f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}, "
@@ -94,12 +112,27 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
     return values
 
 
-def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, np.dtype, int]:
-    """Length, type and byte offset of a 1-D contiguous dataset that lies wholly inside the file."""
+class _Extent(NamedTuple):
+    """The place of a 1-D dataset in its file."""
+
+    length: int
+    dtype: np.dtype
+    offset: int  # in bytes
+
+    @property
+    def stop(self) -> int:
+        """The byte offset of its end."""
+        return self.offset + self.length * self.dtype.itemsize
+
+
+def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
+    """Return the place of a 1-D contiguous dataset. Raise TypeError or ValueError if there is none
+    of this name, or it has another type or layout, or is not wholly inside the file."""
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")
-    dtype, shape = data.dtype, data.shape
+    dtype = data.dtype
+    shape = data.shape
     if dtype.str not in dtypes:
         raise ValueError(f"dataset {name!r} has type {dtype.str}; legal: {', '.join(dtypes)}")
     if shape is None or len(shape) != 1 or shape[0] < 1:
@@ -107,83 +140,93 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> tuple[int, n
     offset = data.id.get_offset()
     if data.chunks is not None or data.compression is not None or data.external or offset is None:
         raise ValueError(f"dataset {name!r} must be contiguous, uncompressed and inside the file")
-    end, size = offset + shape[0] * dtype.itemsize, os.path.getsize(file.filename)
-    if end > size:
-        raise ValueError(f"is truncated: dataset {name!r} ends at byte {end}, the file at {size}")
-    return shape[0], dtype, offset
+    extent = _Extent(shape[0], dtype, offset)
+    size = os.path.getsize(file.filename)
+    if extent.stop > size:
+        raise ValueError(
+            f"is truncated: dataset {name!r} ends at byte {extent.stop}, the file at {size}"
+        )
+    return extent
 
 
-def _check_heaps(path: Path, *datasets: tuple[int, int]) -> None:
-    """Raises ValueError for a heap of texts whose objects do not fit into it: HDF5 2.0 reads such a
-    one for ever. `datasets`: their bytes; heaps stand between or behind them.
+def _check_heaps(path: Path, datasets: list[_Extent]) -> None:
+    """Raise ValueError for a heap of texts whose objects do not fit into it, which HDF5 2.0 would
+    read forever. Heaps are before, between or after the datasets of the file.
 
     Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
     """
-    begins, ends = zip(*sorted(datasets), strict=True)
+    datasets = sorted(datasets, key=lambda extent: extent.offset)
+    gap_starts = [0, *(extent.stop for extent in datasets)]
+    gap_ends = [*(extent.offset for extent in datasets), 1 << 62]
     with open(path, "rb") as stream:
-        for begin, stop in zip((0, *ends), (*begins, 1 << 62), strict=True):
-            content = os.pread(stream.fileno(), max(0, min(stop - begin, _HEAP_BYTES)), begin)
+        for start, end in zip(gap_starts, gap_ends, strict=True):
+            content = os.pread(stream.fileno(), max(0, min(end - start, _HEAP_BYTES)), start)
             heap = content.find(b"GCOL")
             while heap >= 0:
-                limit = heap + int.from_bytes(content[heap + 8 : heap + 16], "little")
-                at = heap + 16
-                while at + 16 <= min(limit, len(content)):
-                    free = content[at : at + 2] == b"\0\0"
-                    size = int.from_bytes(content[at + 8 : at + 16], "little")
-                    step = size if free else 16 + -(-size // 8) * 8
-                    if not 16 <= step <= limit - at:
-                        raise ValueError("has damaged texts in its attributes")
-                    at += step
+                _check_heap(content, heap)
                 heap = content.find(b"GCOL", heap + 4)
 
 
-def read_header(path: str | Path) -> ShardHeader:
-    """Open a shard, validate its metadata, close it. Cost: independent of the number of tokens.
+def _check_heap(content: bytes, heap: int) -> None:
+    """Raise ValueError if an object of the heap at offset `heap` of `content` does not fit."""
+    limit = heap + int.from_bytes(content[heap + 8 : heap + 16], "little")
+    at = heap + 16
+    while at + 16 <= min(limit, len(content)):
+        size = int.from_bytes(content[at + 8 : at + 16], "little")
+        free = content[at : at + 2] == b"\0\0"
+        if not free:  # of the content alone, which has a header and ends at a multiple of 8
+            size = 16 + -(-size // 8) * 8
+        if not 16 <= size <= limit - at:
+            raise ValueError("has damaged texts in its attributes")
+        at += size
 
-    Raises InputError that names the file, what is wrong and what would be right: no such file, not
-    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
+
+def read_header(path: str | Path) -> ShardHeader:
+    """Open a shard, validate its metadata and close it. The cost does not depend on the number of
+    tokens.
+
+    Raise an InputError that names the file, what is wrong and what would be right: no such file,
+    not HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
     offsets.
     """
     path = Path(path)
+    if not path.exists():
+        raise InputError(f"shard {path}: no such file")
     if not path.is_file():
-        raise InputError(f"shard {path}: {'is no file' if path.exists() else 'no such file'}")
+        raise InputError(f"shard {path}: is no file")
     try:
         with h5py.File(path, "r") as file:
-            tokens, dtype, byte_offset = _extent(file, "tokens", ("<u2", "<u4"))
-            offsets, _, documents_byte_offset = _extent(file, "documents", ("<u8",))
-            spans = [
-                (byte_offset, byte_offset + tokens * dtype.itemsize),
-                (documents_byte_offset, documents_byte_offset + 8 * offsets),
-            ]
+            tokens = _extent(file, "tokens", ("<u2", "<u4"))
+            documents = _extent(file, "documents", ("<u8",))
+            datasets = [tokens, documents]
             weights_byte_offset = 0
             if "weights" in file:
-                weights, _, weights_byte_offset = _extent(file, "weights", ("|u1",))
-                if weights != tokens:
-                    raise ValueError(f"has {weights} weights for {tokens} tokens")
-                spans.append((weights_byte_offset, weights_byte_offset + weights))
-            _check_heaps(path, *spans)
+                weights = _extent(file, "weights", ("|u1",))
+                if weights.length != tokens.length:
+                    raise ValueError(f"has {weights.length} weights for {tokens.length} tokens")
+                datasets.append(weights)
+                weights_byte_offset = weights.offset
+            _check_heaps(path, datasets)
             values = _attributes(file)
         with open(path, "rb") as stream:
-            ends = (documents_byte_offset, documents_byte_offset + 8 * (offsets - 1))
-            first, last = (
-                int.from_bytes(os.pread(stream.fileno(), 8, at), "little") for at in ends
-            )
-    # h5py reports a damaged file by whichever of these its C library's message maps to
+            first = int.from_bytes(os.pread(stream.fileno(), 8, documents.offset), "little")
+            last = int.from_bytes(os.pread(stream.fileno(), 8, documents.stop - 8), "little")
+    # h5py reports a damaged file by any of these, depending on its C library's message
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
-    if offsets < 2 or first != 0 or last != tokens:
+    if documents.length < 2 or first != 0 or last != tokens.length:
         raise InputError(
-            f"shard {path}: {offsets} document offsets from {first} to {last}; "
-            f"they must run from 0 to the number of tokens, {tokens}"
+            f"shard {path}: {documents.length} document offsets from {first} to {last}; "
+            f"they must run from 0 to the number of tokens, {tokens.length}"
         )
     return ShardHeader(
         path=path,
-        tokens=tokens,
-        dtype=dtype,
-        byte_offset=byte_offset,
-        documents=offsets - 1,
-        documents_byte_offset=documents_byte_offset,
+        tokens=tokens.length,
+        dtype=tokens.dtype,
+        byte_offset=tokens.offset,
+        documents=documents.length - 1,
+        documents_byte_offset=documents.offset,
         tokenizer=str(values["tokenizer"]),
         tokenizer_sha256=str(values["tokenizer_sha256"]),
         vocab_size=int(values["vocab_size"]),
@@ -196,57 +239,66 @@ def read_header(path: str | Path) -> ShardHeader:
 
 
 def format_checksum(crc32: int) -> str:
-    """The `checksum` attribute: CRC-32 (zlib's) over the bytes of `tokens`, as in
+    """Return the `checksum` attribute for zlib's CRC-32 over the bytes of a dataset, such as
     "crc32:1c291ca3"."""
     return f"crc32:{crc32:08x}"
 
 
 def headers_sha256(headers: Iterable[ShardHeader]) -> str:
-    """What tells the tokens of one dataset from another's, without reading them: a SHA-256 over its
-    shards in their order, each with its tokenizer, sizes and checksum; neither paths nor names."""
+    """Return a SHA-256 that identifies the tokens of a dataset, without reading them.
+
+    It is over the tokenizer, the sizes and the checksums of its shards in their order, but not over
+    paths and names.
+    """
     names = ("tokenizer_sha256", "vocab_size", "eod_id", "tokens", "documents", "checksum")
     digest = hashlib.sha256()
     for header in headers:
-        told = [getattr(header, name) for name in names]
-        told += [header.row_length, header.weights_checksum] if header.row_length else []
-        digest.update(json.dumps(told).encode())
+        values = [getattr(header, name) for name in names]
+        if header.row_length:
+            values += [header.row_length, header.weights_checksum]
+        digest.update(json.dumps(values).encode())
     return digest.hexdigest()
 
 
 _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
-_OWN = tuple(one.name for one in fields(ShardHeader) if one.name not in ("path", "listed"))
-_OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")  # where there are weights
+_OWN = tuple(field.name for field in fields(ShardHeader) if field.name not in ("path", "listed"))
+_OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")  # of shards with weights
 _FIELDS = frozenset(_OWN)
 
 
 def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
-    """What SUMMARY says of shards, by the names of their files."""
-    return {
-        header.path.name: {
-            name: header.dtype.str if name == "dtype" else getattr(header, name)
-            for name in _OWN
-            if header.row_length or name not in _OPTIONAL
-        }
-        for header in headers
-    }
+    """Return the entries of shards in SUMMARY, by the names of their files."""
+    return {header.path.name: _entry(header) for header in headers}
+
+
+def _entry(header: ShardHeader) -> dict[str, int | str]:
+    entry = {name: getattr(header, name) for name in _OWN}
+    entry["dtype"] = header.dtype.str
+    if not header.row_length:
+        for name in _OPTIONAL:
+            del entry[name]
+    return entry
 
 
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
+    """Return the header in an entry of SUMMARY. Raise ValueError or KeyError if it is damaged."""
     if entry.keys() not in (_FIELDS, _FIELDS - {*_OPTIONAL}):
         raise ValueError("other fields than a header has")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
-    counts = tuple(entry[name] for name in named if name in entry)
+    counts = tuple(entry[name] for name in named if name in entry)  # each at least 1
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 
 def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
-    """The shards that SUMMARY lists, by the names of their files: with their headers, so that a
-    start reads one file however many shards there are, and looks into a shard when it is first
-    needed (`confirmed`). None for a shard listed by its name alone, as older versions did. Empty
-    where there is no such file. Raises InputError if it is damaged.
+    """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
+    no SUMMARY.
+
+    So a program starts by reading one file, however many shards there are, and opens a shard when
+    it is first needed (`confirmed`). The header is None for a shard that is listed by its name
+    alone, as older versions did. Raise InputError if SUMMARY cannot be read or is damaged.
     """
     path = directory / SUMMARY
     try:
@@ -261,21 +313,24 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path}: is no list of shards by ptdmpi-data ({type(error).__name__}: {error}); "
-            "remove it, and each shard is looked into instead"
+            "remove it, and the header of each shard is read instead"
         ) from error
 
 
 def confirmed(header: ShardHeader) -> ShardHeader:
-    """The header as the file itself has it. Raises InputError if the file differs from its list,
-    as one does that was replaced, and what `read_header` raises."""
+    """Return the header from the shard's own file.
+
+    Raise InputError if it differs from the listed one (the file was replaced), or as `read_header`
+    does.
+    """
     if not header.listed:
         return header
     own = read_header(header.path)
     for name in _OWN:
         if getattr(own, name) != getattr(header, name):
             raise InputError(
-                f"shard {header.path} has {name} {getattr(own, name)}, but {SUMMARY} beside it "
-                f"says {getattr(header, name)}: one of the two was replaced; remove "
-                f"{header.path.with_name(SUMMARY)} to take the shards as they are"
+                f"shard {header.path} has {name} {getattr(own, name)}, but {SUMMARY} in the same "
+                f"folder says {getattr(header, name)}: one of the two was replaced; remove "
+                f"{header.path.with_name(SUMMARY)} to use the shards as they are"
             )
     return own

@@ -1,7 +1,8 @@
-"""Samples of tasks: a sequence with the number of its class, or several of which one is right.
+"""Samples of tasks: a sequence and its class, or several candidates and the right one.
 
-Candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbours in a microbatch.
-Samples come in the order of shards: a pure function of (seed, global sample number).
+The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbours in a
+microbatch. Their order follows the same rule as that of shards: it is a pure function of (seed,
+global sample number).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,8 @@ from ptdmpi.data.order import SampleOrder
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """One sequence: its ids [n], without padding, and where in it the second text begins (n:
-    nowhere)."""
+    """One sequence: its token ids (int [n], no padding), and the position at which its second text
+    begins (n if it has none)."""
 
     ids: np.ndarray
     second: int
@@ -25,10 +26,11 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """A file of samples as tokens: `sequences` of `rows` for each, and `labels` [samples].
+    """A file of samples as tokens.
 
-    `sha256` is that of its bytes, `tokenizer_sha256` that of what made them tokens; `cut` rows have
-    lost `lost` tokens that a sequence had no room for.
+    Each sample has `sequences` neighbouring rows of `rows` and one number in `labels` (int
+    [samples]). `sha256` is the digest of the file, `tokenizer_sha256` that of its tokenizer. `cut`
+    rows were too long for a sequence and lost `lost` tokens together.
     """
 
     path: Path
@@ -42,15 +44,18 @@ class LabelledFile:
     lost: int
 
     def samples(self, length: int) -> int:
-        """How many samples it has, of whatever length."""
+        """Return the number of samples, which does not depend on `length`."""
         return len(self.labels)
 
 
 @dataclass(frozen=True)
 class LabelledForm:
-    """What samples become for a model: rows of `seq_length` ids, filled up with `pad`. `first`: its
-    head looks at the first token, which sees the last one; else at the last of each sequence, which
-    nothing behind it changes. `last_type` is the type of the second text."""
+    """The form in which a model takes samples: rows of `seq_length` ids, padded with `pad`.
+
+    With `first` the model's head reads the first token, as a model with attention to both sides
+    does; else it reads the last token of each sequence, on which padding has no influence.
+    `last_type` is the token type of the second text.
+    """
 
     seq_length: int
     pad: int
@@ -60,61 +65,72 @@ class LabelledForm:
     def microbatch(
         self, samples: Sequence[tuple[LabelledFile, int]], ids: np.ndarray, counts: np.ndarray
     ) -> Microbatch:
-        """Samples (a file, and the number in it) with global numbers `ids` [n], of which those with
-        `counts` [n] 1 count: [n sequences, s]."""
+        """Return a microbatch of n samples, so of n * `sequences` rows.
+
+        `samples` names each by its file and its number in the file, `ids` (int [n]) has their
+        global numbers, and `counts` (float [n]) is 1 for those that count in the loss, else 0.
+        """
         sequences = samples[0][0].sequences
         rows = [
             file.rows[sample * sequences + k] for file, sample in samples for k in range(sequences)
         ]
         inputs = np.full((len(rows), self.seq_length), self.pad, dtype=np.int64)
-        types, padding = np.zeros_like(inputs), np.ones_like(inputs)
-        asked = np.zeros((len(rows), 1), dtype=np.int64)
+        types = np.zeros_like(inputs)
+        padding = np.ones_like(inputs)
+        positions = np.zeros((len(rows), 1), dtype=np.int64)
         for number, row in enumerate(rows):
             inputs[number, : len(row.ids)] = row.ids
             types[number, row.second : len(row.ids)] = self.last_type
             padding[number, : len(row.ids)] = 0
-            asked[number] = 0 if self.first else len(row.ids) - 1
+            if not self.first:
+                positions[number] = len(row.ids) - 1
         labels = np.array([[file.labels[sample]] for file, sample in samples], dtype=np.int64)
         return Microbatch(
-            # each sequence has a number of its own, so that no two drop the same
+            # each sequence has its own number, so that no two have the same dropout mask
             sample_ids=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
             inputs=inputs,
             labels=labels,
             loss_mask=None if counts.all() else counts.astype(np.float32)[:, None],
             documents=padding if self.first and padding.any() else None,
-            masked=asked,
+            masked=positions,
             types=types,
         )
 
 
 class LabelledBatches:
-    """The training microbatches of one data rank, as `TrainBatches` deals samples to ranks; of
-    `samples` a step, `micro` a microbatch."""
+    """The training microbatches of one data rank, with samples dealt to ranks as in `TrainBatches`.
+
+    A step has `samples` samples, a microbatch `micro`.
+    """
 
     def __init__(
         self,
         files: Sequence[LabelledFile],
         order: SampleOrder,
         form: LabelledForm,
+        *,
         samples: int,
         micro: int,
         data_rank: int,
         data_size: int,
     ) -> None:
-        self._files, self._order, self._form = files, order, form
-        self._samples, self._micro = samples, micro
+        self._files = files
+        self._order = order
+        self._form = form
+        self._samples = samples
+        self._micro = micro
         share = samples // data_size
         self._mine = data_rank * share + np.arange(share)
 
     def step(self, k: int) -> list[Microbatch]:
-        """This rank's microbatches of step k."""
+        """Return this rank's microbatches of step k (from 0)."""
         start = self._order.start
         ids = start.sample + (k - start.step) * self._samples + self._mine
         files, places = self._order.locate(ids)
-        found = [(self._files[file], place) for file, place in zip(files, places, strict=True)]
+        samples = [(self._files[file], place) for file, place in zip(files, places, strict=True)]
         every = np.ones(self._micro)
         return [
-            self._form.microbatch(found[i : i + self._micro], ids[i : i + self._micro], every)
+            self._form.microbatch(samples[i : i + self._micro], ids[i : i + self._micro], every)
             for i in range(0, len(ids), self._micro)
         ]
 
@@ -123,13 +139,19 @@ def in_order(
     file: LabelledFile,
     form: LabelledForm,
     micro: int,
+    *,
     data_rank: int,
     data_size: int,
     most: int | None = None,
 ) -> Iterator[Microbatch]:
-    """The first `most` samples of a file (None: all), `micro` a microbatch, dealt to the data ranks
-    in contiguous blocks; each has equally many, of which the last may count nothing."""
-    samples = len(file.labels) if most is None else min(most, len(file.labels))
+    """Yield data rank `data_rank`'s microbatches of the first `most` samples of a file (None: all).
+
+    A microbatch has `micro` samples. Microbatches are dealt to the ranks in contiguous blocks, and
+    each rank has equally many: samples after the last one repeat it and do not count.
+    """
+    samples = len(file.labels)
+    if most is not None:
+        samples = min(most, samples)
     count = -(-samples // (micro * data_size))
     for number in range(data_rank * count, (data_rank + 1) * count):
         ids = number * micro + np.arange(micro)

@@ -1,4 +1,4 @@
-"""One process at a time in a directory."""
+"""A lock file, so that only one process at a time works in a directory."""
 
 import errno
 import fcntl
@@ -12,42 +12,51 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FileLock:
-    """Holds a file, which it makes and which says who holds it, until it is closed or the process
-    ends. A file system without locks lets everyone in. Raises OSError if the file cannot be made.
+    """A lock on a file, held until it is closed or the process ends.
+
+    The file is made if it does not exist, and names the process that holds it. On a file system
+    without locks every process gets the lock.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file, without the lock. Raise OSError if it cannot be made."""
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self) -> bool:
-        """Whether the lock is ours now."""
+        """Try to take the lock; return True if this process has it now, False if another one does.
+
+        It does not wait.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error: this file system knows no locks, and keeps nobody out
+            # any other error means that this file system has no locks, so nobody is kept out
             if error.errno in _HELD:
                 return False
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-        who = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-        with suppress(OSError):  # on a full disk nobody says who, and the lock holds as well
+        if job:
+            holder += f", job {job}"
+        with suppress(OSError):  # on a full disk the lock holds, without the name of its holder
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, who.encode(), 0)
+            os.pwrite(self._file, holder.encode(), 0)
         return True
 
     def holder(self) -> str:
-        """Who holds it."""
+        """Return which process holds the lock, as it wrote itself."""
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Whether the file still has its name: what was removed keeps nobody out."""
+        """Return True if the path still names this file; a removed file keeps nobody out."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Let go of it; the file stays, or two could hold two files of the same name."""
+        """Release the lock. The file stays, since two processes could otherwise lock two files of
+        the same name."""
         os.close(self._file)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
-"""Samples of masked language models: whole words hidden, two segments in order or swapped.
+"""Samples of masked language models: masked whole words, and two segments in order or swapped.
 
-The objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) as Megatron-LM trains it (Shoeybi et
-al. 2019, section 5.3): n-grams of whole words are masked, and the order of two segments is asked
-for instead of whether the second follows (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1).
-Every choice is a pure function of (seed, global sample number).
+The objectives are those of BERT (Devlin et al. 2019, arXiv 1810.04805) as Megatron-LM trains it
+(Shoeybi et al. 2019, section 5.3): n-grams of whole words are masked, and the model predicts the
+order of two segments instead of whether the second follows the first (Lan et al. 2020, arXiv
+1909.11942, sections 3.1, 4.1). Every choice is a pure function of (seed, global sample number).
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,25 @@ from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
 
-LONGEST_WORD = 16  # tokens; what is longer counts as several words
-MASKED, DRAWN = 0.8, 0.9  # below: the mask token; below: a random token; else left as it is
+LONGEST_WORD = 16  # tokens; a longer word counts as several words
+# A number drawn from [0, 1) decides what replaces a masked token: below MASKED the mask token,
+# below DRAWN a random token, else the token stays.
+MASKED = 0.8
+DRAWN = 0.9
 
 
 def predictions(fraction: float, tokens: int) -> int:
-    """Masked tokens of a text of so many: at least one, and rounded."""
-    return max(1, round(fraction * tokens)) if tokens else 0
+    """Return how many of `tokens` tokens are masked: their fraction, rounded, and at least one."""
+    if tokens == 0:
+        return 0
+    return max(1, round(fraction * tokens))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: `ids` and `types` of its tokens, no padding; the `masked` positions and the
-    `labels` that stood there; the `order` of its segments: 0, 1 swapped, -1 one segment only."""
+    """One sample: `ids` and `types` of its tokens (no padding), the `masked` positions, and as
+    `labels` the tokens that were there. `order` is 0 for segments in order, 1 for swapped ones and
+    -1 for a single segment."""
 
     ids: np.ndarray
     types: np.ndarray
@@ -39,15 +45,18 @@ class Sample:
 
 
 class MaskedSamples:
-    """Makes samples out of windows of tokens."""
+    """A maker of masked samples from windows of tokens."""
 
     def __init__(self, model: ModelConfig, data: DataConfig, dataset: Dataset, seed: int) -> None:
-        """`dataset` is any of those that the windows are from; raises InputError if its tokenizer
-        does not tell words apart."""
+        """`dataset` is any of the datasets that the windows are from. Raise InputError if whole
+        words are masked and its tokenizer's file does not show where they begin."""
         self.vocabulary = read_vocabulary(dataset, data.whole_words)
-        self.eod_id, self.seed = dataset.eod_id, seed
-        self.seq_length, self.sentence_order = model.seq_length, model.sentence_order
-        self.last_type = 0 if model.token_types == 1 else 1  # of a single type are both segments
+        self.eod_id = dataset.eod_id
+        self.seed = seed
+        self.seq_length = model.seq_length
+        self.sentence_order = model.sentence_order
+        # with a single token type both segments have it
+        self.last_type = 0 if model.token_types == 1 else 1
         self.fraction = data.mask_fraction
         self.most = model.predictions(data.mask_fraction)
         # n with probability in proportion to 1 / n (Lan et al. 2020, section 4.1)
@@ -55,15 +64,16 @@ class MaskedSamples:
         self.ngram_limits = np.cumsum(shares / shares.sum())
 
     def __call__(self, windows: Windows, microbatch: Microbatch) -> Microbatch:
-        """The microbatch of the windows' tokens as one of masked samples."""
-        numbers = windows.documents(microbatch.sample_ids)[:, :-1]
-        rows = zip(microbatch.sample_ids.tolist(), microbatch.inputs, numbers, strict=True)
-        samples = [self.sample(window, of, number) for number, window, of in rows]
-        count, length = len(samples), self.seq_length
-        ids = np.full((count, length), self.eod_id, dtype=np.int64)
-        types, padding = np.zeros_like(ids), np.ones_like(ids)
-        masked = np.zeros((count, self.most), dtype=np.int64)
-        labels, weights = np.zeros_like(masked), np.zeros(masked.shape, dtype=np.float32)
+        """Return the masked samples of a microbatch of windows."""
+        documents = windows.documents(microbatch.sample_ids)[:, :-1]
+        rows = zip(microbatch.sample_ids.tolist(), microbatch.inputs, documents, strict=True)
+        samples = [self.sample(window, own, number) for number, window, own in rows]
+        ids = np.full((len(samples), self.seq_length), self.eod_id, dtype=np.int64)
+        types = np.zeros_like(ids)
+        padding = np.ones_like(ids)
+        masked = np.zeros((len(samples), self.most), dtype=np.int64)
+        labels = np.zeros_like(masked)
+        weights = np.zeros(masked.shape, dtype=np.float32)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.ids)] = sample.ids
             types[row, : len(sample.ids)] = sample.types
@@ -72,7 +82,7 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        if microbatch.loss_mask is not None:  # rows that only fill up a validation
+        if microbatch.loss_mask is not None:  # some rows only pad a validation
             weights *= microbatch.loss_mask[:, :1]
             orders[microbatch.loss_mask[:, 0] == 0.0] = -1
         return microbatch._replace(
@@ -86,24 +96,27 @@ class MaskedSamples:
         )
 
     def sample(self, window: np.ndarray, documents: np.ndarray, number: int) -> Sample:
-        """The sample of a window of tokens and their documents [n], of global number `number`.
+        """Return global sample `number`, made from a window (token ids, int [n]) and the document
+        numbers of its tokens (int [n]).
 
-        Its text is what the window has of one document: of that of a token drawn at random, so that
-        in the long run every token is read.
+        Its text is the part of one document inside the window: the document of a token drawn at
+        random, so that in the long run every token is read.
         """
-        # as many for each sample of a length, used or not: no choice shifts the numbers of another
+        # Equally many draws for each window of a length, used or not, so that one choice does not
+        # shift the numbers of another.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
         segments, order = self._segments(text, starts, draws[1:3])
         special = self.vocabulary
-        ids, types, words = [np.array([special.begin])], [], []
+        ids = [np.array([special.begin])]
+        types = [0]  # of the special token at the beginning
+        words = []  # first token of each word, and end, of each segment
         for place, (begin, end) in enumerate(segments):
-            at = 1 + place + sum(stop - start for start, stop in segments[:place])
-            own = np.flatnonzero(starts[begin:end]) + at
-            words.append((own, at + end - begin))
+            at = len(types)
+            words.append((np.flatnonzero(starts[begin:end]) + at, at + end - begin))
             ids += [text[begin:end], np.array([special.separator])]
-            types += [min(place, self.last_type)] * (end - begin + 1 + (place == 0))
+            types += [min(place, self.last_type)] * (end - begin + 1)
         tokens = np.concatenate(ids)
         budget = min(self.most, predictions(self.fraction, len(text)))
         chances = draws[3:].reshape(4, -1)
@@ -113,7 +126,7 @@ class MaskedSamples:
         return Sample(tokens, np.array(types), masked, labels, order)
 
     def _text(self, window: np.ndarray, documents: np.ndarray, draw: float) -> np.ndarray:
-        """One document's tokens, without the end of document."""
+        """Return the tokens of one document of the window, without the end of document."""
         places = np.flatnonzero(window != self.eod_id)
         if not places.size:
             return window[:0]
@@ -122,7 +135,8 @@ class MaskedSamples:
         return text[: inside[-1] + 1]
 
     def _word_starts(self, text: np.ndarray) -> np.ndarray:
-        """bool [n]; words longer than LONGEST_WORD, or than all that may be masked, are cut."""
+        """Return which tokens begin a word, bool [n]. A word is cut into several if it is longer
+        than LONGEST_WORD or than the number of tokens that may be masked."""
         starts = self.vocabulary.word_starts(text)
         longest = min(LONGEST_WORD, max(1, predictions(self.fraction, len(text))))
         places = np.arange(len(text))
@@ -132,25 +146,28 @@ class MaskedSamples:
     def _segments(
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
-        """Where in the text the segments stand, in the order of the sample, and that order."""
-        cuts: np.ndarray | list[int]
-        cuts = np.flatnonzero(starts[1:]) + 1 if self.sentence_order else []
-        if not len(cuts):
+        """Return the segments' [begin, end) in the text, as ordered in the sample, and that order
+        (see `Sample`)."""
+        cuts = np.flatnonzero(starts[1:]) + 1
+        if not self.sentence_order or not cuts.size:
             return [(0, len(text))], -1
         cut = int(cuts[int(draws[0] * len(cuts))])
-        swapped = bool(draws[1] < 0.5)
-        segments = [(0, cut), (cut, len(text))]
-        return segments[::-1] if swapped else segments, int(swapped)
+        if draws[1] < 0.5:
+            return [(cut, len(text)), (0, cut)], 1
+        return [(0, cut), (cut, len(text))], 0
 
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Positions of `budget` tokens, or a few less: n-grams of whole words in a random order,
-        each as long as it was drawn, or as fits. `words`: of each segment the first positions of
-        its words, and its end."""
+        """Return the positions of the masked tokens: `budget` of them, or a few less.
+
+        They are n-grams of whole words in a random order. Each n-gram is as long as drawn, or as
+        long as fits. `words` has, for each segment, the positions of the first tokens of its words
+        and the end of the segment; `chances` is float [2, at least the number of words].
+        """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])
-        # the word behind the last one of the same segment
+        # for each word the number of the first word after its segment
         limit = np.repeat(np.cumsum([len(own) for own, _ in words]), [len(own) for own, _ in words])
         grams = np.searchsorted(self.ngram_limits, chances[1, : len(first)], side="right") + 1
         taken = np.zeros(len(first), dtype=bool)
@@ -164,18 +181,21 @@ class MaskedSamples:
                 taken[word:stop] = True
                 budget -= int(last[stop - 1] - first[word])
         spans = [np.arange(first[word], last[word]) for word in np.flatnonzero(taken)]
-        return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+        return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     def _hide(self, labels: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        """What stands in place of masked tokens: 80 % the mask, 10 % any token, 10 % the same."""
+        """Return the inputs in place of masked tokens `labels`: the mask token for 80 % of them, a
+        random token for 10 %, the token itself for 10 % (Devlin et al. 2019, section 3.1)."""
         drawn = (chances[1] * self.vocabulary.drawn).astype(np.int64)
         shown = np.where(chances[0] < DRAWN, drawn, labels)
         return np.where(chances[0] < MASKED, self.vocabulary.mask, shown)
 
 
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
-    """`count` numbers in [0, 1) of one sample, the same everywhere: Philox counts, it keeps no
-    state (Salmon et al. 2011)."""
-    # the seed and the sample are the key: no two samples share a stream
+    """Return `count` random numbers in [0, 1) of one sample, the same on every machine.
+
+    Philox is a counter-based generator without state (Salmon et al. 2011).
+    """
+    # the seed and the sample are the key, so no two samples share a stream
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

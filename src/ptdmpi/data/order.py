@@ -1,8 +1,8 @@
-"""The training order: a pure function (seed, global sample index) -> (dataset, sample of it).
+"""The training order: a pure function (seed, global sample index) -> (dataset, sample within it).
 
-Nothing is stored but one period of the mixture: a keyed permutation stands in for the shuffled
-index files of other trainers, so start-up and memory do not depend on the size of the corpus, and
-resuming needs one integer, the number of samples consumed.
+Only one period of the mixture is stored. A keyed permutation replaces the shuffled index files of
+other trainers. So start-up and memory do not depend on the size of the corpus, and resuming needs
+one integer: the number of samples consumed.
 """
 
 import heapq
@@ -17,7 +17,8 @@ import numpy as np
 from ptdmpi.config import InputError
 
 MAX_PERIOD = 10**6  # the longest period of a mixture that is tabulated, in samples
-# Four rounds of random functions are enough (Luby and Rackoff 1988); a hash is less than that.
+# Four rounds of random functions are enough (Luby and Rackoff 1988). A hash is weaker than a random
+# function, so there are more rounds.
 _ROUNDS = 8
 _SMALL_ROUNDS = 32  # below _SMALL_BITS a round function has too few output bits to mix in 8 rounds
 _SMALL_BITS = 14
@@ -29,7 +30,7 @@ _M2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words whose output bits depend on all input bits.
+    """Map 64-bit words bijectively to words whose bits each depend on all input bits.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D.
     Stafford).
@@ -40,24 +41,26 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _word(value: int) -> np.ndarray:
+    """Return an integer modulo 2^64 as an array of one word."""
     return np.array([value & _WORD], dtype=np.uint64)
 
 
 def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Feistel network on `bits`-bit words: a bijection of [0, 2^bits) for every key.
+    """Encrypt `bits`-bit words by a Feistel network: a bijection of [0, 2^bits) for every key.
 
-    The halves have bits//2 and the other bits; rounds change them in turn, so an odd number of bits
-    needs no padding (an alternating, unbalanced network) and the domain is less than twice the
-    size.
+    The low half has bits//2 bits and the high half the rest. Rounds change the halves in turn (an
+    alternating, unbalanced network), so an odd number of bits needs no padding and the domain is
+    less than twice the size.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
     halves = [words >> low_bits, words & ((np.uint64(1) << low_bits) - np.uint64(1))]
-    for number in range(_SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS):
+    rounds = _SMALL_ROUNDS if bits <= _SMALL_BITS else _ROUNDS
+    for number in range(rounds):
         changed = number % 2
         if widths[changed] == 0:
             continue
-        # another function in each round: equal ones would leave patterns of the halves
+        # each round has a different function: equal ones would leave patterns of the halves
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2
@@ -67,16 +70,17 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """The images of `index` (int [n], each in [0, size)) under the permutation of [0, size) named
-    `key`.
+    """Return the images of `index` under the permutation of [0, size) that `key` selects.
 
-    A Feistel network permutes the next power of two; an image outside [0, size) is encrypted again
-    until it lies inside (cycle walking), which leaves a bijection of [0, size) and takes less than
-    two passes on average. `key` is an integer, or an uint64 array [n] with one key per index.
-    Returns int64 [n].
+    `index` is int [n], each in [0, size); `key` is an integer, or an uint64 array [n] with one key
+    per index; the result is int64 [n]. Raise IndexError for an index outside [0, size).
+
+    A Feistel network permutes the next power of two. An image outside [0, size) is encrypted again
+    until it is inside (cycle walking), which leaves a bijection of [0, size) and takes less than
+    two passes on average.
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002 (cycle walking). Raises IndexError for an index outside [0, size).
+    finite domains", CT-RSA 2002 (cycle walking).
     """
     index = np.asarray(index, dtype=np.int64)
     if index.size and (index.min() < 0 or index.max() >= size):
@@ -96,30 +100,35 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture: its training samples, its weight, and how many epochs it may be
-    read.
+    """One dataset of a mixture: its number of training samples, its weight, and its limit of
+    epochs.
 
-    `key` names its permutations (None: its place in the mixture), `drawn` is how many samples of it
-    were drawn before the order begins: both are other than usual where a mixture was changed.
+    `key` selects its permutations (None: its place in the mixture). `drawn` is the number of its
+    samples that were drawn before the order begins. Both differ from their defaults only in a
+    mixture that was changed during a run.
     """
 
     samples: int
     weight: Decimal | str
-    epochs: Decimal | None = None  # an upper limit, fractions allowed; None: no limit
+    epochs: Decimal | None = None  # an upper limit, which may be a fraction; None: no limit
     key: int | None = None
     drawn: int = 0
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where an order begins to hold: step `step` (from 0) begins with global sample `sample`."""
+    """The beginning of an order: step `step` (from 0) begins with global sample `sample`."""
 
     step: int = 0
     sample: int = 0
 
 
 def _weights(parts: Sequence[Part]) -> list[int]:
-    """The exact weights over their smallest common denominator, which is their sum (the period)."""
+    """Return the weights of `parts` as integers with the same exact ratios; their sum is the
+    period.
+
+    Raise InputError for a weight that is no decimal above 0, and for a period above MAX_PERIOD.
+    """
     exact = []
     for number, part in enumerate(parts):
         try:
@@ -143,25 +152,24 @@ def _weights(parts: Sequence[Part]) -> list[int]:
 
 
 def _apportion(weights: list[int]) -> np.ndarray:
-    """Which dataset gives each sample of one period: int32 [sum of weights].
+    """Return the dataset of each sample of one period: int32 [sum of weights].
 
-    After every prefix of n samples each dataset i has given floor(w_i n) or ceil(w_i n) of them
-    (w_i = weights[i] / period), hence strictly less than one away from w_i n. Proof: this is a
-    unit-job scheduling problem. Job k of dataset i may run from slot floor(k / w_i) and must have
-    run by slot ceil((k + 1) / w_i); jobs in their windows are just what the two bounds say. Giving
-    every slot to all datasets at once in fractions w_i fills each slot exactly and does job k
-    within [k / w_i, (k+1) / w_i], inside its window, so a fractional schedule exists; bipartite
-    flows with integer bounds are integral, so a whole one exists; and for unit jobs on one machine
-    the earliest deadline first finds it (Horn, Naval Res. Logist. 21 (1974)). The windows are those
-    of proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and of
-    Steiner and Yeomans (1993).
-    """
+    Among the first n samples, for every n, dataset i has given floor(w_i n) or ceil(w_i n)
+    (w_i = weights[i] / period), which is strictly less than one away from w_i n.
+
+    Proof: this is a unit-job scheduling problem. Job k of dataset i may run from slot floor(k /
+    w_i) and must have run by slot ceil((k + 1) / w_i). The two bounds hold exactly if every job
+    runs in its window. A fractional schedule exists: giving every slot to all datasets at once in
+    fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i], inside its
+    window. Bipartite flows with integer bounds are integral, so a whole schedule exists. For unit
+    jobs on one machine, earliest deadline first finds it (Horn, Naval Res. Logist. 21 (1974)). The
+    windows are those of proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15
+    (1996)) and of Steiner and Yeomans (1993)."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
-    waiting = [
-        (0, number) for number in range(len(weights))
-    ]  # (first slot of the next job, dataset)
+    # (first slot of the next job, dataset)
+    waiting = [(0, number) for number in range(len(weights))]
     ready: list[tuple[int, int]] = []  # (deadline, dataset)
     for slot in range(period):
         while waiting and waiting[0][0] <= slot:
@@ -178,17 +186,15 @@ def _apportion(weights: list[int]) -> np.ndarray:
 class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
-    Global sample n goes to a dataset by the mixture's table; as the k-th draw from that dataset (k
-    counts from 0) it is sample permute(k mod samples) of epoch k // samples, under a key made of
-    seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly once, in a
-    new order. An order that holds from a later `start` on begins its table there, and goes on with
-    the draws behind those that each part has `drawn`.
-
-    Raises InputError for weights that are no decimals above 0 or that are finer than MAX_PERIOD
-    allows, and for epochs that are not above 0.
-    """
+    The mixture's table assigns global sample n to a dataset. If n is the k-th draw from that
+    dataset (k counts from 0), it is sample permute(k mod samples) of epoch k // samples, under a
+    key made of seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly
+    once, in a new order. With a later `start`, the table begins there, and the draws of each part
+    continue after the first `drawn` ones."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
+        """Raise InputError if there are no parts, for a part without samples, for weights that are
+        no decimals above 0 or need a period above MAX_PERIOD, and for epochs not above 0."""
         if not parts:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):
@@ -206,19 +212,19 @@ class SampleOrder:
         self._weights = _weights(self.parts)
         self._period = sum(self._weights)
         self._table = _apportion(self._weights)
-        # [period]: how many samples of the same dataset stand before this one in the period
+        # [period]: the number of earlier samples of the same dataset in the period
         self._rank = np.empty(self._period, dtype=np.int64)
         for number, weight in enumerate(self._weights):
             self._rank[self._table == number] = np.arange(weight)
 
     def _keys(self, dataset: int, epochs: np.ndarray) -> np.ndarray:
-        """One permutation key per epoch: uint64 [n]."""
+        """Return one permutation key per epoch (int [n]) of a dataset: uint64 [n]."""
         key = _mix(_mix(_word(self.seed)) + _word(_GOLDEN * (dataset + 1)))
         return _mix(key + epochs.astype(np.uint64) * np.uint64(_GOLDEN))
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset (int64 [n]) and sample within it (int64 [n]) of global samples (int [n], from
-        the start on)."""
+        """Return the dataset (int64 [n]) and the sample within it (int64 [n]) of global samples
+        (int [n], at or after the start)."""
         indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
         periods, slots = np.divmod(indices, self._period)
         datasets = self._table[slots].astype(np.int64)
@@ -234,8 +240,8 @@ class SampleOrder:
         return datasets, samples
 
     def counts(self, total_samples: int) -> list[int]:
-        """How many of the first `total_samples` samples come from each dataset, with what was drawn
-        before the start."""
+        """Return how many of the first `total_samples` samples come from each dataset, including
+        those drawn before the start."""
         periods, rest = divmod(total_samples - self.start.sample, self._period)
         begun = np.bincount(self._table[:rest], minlength=len(self.parts))
         return [
@@ -244,8 +250,8 @@ class SampleOrder:
         ]
 
     def check(self, total_samples: int) -> None:
-        """Raise InputError if a run of `total_samples` samples needs more epochs of a dataset than
-        it may."""
+        """Raise InputError if a run of `total_samples` samples exceeds a dataset's limit of
+        epochs."""
         for number, drawn in enumerate(self.counts(total_samples)):
             part = self.parts[number]
             if part.epochs is not None and Fraction(drawn, part.samples) > Fraction(part.epochs):

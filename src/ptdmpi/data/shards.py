@@ -1,7 +1,7 @@
-"""Token shards as a dataset: found, mapped, read as samples, checked.
+"""Datasets of token shards: finding, mapping, reading and verifying them.
 
-`header.py` has the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
-metadata and the byte offset of `tokens` in the file; after that the tokens are read through
+`header.py` describes the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
+metadata and the byte offset of `tokens` in the file. After that the tokens are read through
 `np.memmap`, without HDF5.
 """
 
@@ -31,15 +31,16 @@ from ptdmpi.data.header import (
     read_header,
 )
 
-UNFINISHED = ".unfinished"  # stands in a directory of shards as long as it is being written
-_OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps of a process
-_OPEN_SHARE = 8  # a dataset takes at most one of so many of the file descriptors that are allowed
+UNFINISHED = ".unfinished"  # a file in a directory of shards while they are being written
+_OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps per process
+_OPEN_SHARE = 8  # a dataset takes at most one in eight of the allowed file descriptors
 _READ_ROWS = 64  # samples copied and checked at a time
-_VERIFY_TOKENS = 1 << 22  # tokens that `verify` looks at in one piece
+_VERIFY_TOKENS = 1 << 22  # tokens that `verify` reads in one piece
 
 
 def find_shards(directory: str | Path) -> list[Path]:
-    """The shards of a dataset, in order of their names. Raises InputError if it has none."""
+    """Return the shards of a dataset, sorted by name. Raise InputError if there are none, or if
+    they are unfinished."""
     directory = Path(directory)
     try:
         if not directory.is_dir():
@@ -61,46 +62,50 @@ def find_shards(directory: str | Path) -> list[Path]:
 
 
 def find_headers(directory: str | Path) -> list[ShardHeader]:
-    """The headers of a dataset's shards: from the list beside them where they are in it, and all
-    but the first not confirmed. Raises InputError as `find_shards` and `read_header` do, for a
-    damaged list, and for a shard that is listed and gone.
+    """Return the headers of a dataset's shards, sorted by name.
+
+    They come from SUMMARY if it lists them, and only the first one is compared with its file. Raise
+    InputError as `find_shards` and `read_header` do, for a damaged SUMMARY, and for a listed shard
+    that is missing.
     """
     paths = find_shards(directory)
     listed = listed_headers(Path(directory))
     gone = sorted(listed.keys() - {path.name for path in paths})
     if gone:
         raise InputError(
-            f"dataset {directory}: {gone[0]}, listed in its {SUMMARY}, is gone, of "
-            f"{counted(len(gone), 'such shard')}; bring them back, or remove {SUMMARY} to do "
-            "without them"
+            f"dataset {directory}: its {SUMMARY} lists {counted(len(gone), 'shard')} that cannot "
+            f"be found, such as {gone[0]}; restore them, or remove {SUMMARY} to do without them"
         )
     first, *others = [listed.get(path.name) or read_header(path) for path in paths]
     return [confirmed(first), *others]
 
 
 def map_tokens(header: ShardHeader) -> np.ndarray:
-    """All tokens of a shard, read-only, paged in by the operating system as they are touched.
-    Raises InputError as `confirmed` does, and where the file cannot be mapped."""
+    """Return all tokens of a shard, read-only; the operating system pages them in when needed.
+
+    Raise InputError as `confirmed` does, and if the file cannot be mapped.
+    """
     header = confirmed(header)
     try:
         mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
-    except (OSError, ValueError) as error:  # replaced or cut since its header was read
+    except (OSError, ValueError) as error:  # replaced or truncated since its header was read
         raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
     return mapped.view(np.ndarray)  # slicing the subclass costs three times as much
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
-    """Document offsets of a shard, uint64 [documents + 1], mapped like the tokens."""
+    """Return the document offsets of a shard, uint64 [documents + 1], mapped like the tokens."""
     header = confirmed(header)
-    offset, shape = header.documents_byte_offset, (header.documents + 1,)
-    return np.memmap(header.path, "<u8", "r", offset, shape).view(np.ndarray)
+    shape = (header.documents + 1,)
+    mapped = np.memmap(header.path, "<u8", "r", header.documents_byte_offset, shape)
+    return mapped.view(np.ndarray)
 
 
 def _open_limit(shards: int) -> int:
-    """How many shards of a dataset may be open at a time: each takes a file descriptor.
+    """Return how many shards of a dataset may be open at a time; each takes a file descriptor.
 
-    The soft limit, often 1024, is raised as far as the system lets every process raise it: opening
-    a shard anew for each sample costs ten times as much as reading the sample.
+    The soft limit of descriptors, often 1024, is raised to the hard limit if that is needed:
+    opening a shard for each sample costs ten times as much as reading the sample.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < min(hard, _OPEN_SHARE * shards):
@@ -110,36 +115,39 @@ def _open_limit(shards: int) -> int:
 
 
 class _MappedTokens:
-    """The tokens of a shard, mapped. A file that was cut while it is mapped would end the process
-    by a bus error, without a word: so its size is looked at (1 us) before it is read."""
+    """The mapped tokens of a shard.
+
+    Reading a file that was truncated while it is mapped would end the process by a bus error,
+    without a message. So each read checks the size of the file first, which takes 1 us.
+    """
 
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        mapped: Any = self._tokens.base  # numpy's types know of arrays only
+        mapped: Any = self._tokens.base  # numpy's annotations allow arrays only
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base
-        self._size = mapped.size  # of the file, now
+        self._size = mapped.size  # a method: the present size of the file
         self._end = header.byte_offset + self._tokens.nbytes
 
     def __getitem__(self, part: slice) -> np.ndarray:
         if self._size() < self._end:
             raise InputError(
                 f"shard {self._path}: was truncated while it was read, to {self._size():,} bytes; "
-                'bring it back (data.reader = "pread" reads what is there still)'
+                'restore it (data.reader = "pread" reads what is still there)'
             )
         return self._tokens[part]
 
 
 def map_weights(header: ShardHeader) -> np.ndarray:
-    """Weights of the tokens of a shard that has any, uint8 [tokens], mapped like the tokens."""
+    """Return the weights of a weighted shard, uint8 [tokens], mapped like the tokens."""
     header = confirmed(header)
     offset = header.weights_byte_offset
     return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
 
 
 class _PreadTokens:
-    """The tokens of a shard, read by pread as they are sliced."""
+    """The tokens of a shard; each slice is read by pread."""
 
     def __init__(self, header: ShardHeader):
         self._header = header = confirmed(header)
@@ -160,30 +168,34 @@ _Tokens = _MappedTokens | _PreadTokens
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
-    """One of the headers, confirmed for good."""
+    """Return header number `shard`, and replace it in the list by the confirmed one."""
     headers[shard] = confirmed(headers[shard])
     return headers[shard]
 
 
 def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
-    """The first sample of each shard, and the number of all."""
+    """Return the first sample of each shard, and the number of all samples."""
     return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
-Address = tuple[int, int, int]  # number of a dataset, a shard of it, the first token in that
+Address = tuple[int, int, int]  # number of a dataset, shard in the dataset, token in the shard
 
 
 class Dataset:
     """A directory of shards with one tokenizer, seen as a sequence of training samples.
 
     A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right,
-    the labels); sample j of a shard starts at token j * seq_length. `use_mmap=False` reads by
-    pread, for file systems where mapping hurts. Shards that are listed beside them are looked into
-    when they are first read. Raises InputError if there is no shard, if one is damaged or gone, or
-    if they differ in tokenizer, vocabulary size or eod_id.
+    the labels); sample j of a shard starts at token j * seq_length. The files of shards that
+    SUMMARY lists are opened when they are first read, except for the first shard.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True):
+        """Find the shards and compare their headers.
+
+        `use_mmap=False` reads by pread, for file systems where mapping is slow. Raise InputError as
+        `find_headers` does, and if shards differ in tokenizer, vocabulary size, eod_id or length of
+        rows.
+        """
         self.directory = Path(directory)
         self.headers = find_headers(directory)
         first = self.headers[0]
@@ -198,11 +210,12 @@ class Dataset:
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
-        # of the rows that its documents are packed in, whose tokens have weights; 0: in none
+        # tokens of the rows that documents are packed in, with weights; 0: neither
         self.row_length = first.row_length
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # Caches that do not refer to the dataset: files close when it goes, not at some collection.
+        # The caches do not refer to this object, so files close with it, not at a later garbage
+        # collection.
         open_tokens = _MappedTokens if use_mmap else _PreadTokens
         headers = self.headers
         self.shard_tokens: Callable[[int], _Tokens] = lru_cache(_open_limit(len(headers)))(
@@ -212,12 +225,11 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """That of the headers of its shards, which have their checksums."""
+        """The SHA-256 over the headers of its shards, which have the checksums."""
         return headers_sha256(self.headers)
 
     def samples(self, seq_length: int) -> int:
-        """The number of training samples. Raises InputError if no shard has seq_length + 1
-        tokens."""
+        """Return the number of samples. Raise InputError if no shard has seq_length + 1 tokens."""
         count = self._first_samples(seq_length)[-1]
         if count == 0:
             longest = max(header.tokens for header in self.headers)
@@ -228,8 +240,8 @@ class Dataset:
         return count
 
     def places(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Shard, and first token in it, of samples (int [n]): int64 [2, n]. Raises IndexError for
-        one that does not exist."""
+        """Return the shard, and the first token within it, of samples (int [n]): int64 [2, n].
+        Raise IndexError for a sample that does not exist."""
         firsts = np.array(self._first_samples(seq_length))
         indices = np.asarray(sample_indices, dtype=np.int64)
         if indices.size and not 0 <= indices.min() <= indices.max() < firsts[-1]:
@@ -241,9 +253,11 @@ class Dataset:
         return IndexError(f"sample outside [0, {count}) of dataset {self.directory}")
 
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Samples (int [n]) as int64 [n, seq_length + 1]. Raises what `places` and `gather` do."""
-        firsts, places = self._first_samples(seq_length), []
-        # as `places`, in plain integers: for a few samples numpy costs more than reading them
+        """Return the tokens of samples (int [n]) as int64 [n, seq_length + 1]. Raise what `places`
+        and `gather` do."""
+        firsts = self._first_samples(seq_length)
+        places = []
+        # as in `places`, but in plain integers: numpy would cost more than reading a few samples
         for sample in sample_indices.tolist():
             if not 0 <= sample < firsts[-1]:
                 raise self._no_sample(firsts[-1])
@@ -252,24 +266,26 @@ class Dataset:
         return gather([self], places, seq_length + 1)
 
     def weights(self, shard: int) -> np.ndarray:
-        """Weights of the tokens of one shard as labels, uint8; of a dataset that has rows."""
+        """Return the weights as labels of one shard's tokens, uint8 [tokens], for a dataset with
+        rows."""
         return map_weights(_confirm(self.headers, shard))
 
     def documents(self, shard: int) -> np.ndarray:
-        """Document offsets of one shard, uint64 [documents + 1]: document i is tokens [o[i],
-        o[i+1])."""
+        """Return the document offsets o of one shard, uint64 [documents + 1]: document i is tokens
+        [o[i], o[i+1])."""
         return map_documents(_confirm(self.headers, shard))
 
 
 def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -> np.ndarray:
-    """Tokens [start, start + width) of each (dataset's number, shard, start): int64 [n, width].
+    """Return tokens [start, start + width) of each (dataset's number, shard, start) in `places`,
+    int64 [n, width].
 
-    Raises InputError for a token id outside the vocabulary (shard, position, id), which is that of
-    the first dataset. Rows are copied and checked in the shards' narrow type, a few at a time,
-    while they are in the processor's cache.
+    Raise an InputError with shard, position and id for a token id outside the vocabulary of the
+    first dataset. Rows are copied and checked in the shards' narrow type, a few at a time, while
+    they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    if len(places) == 1:  # the copy and the array for it would cost half as much as the read
+    if len(places) == 1:  # saves the narrow copy, which costs half as much as the read
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
         _check_ids(datasets, places, tokens)
@@ -283,16 +299,17 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # before they are widened: a quarter or half of the bytes to look at
+        # before they are widened, so that only a quarter or half of the bytes are read
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows
 
 
 def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
-    """Raises InputError if one of the tokens of some places (their rows, or the only row) is
-    outside the vocabulary. argmax is the quickest way to look at all ids."""
+    """Raise InputError if a token id is outside the vocabulary. `tokens` has a row for each of
+    `places`, or is the only row."""
     size = datasets[0].vocab_size
+    # argmax is the quickest way to read all ids
     if tokens.item(tokens.argmax()) >= size:
         ids = tokens.reshape(len(places), -1)
         row, column = np.argwhere(ids >= size)[0].tolist()
@@ -306,16 +323,17 @@ def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: n
 def _weight_problems(header: ShardHeader) -> list[str]:
     if not header.weights_byte_offset:
         return []
-    weights, checksum = map_weights(header), 0
+    weights = map_weights(header)
+    checksum = 0
     for start in range(0, header.tokens, _VERIFY_TOKENS):
         piece = weights[start : start + _VERIFY_TOKENS]
         checksum = zlib.crc32(piece.data, checksum)
         if piece.max() > 1:
             at = int(np.argmax(piece > 1))
             return [f"{header.path}: token {start + at} has weight {piece[at]}; legal: 0 or 1"]
-    found = format_checksum(checksum)
-    if found != header.weights_checksum:
-        return [f"{header.path}: weights' checksum {found}, recorded {header.weights_checksum}"]
+    actual = format_checksum(checksum)
+    if actual != header.weights_checksum:
+        return [f"{header.path}: weights' checksum {actual}, recorded {header.weights_checksum}"]
     return []
 
 
@@ -330,10 +348,10 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Read a whole shard in bounded memory; the problems found, one line each, none if it is sound.
+    """Read a whole shard in bounded memory and return its problems, one line each.
 
-    Checked: header, checksums of the bytes of tokens and weights, ids inside the vocabulary,
-    weights 0 or 1, document offsets rising.
+    It checks the header, the checksums of tokens and weights, that ids are inside the vocabulary,
+    that weights are 0 or 1, and that document offsets rise.
     """
     try:
         header = read_header(path)

@@ -1,9 +1,9 @@
-"""What masking must know of a tokenizer: where words begin, and the ids of its special tokens.
+"""The vocabulary as masking needs it: which tokens begin words, and the ids of special tokens.
 
-A word is a run of letters, digits, underscores and characters beyond ASCII, whatever its tokens;
-vocabularies that mark what goes on (WordPiece, Devlin et al. 2019) or what ends a word are taken at
-their word, and where nothing tells blanks, each token is a word. The rule is worked out anew at
-each start from the `tokenizer.json` beside the shards; the byte tokenizer needs none.
+A word is a run of letters, digits, underscores and characters beyond ASCII, whatever its tokens. If
+the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al. 2019) or end one,
+these marks decide. If it does not show blanks at all, each token is a word. The rule is derived at
+each start from the `tokenizer.json` in the folder of the shards; the byte tokenizer needs no file.
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,8 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-BLANK = "\u2581"
+BLANK = "\u2581"  # SentencePiece's mark of a blank
+# The names that tokenizers give to special tokens, by their role here.
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),
     "separator": ("[SEP]", "<sep>", "</s>"),
@@ -30,9 +31,13 @@ SPECIAL_NAMES = {
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """`size` of the model's vocabulary, that of the shards and the special tokens that it lacks;
-    `drawn` ids may stand in for a masked one. A token goes on with the word of the one before it
-    if it is `inner` and that one `open` (bool [size] each)."""
+    """The ids and the words of a vocabulary.
+
+    `size` is that of the model's vocabulary: the shards' ids, and the special tokens that these
+    lack. A random token in place of a masked one has an id below `drawn`. `begin`, `separator` and
+    `mask` are ids. A token continues the word of the token before it if it is `inner` and the other
+    one is `open` (bool [size] each).
+    """
 
     size: int
     drawn: int
@@ -43,42 +48,54 @@ class MaskingVocabulary:
     open: np.ndarray
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """bool [n]: where a word begins."""
+        """Return which of the tokens (int [n]) begin a word, bool [n]."""
         starts = np.ones(len(tokens), dtype=bool)
         starts[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
         return starts
 
 
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
-    """The vocabulary of the tokenizer that made the shards of `dataset`.
+    """Return the vocabulary of the tokenizer that made the shards of `dataset`.
 
-    Raises InputError if words are asked for and there is no `tokenizer.json` beside the shards, or
-    it is of no known kind.
+    Raise InputError if `whole_words` is asked for and the shards' folder has no `tokenizer.json`,
+    or one of an unknown kind.
     """
     tree, ids = _tokenizer(dataset, whole_words)
-    special, size = special_ids(ids, dataset.vocab_size)
-    inner, opened = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
+    special = special_ids(ids, dataset.vocab_size)
+    inner = np.zeros(special.size, dtype=bool)
+    opened = np.zeros(special.size, dtype=bool)
     if whole_words:
         apart = {token["id"] for token in tree.get("added_tokens", [])} | {dataset.eod_id}
         ends = _byte_ends if dataset.tokenizer == BYTES else _ends_of(tree, ids)
         for token, number in ids.items():
-            if token and number not in apart and 0 <= number < size:
+            if token and number not in apart and 0 <= number < special.size:
                 inner[number], opened[number] = ends(token)
-    return MaskingVocabulary(size, dataset.vocab_size, **special, inner=inner, open=opened)
+    return MaskingVocabulary(
+        special.size, dataset.vocab_size, **special.ids, inner=inner, open=opened
+    )
 
 
-def special_ids(ids: Mapping[str, int], size: int) -> tuple[dict[str, int], int]:
-    """The id of each special token by its role, and the size of the vocabulary with those that the
-    `size` tokens `ids` lack: they stand behind it."""
+class SpecialTokens(NamedTuple):
+    """The id of each special token by its role, and the size of the vocabulary that has them."""
+
+    ids: dict[str, int]
+    size: int
+
+
+def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
+    """Return the special tokens of a vocabulary of `size` tokens with the ids `ids`; those that it
+    lacks get new ids, from `size` on."""
     special = {}
     for role, names in SPECIAL_NAMES.items():
-        known = next((ids[name] for name in names if name in ids), size)
-        special[role], size = known, size + (known == size)
-    return special, size
+        special[role] = next((ids[name] for name in names if name in ids), size)
+        if special[role] == size:
+            size += 1
+    return SpecialTokens(special, size)
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """The file's tree, and each token's id; both empty if there is none and none is needed."""
+    """Return the tree of the `tokenizer.json`, and the id of each token; both are empty if there is
+    no such file and it is not `needed`. Raise InputError if it is needed and cannot be used."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER
@@ -92,15 +109,17 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
         raise InputError(
-            f"{path}: {reason}; whole words are found by it: put it beside the shards, or set "
-            "data.whole_words = false"
+            f"{path}: {reason}; masking of whole words needs it: put it in the folder of the "
+            "shards, or set data.whole_words = false"
         ) from None
     return tree, ids
 
 
 def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each token of a `tokenizer.json` and its id: vocabularies are tables, or, of Unigram models,
-    lists with scores."""
+    """Yield each token of a `tokenizer.json` and its id. Raise KeyError if it has no vocabulary.
+
+    The vocabulary is a table from token to id; for Unigram models a list of (token, score).
+    """
     vocabulary = tree["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
@@ -108,10 +127,12 @@ def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield from ((token["content"], token["id"]) for token in tree.get("added_tokens", []))
 
 
-Ends = Callable[[str], tuple[bool, bool]]  # token -> does a word go on in it, and behind it
+# token -> whether it can continue the word before it, and whether its word can continue after it
+Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
+    """Return the rule for the ends of tokens, from the marks that the tokenizer uses."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -126,22 +147,30 @@ def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
 
 
 def _byte_characters() -> list[str]:
-    """How byte-level BPE writes each byte: printable ones as themselves, the others from 256 on
-    (Radford et al. 2019, section 2.2)."""
+    """Return the character that byte-level BPE writes for each byte: printable bytes as themselves,
+    the others as characters from 256 on (Radford et al. 2019, section 2.2)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """The ends of a token whose characters are bytes; those beyond ASCII are parts of letters."""
-    first, last = (c.isalnum() or c == "_" or ord(c) > 127 for c in (token[0], token[-1]))
-    return first, last
+    """Return the ends of a token whose characters are bytes; bytes beyond ASCII are parts of
+    letters."""
+    return _byte_in_word(token[0]), _byte_in_word(token[-1])
+
+
+def _byte_in_word(character: str) -> bool:
+    return _in_word(character) or ord(character) > 127
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """The ends of a token that is written as it is, a blank as BLANK, a byte as <0x..>."""
+    """Return the ends of a token that is plain text, with BLANK for a blank and <0x..> for a
+    byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
-    first, last = (c.isalnum() or c == "_" for c in (token[0], token[-1]))
-    return first, last
+    return _in_word(token[0]), _in_word(token[-1])
+
+
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"

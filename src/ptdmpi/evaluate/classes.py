@@ -32,7 +32,7 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
     """The class, or candidate, of the highest score for each sample [samples], on every rank."""
     data = model.axes["data"]
     micro = max(1, BATCH_TOKENS // (form.seq_length * file.sequences))
-    microbatches = list(in_order(file, form, micro, data.rank, data.size))
+    microbatches = list(in_order(file, form, micro, data_rank=data.rank, data_size=data.size))
     found: dict[int, int] = {}
     with progress("classifying", len(microbatches), "batch") as advance:
         for microbatch in microbatches:

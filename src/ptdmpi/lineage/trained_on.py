@@ -85,7 +85,9 @@ class Stretch:
         start = Start(self.step, self.sample)
         if self.ranks == 1:
             return SampleOrder(parts, self.seed, start)
-        return SplitOrder(parts, self.seed, self.ranks, self.global_size, start)
+        return SplitOrder(
+            parts, self.seed, ranks=self.ranks, global_size=self.global_size, start=start
+        )
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
         """Every dataset that the run has seen, by `key`, with what was drawn after `step` steps;

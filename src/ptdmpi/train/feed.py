@@ -75,9 +75,15 @@ class ShardSource:
         self.length = config.model.text_length
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
-        batch = self.config.batch
-        sizes = (self.length, batch.global_size, batch.micro_size, data.rank, data.size)
-        batches = TrainBatches(self._train, order, *sizes)
+        batches = TrainBatches(
+            self._train,
+            order,
+            self.length,
+            global_size=self.config.batch.global_size,
+            micro_size=self.config.batch.micro_size,
+            data_rank=data.rank,
+            data_size=data.size,
+        )
         return FormedBatches(batches, self._form(self._train, order.locate))
 
     def _form(self, datasets: list[Dataset], locate: Locate) -> Callable[[Microbatch], Microbatch]:
@@ -102,7 +108,14 @@ class ShardSource:
         self, dataset: Dataset, micro_size: int, data_rank: int, data_size: int
     ) -> ValidationBatches:
         most = self.config.log.most_validated
-        return ValidationBatches(dataset, self.length, micro_size, data_rank, data_size, most)
+        return ValidationBatches(
+            dataset,
+            self.length,
+            micro_size=micro_size,
+            data_rank=data_rank,
+            data_size=data_size,
+            max_samples=most,
+        )
 
     def ids(self, number: int, sample: int) -> list[int]:
         found = self._train[number].read(np.array([sample]), self.length)
@@ -147,12 +160,26 @@ class TaskSource:
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
-        sizes = (self.config.samples, self._micro, data.rank, data.size)
-        return LabelledBatches(self._train, order, self.form, *sizes)
+        return LabelledBatches(
+            self._train,
+            order,
+            self.form,
+            samples=self.config.samples,
+            micro=self._micro,
+            data_rank=data.rank,
+            data_size=data.size,
+        )
 
     def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
         most = self.config.log.most_validated
-        return in_order(self._valid[number], self.form, self._micro, data.rank, data.size, most)
+        return in_order(
+            self._valid[number],
+            self.form,
+            self._micro,
+            data_rank=data.rank,
+            data_size=data.size,
+            most=most,
+        )
 
     def ids(self, number: int, sample: int) -> list[int]:
         file = self._train[number]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
+from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.words import counted
-from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
 if TYPE_CHECKING:

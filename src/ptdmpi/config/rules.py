@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
+from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig, adapt_rules
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import groups_need_zero, stages_of_zero
 from ptdmpi.config.methods import method_rules, replicas_differ
 from ptdmpi.config.model import ModelConfig, QuantizeConfig
-from ptdmpi.config.near import divisors, nearest
 from ptdmpi.config.optimizing import optimizer_rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import (

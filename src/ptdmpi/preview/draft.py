@@ -9,10 +9,10 @@ from typing import Any
 
 import tomlkit
 
+from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.config.model import ModelConfig
-from ptdmpi.config.near import divisors
 from ptdmpi.config.presets import DEFAULTS, model_presets, recipe
 from ptdmpi.data.shards import Dataset
 from ptdmpi.plan.cost import relief

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ptdmpi.base.box import Box
+from ptdmpi.base.near import divisors, nearest
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader, write
 from ptdmpi.checkpoint.manifest import CODES, QUANTIZATION, SCALES, write_manifest
 from ptdmpi.config import InputError, ModelConfig
-from ptdmpi.config.near import divisors, nearest
 from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.quantize.calibration import Calibration, CalibrationSamples
 from ptdmpi.convert.quantize.gptq import gptq

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import may_share, replicas_differ
-from ptdmpi.config.near import divisors
 from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ptdmpi.base.near import divisors
 from ptdmpi.config.layout import LETTERS, Layout, default_schedule
 from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES
-from ptdmpi.config.near import divisors
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best

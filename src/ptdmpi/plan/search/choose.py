@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, DataParallelConfig, InputError, load, resolve
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import may_share, replicas_differ
-from ptdmpi.config.near import divisors
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.layout.topology import file_ranks

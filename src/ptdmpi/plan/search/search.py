@@ -18,10 +18,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.near import divisors
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from ptdmpi.base.near import divisors
 from ptdmpi.config.layout import Layout, default_schedule
 from ptdmpi.config.legality import (
     CHUNKS,
@@ -16,7 +17,6 @@ from ptdmpi.config.legality import (
     groups_need_zero,
     shards_of_a_node,
 )
-from ptdmpi.config.near import divisors
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 

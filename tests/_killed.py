@@ -35,7 +35,7 @@ every_steps = 2
 validate_every_steps = 2
 validate_samples = 6
 """
-LOST = ", since nobody else held the lost shard of the state,"
+LOST = ", since no other rank held the lost shard of the state,"
 
 # KILLS: [rank, place, step], ...; ranks as started, steps from 1. The work of a place is done by
 # the process that dies there up to the place; what other ranks have done by then is left to chance.

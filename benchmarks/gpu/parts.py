@@ -22,7 +22,7 @@ from benchmarks.gpu.training import (
     training,
 )
 from ptdmpi.model.batch import Placing
-from ptdmpi.train.meter import device_name, known_peak
+from ptdmpi.train.records.rates import device_name, known_peak
 
 COMPILED = ", compiled"
 PARITY_STEPS = 5

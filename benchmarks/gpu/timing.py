@@ -12,7 +12,7 @@ import torch
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.shape.flops import model_flops
-from ptdmpi.train.meter import device_name, known_peak, peak_memory_bytes
+from ptdmpi.train.records.rates import device_name, known_peak, peak_memory_bytes
 
 T = TypeVar("T")
 OUT_OF_MEMORY = "out of memory in every size and with full recomputation"

@@ -132,7 +132,7 @@ def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
     [
         ("data.valid", "nowhere", "nowhere"),
         ("model.heads", 5, "model.heads = 5"),
-        ("run.dir", "text.jsonl/run", "no directory that can be written to"),
+        ("run.dir", "text.jsonl/run", "not a directory that can be written to"),
         ("checkpoint.resume", "nowhere", "nowhere"),
         ("log.tasks", ["nowhere.jsonl"], "log.tasks: nowhere.jsonl: No such file"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import scalars
 from ptdmpi.sinks.sinks import Past, Sinks, require
-from ptdmpi.train.meter import RunDirectory
+from ptdmpi.train.records.directory import RunDirectory
 from tests._configs import small
 from tests.sinks._events import curve
 

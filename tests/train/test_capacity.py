@@ -14,7 +14,7 @@ from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.preview import preview
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
-from ptdmpi.train.meter import peak_memory_bytes
+from ptdmpi.train.records.rates import peak_memory_bytes
 from tests._configs import small
 from tests.parallel import mpirun
 

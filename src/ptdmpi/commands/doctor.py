@@ -276,7 +276,7 @@ def _gpus(world: "World") -> str:
     """What GPU rank 0 has, whether its peak is known, and by how many ranks it is used."""
     from ptdmpi.inference.model import device_of
     from ptdmpi.train.capacity import ranks_sharing
-    from ptdmpi.train.meter import device_name, known_peak
+    from ptdmpi.train.records.rates import device_name, known_peak
 
     device = device_of(world)
     sharing, name = ranks_sharing(world, device), device_name(device)

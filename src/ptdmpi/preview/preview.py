@@ -81,7 +81,7 @@ def preview(
             {"path": path, "samples": dataset.samples(config.model.text_length)}
             for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
         ],
-        "told": list(source.told()),
+        "told": list(source.remarks()),
         "base": list(base_told(config)),
         "resume": resumed,
         "memory": _memory(step, capacity_bytes, whose),

@@ -24,7 +24,7 @@ from ptdmpi.probe import kernels, messages, ways
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
-from ptdmpi.train.meter import device_name
+from ptdmpi.train.records.rates import device_name
 
 # What is measured is reached; `Layers.fit` finds what whole layers reach of it.
 WHOLE = {

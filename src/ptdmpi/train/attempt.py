@@ -1,4 +1,4 @@
-"""One start of a run: what it goes on from, what it says of that, and what is kept of it."""
+"""One start of a run: the state it begins from, its first log lines, and its history."""
 
 import contextlib
 import os
@@ -27,62 +27,70 @@ from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
-from ptdmpi.train.meter import RunDirectory, mark_done
+from ptdmpi.train.records.directory import RunDirectory, mark_done
 
 
 def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
-    """Which ways of computing a cluster file names as the quickest."""
+    """Return the quickest kernels as the cluster file `cluster` has them measured; {} without."""
     if not cluster:
         return {}
-    # the planner, which a run without a cluster has no use for
+    # the planner is imported here: a run without a cluster file does not need it
     from ptdmpi.plan.machine.cluster import load_cluster
 
     return load_cluster(cluster).kernels.entries()
 
 
 class Attempt:
-    """Made by all ranks together; rank 0 keeps the history.
+    """One start of a run, made by all ranks together. Rank 0 keeps the history.
 
-    `first`: steps that were done before. `over`: why the run has ended before its last step, once
-    it has. `idle`: nothing is left to train, so nothing is written. `ways`: how attention is
-    computed (`choice`).
+    `first`: number of steps done before. `idle`: True if nothing is left to train; then nothing is
+    written. `over`: why the run has ended before its last step, once it has. `how`: what the run
+    begins from, in words. `why`: why it ended, in words; empty until it does. `live`: the state
+    came from other ranks, so perhaps no checkpoint has it. `skipped`: the checkpoints that could
+    not be read, with reasons. `ways`: the kernels that compute attention (see `choice`).
     """
 
     def __init__(
         self, world: World, engine: Engine, checkpoints: Checkpoints, start: Handover
     ) -> None:
-        self.config = config = engine.config
-        self.world, self.checkpoints = world, checkpoints
-        # kernels that `ptdmpi probe` has measured on this machine
-        self.own = world.on_root(lambda: _measured(config.run.cluster))
+        """Load the state into `engine`. Raises InputError on every rank if that is not possible."""
+        config = engine.config
+        self.config = config
+        self.world = world
+        self.checkpoints = checkpoints
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
-        self.live = start.load is not None  # so no checkpoint may have the state yet
-        self.skipped: list[str] = []  # checkpoints that were stepped over, and why
+        # kernels that `ptdmpi probe` has measured on this machine
+        self.own = world.on_root(lambda: _measured(config.run.cluster))
+        self.live = start.load is not None
+        self.skipped: list[str] = []
         self.how = "begins"
-        self.why = self.over = ""
+        self.why = ""
+        self.over = ""
+        self.pending = start.unfinished is not None  # its last step is not recorded or saved yet
+        self.history: History | None = None
+        self.ways: choice.Ways = {}
         # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
         engine.steps_done = None
-        fresh: list[str] = []  # of a head for a task, what no base has
+        fresh: list[str] = []
         if config.adapt.adapts:
             known = world.on_root(lambda: known_tokenizer(Path(config.adapt.base)))
             fresh = take_base(engine.state, engine.axes.world, self.course, known)
-        self.first = (
-            self._from_checkpoint(start, fresh) if start.load is None else start.load(engine)
-        )
-        if start.load is not None:
+        if start.load is None:
+            self.first = self._from_checkpoint(start, fresh)
+        else:
+            self.first = start.load(engine)
             self.how = f"goes on from live state of step {self.first}"
             if start.answer is not None:
                 self.course.go_on(start.answer)
         world.on_root(self.course.check)
         engine.steps_done = self.first
-        self.pending = start.unfinished is not None  # the last step's record and save
-        self.history: History | None = None
-        self.ways: choice.Ways = {}
 
     def choose(self, device: torch.device, memory: Memory, say: Callable[[str], None]) -> None:
-        """Settle on all ranks by which kernels it is computed, if anything is trained, as far as
-        memory holds what they need."""
+        """Choose on all ranks the kernels that the run computes with, if it trains at all.
+
+        `memory` limits the choice to kernels whose working memory fits.
+        """
         if not self.idle:
             computing = (device, data_types(self.config.precision.compute).compute)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
@@ -92,40 +100,50 @@ class Attempt:
 
     @property
     def idle(self) -> bool:
+        """True if nothing is left to train, record or save."""
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:
-        """Load what `checkpoint.resume` and `checkpoint.initial` ask for; returns how many steps
-        are done. `fresh`: parameters of a head that begin as they were drawn, unless those ask for
-        others. Raises InputError on every rank."""
-        checkpoints, steps = self.checkpoints, self.config.run.steps
-        progress, self.skipped = checkpoints.resume(start.resume, start.lost)
+        """Load what `checkpoint.resume` and `checkpoint.initial` ask for; return the steps done.
+
+        `fresh` names the parameters of a head that `adapt.base` lacks: they begin as they were
+        drawn, unless a checkpoint has them. Raises InputError on every rank.
+        """
+        progress, self.skipped = self.checkpoints.resume(start.resume, start.lost)
         if progress is not None:
-            if progress.step >= steps and checkpoints.branches:
-                raise SharedInputError(
-                    f"checkpoint.resume = {start.resume}: {progress.step} steps are trained, and "
-                    f"run.steps = {steps}: nothing is left to do; legal: run.steps above "
-                    f"{progress.step}"
-                )
-            self.how = f"resumed after step {progress.step}"
-            if checkpoints.mean_of:
-                self.how += f", from the mean of its {checkpoints.mean_of} replicas"
-            if checkpoints.followed:
-                self.how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
+            self.how = self._resumed(start.resume, progress.step)
             return progress.step
         if self.config.checkpoint.initial is not None:
             initial = Path(self.config.checkpoint.initial)
             known = self.world.on_root(lambda: known_tokenizer(initial))
-            found, fresh = checkpoints.begin_from(initial, known, fresh)
-            self.how = f"begins from the weights of {found}"
+            checkpoint, fresh = self.checkpoints.begin_from(initial, known, fresh)
+            self.how = f"begins from the weights of {checkpoint}"
         if fresh:
             self.how += f"; drawn from run.seed: {', '.join(fresh)}"
         return 0
 
+    def _resumed(self, resume: str, step: int) -> str:
+        """Return in words how a run resumes after `step`. Raises InputError if no step is left."""
+        checkpoints = self.checkpoints
+        steps = self.config.run.steps
+        if step >= steps and checkpoints.branches:
+            raise SharedInputError(
+                f"checkpoint.resume = {resume}: {step} steps are trained, and run.steps = {steps}: "
+                f"nothing is left to do; legal: run.steps above {step}"
+            )
+        how = f"resumed after step {step}"
+        if checkpoints.mean_of:
+            how += f", from the mean of its {checkpoints.mean_of} replicas"
+        if checkpoints.followed:
+            how += f", for checkpoint.resume = {checkpoints.followed} was followed before"
+        return how
+
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
-        """Rank 0's run directory, which prints by `show`, with what the new steps are trained on;
-        `concluded` steps have their records. None where nothing is left to train. Raises
-        InputError."""
+        """Open the run directory on rank 0, and begin the history of this attempt there.
+
+        `concluded` is the number of steps that have their records; `show` prints a line. Returns
+        None on other ranks, and if nothing is left to train. Raises InputError.
+        """
         if self.idle or self.world.rank:
             return None
         directory = RunDirectory(self.path, to_toml(self.config), concluded, show)
@@ -148,8 +166,8 @@ class Attempt:
         return directory
 
     @contextlib.contextmanager
-    def told(self, done: Callable[[], int]) -> Iterator[None]:
-        """Keep how it ended, and after how many steps, as `done()` says then."""
+    def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
+        """Record in the history why the work inside ended, and after `steps_done()` steps."""
         why = "done"
         try:
             yield
@@ -158,13 +176,14 @@ class Attempt:
             why = self.why or f"exit code {stop.code}"
             raise
         except BaseException as error:
-            why = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            first_line, _, _ = str(error).partition("\n")
+            why = f"failed: {type(error).__name__}: {first_line}"
             raise
         finally:
-            self._keep(lambda history: history.end(done(), why))
+            self._keep(lambda history: history.end(steps_done(), why))
 
     def _keep(self, work: Callable[[History], None]) -> None:
-        """A disk that fails does not end a run."""
+        """Write to the history. A disk that fails is reported, and does not end the run."""
         if self.history is not None and self.path.is_dir():
             try:
                 work(self.history)
@@ -173,64 +192,88 @@ class Attempt:
                 print(text, file=sys.stderr, flush=True)
 
     def finish(self, last: int) -> None:
-        """On all ranks: say in the run directory that the run is done after the step `last`, where
-        it does not yet."""
+        """Mark the run directory as done after step `last`, if it is; every rank calls it."""
         if not self.idle or self.over or self.first == self.config.run.steps:
             self.world.on_root(lambda: mark_done(self.path, last))
 
     def lines(self, vocab_size: int) -> Iterator[str]:
-        """What is said at the start."""
-        config, world = self.config, self.world
-        parameters = parameter_count(config.model, vocab_size)
-        layers = config.model.layers
-        whole = (layers, (True, True), 1, config.model.idle())
-        _, train, _ = rank_elements(config.model, vocab_size, *whole)
+        """Yield the lines that a run logs at its start."""
+        config = self.config
         if not self.idle:
-            yield (
-                f"to stop and keep all: kill -USR1 {os.getpid()} on {world.host}, or "
-                f"touch {self.path / 'STOP'}{', or Ctrl-C' if world.size == 1 else ''}"
-            )
-        layout = config.layout
-        how = ", ".join(filter(None, (config.parallel.schedule, layout.sharding)))
-        yield (
-            f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
-            f"{layout}, {how}, {config.precision.compute}; "
-            f"{short(parameters)} parameters, "
-            f"{f'of which {short(train)} train, ' if config.adapt.adapts else ''}"
-            f"vocabulary {vocab_size}; "
-            f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
-            f"{config.model.seq_length} tokens"
-        )
+            yield self._how_to_stop()
+        yield self._size_line(vocab_size)
         yield from base_told(config)
         if config.data_parallel.method == "decentralized":
             yield f"replicas average with neighbours: {topology_of(config).told}"
-        if world.tensor_axis_crosses_nodes(grid_of(config)):
+        if self.world.tensor_axis_crosses_nodes(grid_of(config)):
             yield (
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
-        yield from dear(layout, config.batch.global_size)
-        yield from filter(None, [told(config.data_parallel)])
-        answer = self.course.answer
-        changed = f"; changed since: {'; '.join(answer.changed)}" if answer.changed else ""
+        yield from dear(config.layout, config.batch.global_size)
+        method = told(config.data_parallel)
+        if method:
+            yield method
         if self.idle:
-            asked = self.over or f"run.steps = {config.run.steps}"
-            legal = (
-                "a higher run.stop_after_worse, or 0"
-                if self.over
-                else f"run.steps above {self.first}"
-            )
-            yield (
-                f"step {self.first} was trained before; {asked}: nothing is left to do, and "
-                f"nothing is written{changed}; legal: {legal}"
-            )
-            return
+            yield self._nothing_left()
+        else:
+            yield from self._beginning()
+
+    def _how_to_stop(self) -> str:
+        ways = [f"kill -USR1 {os.getpid()} on {self.world.host}", f"touch {self.path / 'STOP'}"]
+        if self.world.size == 1:
+            ways.append("Ctrl-C")
+        return f"to stop and keep all: {', or '.join(ways)}"
+
+    def _size_line(self, vocab_size: int) -> str:
+        """Return the line on ranks, layout, parameters and batches."""
+        config = self.config
+        world = self.world
+        layout = config.layout
+        how = ", ".join(filter(None, (config.parallel.schedule, layout.sharding)))
+        trained = ""
+        if config.adapt.adapts:
+            whole = (config.model.layers, (True, True), 1, config.model.idle())
+            _, train, _ = rank_elements(config.model, vocab_size, *whole)
+            trained = f"of which {short(train)} train, "
+        return (
+            f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
+            f"{layout}, {how}, {config.precision.compute}; "
+            f"{short(parameter_count(config.model, vocab_size))} parameters, {trained}"
+            f"vocabulary {vocab_size}; "
+            f"{counted(config.run.steps, 'step')} of {config.batch.global_size} x "
+            f"{config.model.seq_length} tokens"
+        )
+
+    def _nothing_left(self) -> str:
+        """Return the line of a run whose steps were all trained before, and what can be changed."""
+        reason = f"run.steps = {self.config.run.steps}"
+        legal = f"run.steps above {self.first}"
+        if self.over:
+            reason = self.over
+            legal = "a higher run.stop_after_worse, or 0"
+        return (
+            f"step {self.first} was trained before; {reason}: nothing is left to do, and "
+            f"nothing is written{self._changed()}; legal: {legal}"
+        )
+
+    def _beginning(self) -> Iterator[str]:
+        """Yield the lines on what the run begins from."""
         if self.how != "begins":
-            yield self.how + changed
-            if config.checkpoint.initial and self.how.startswith("resumed"):
+            yield self.how + self._changed()
+            if self.config.checkpoint.initial and self.how.startswith("resumed"):
                 yield "checkpoint.initial is not used: the run goes on from its own state"
+        answer = self.course.answer
         if answer.note:
             yield answer.note
         if answer.trained_on.last.step == self.first > 0:
-            here = f"from step {self.first + 1} (sample {self.course.samples(self.first)}) on"
-            yield f'data.change = "{FROM_HERE}": another order of samples holds {here}'
+            sample = self.course.samples(self.first)
+            yield (
+                f'data.change = "{FROM_HERE}": another order of samples holds '
+                f"from step {self.first + 1} (sample {sample}) on"
+            )
+
+    def _changed(self) -> str:
+        """Return what has changed since the run last trained, as the end of a line."""
+        changes = "; ".join(self.course.answer.changed)
+        return f"; changed since: {changes}" if changes else ""

@@ -1,4 +1,4 @@
-"""How much memory a rank may use for a model, and what is said when that is not enough."""
+"""The memory that a rank may use for a model, and the error when it is not enough."""
 
 import contextlib
 import ctypes
@@ -9,7 +9,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,24 +25,32 @@ if TYPE_CHECKING:  # it starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-FAILED_SHARE = 0.9  # of what is needed: a rank that could not get all of it may have had so much
+# An allocation failed although the memory should suffice: the rank is then taken to have had this
+# share of what the model needs.
+FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: what it may use, and what the model will take. Made by all
-    ranks together, before any of it is allocated.
+    """The memory of one rank of a run: what it may use, and what the model will take.
 
-    Raises InputError on every rank if a node cannot hold what its ranks need.
+    `capacity_bytes`: what this rank may use on its device. `step`: the foreseen memory of a step.
     """
 
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        self._asked, self._world, self._on_host = (config, vocab_size), world, device.type == "cpu"
+        """Compare capacity and need before anything is allocated; every rank calls it.
+
+        Raises InputError on every rank if a node cannot hold what its ranks need.
+        """
+        self._config = config
+        self._vocab_size = vocab_size
+        self._world = world
+        self._on_host = device.type == "cpu"
         types = data_types(config.precision.compute)
-        self._wide = any(widens(device.type, one) for one in (types.compute, types.iteration))
+        self._wide = any(widens(device.type, dtype) for dtype in (types.compute, types.iteration))
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # for what is offloaded from a device
+        # the host's share, for state that is offloaded from a device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -50,12 +58,14 @@ class Memory:
         self._require(self._fits(self.step))
 
     def settle(self, ways: Ways, say: Callable[[str], None]) -> dict[str, list[str]]:
-        """The kernels that a run has chosen, as far as memory holds what they need: probabilities
-        of attention are computed again, to the same bits, where it does not hold them, and `say` is
-        told. Raises InputError on every rank where half types are to be widened, as before, and
-        there is no room for it."""
-        taken = {kind: list(found) for kind, found in ways.items()}
-        if "half" not in ways:  # of a device
+        """Return the chosen kernels `ways`, limited to those whose memory fits; all ranks call it.
+
+        If there is no room to keep attention's probabilities, they are computed again, to the same
+        bits, and `say` reports it. Raises InputError on every rank if the kernels widen half types
+        and there is no room for the copies.
+        """
+        taken = {kind: list(choices) for kind, choices in ways.items()}
+        if "half" not in ways:  # kernels of a device need nothing more
             return taken
         settled = host_ways(ways)
         self._wide = self._wide or settled.widened
@@ -70,26 +80,43 @@ class Memory:
         return taken
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
-        step = relief.Step.of(*self._asked, wide, self._on_host, kept_block)
+        """Return the foreseen memory of a step.
+
+        `wide`: half types are widened. `kept_block`: block size of the attention probabilities that
+        are kept for the backward pass; 0: none are.
+        """
+        step = relief.Step.of(
+            self._config,
+            self._vocab_size,
+            wide_products=wide,
+            on_host=self._on_host,
+            kept_block=kept_block,
+        )
         return replace(step, host_capacity_bytes=self._least_host_bytes)
 
     def _fits(self, step: relief.Step) -> bool:
-        """Whether every node holds what its ranks need; all ranks ask together."""
-        config, _ = self._asked
+        """Return True if every node and GPU holds what its ranks need; all ranks call it."""
         world = self._world
-        pipeline_rank = grid_of(config).coordinates(world.rank)["pipeline"]
+        pipeline_rank = grid_of(self._config).coordinates(world.rank)["pipeline"]
         peak = step.peak(pipeline_rank)
-        mine = ((peak.total, self.capacity_bytes), (peak.host, self._host_bytes))
-        found = world.control.allgather(mine)
-        # ranks share their host's memory, and have a GPU's for themselves
-        groups: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for rank, (process, (own, on_host)) in enumerate(zip(world.processes, found, strict=True)):
-            groups.setdefault(("host", process.node), []).append(own if self._on_host else on_host)
+        mine = _Need(
+            own=_Use(peak.total, self.capacity_bytes), host=_Use(peak.host, self._host_bytes)
+        )
+        needs = world.control.allgather(mine)
+        # ranks share the memory of their host, and each has its share of a GPU
+        uses: dict[tuple[str, int], list[_Use]] = {}
+        for rank, (process, need) in enumerate(zip(world.processes, needs, strict=True)):
+            on_host = need.own if self._on_host else need.host
+            uses.setdefault(("host", process.node), []).append(on_host)
             if not self._on_host:
-                groups.setdefault(("GPU", rank), []).append(own)
-        return all(sum(n for n, _ in g) <= sum(has for _, has in g) for g in groups.values())
+                uses.setdefault(("GPU", rank), []).append(need.own)
+        return all(
+            sum(use.needed_bytes for use in shared) <= sum(use.capacity_bytes for use in shared)
+            for shared in uses.values()
+        )
 
     def _require(self, fits: bool) -> None:
+        """Raise InputError on every rank unless `fits`."""
         self._world.on_root(lambda: self._refuse(fits))
 
     def _refuse(self, fits: bool) -> None:
@@ -99,60 +126,85 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """An exception for lack of memory gets a note of what fills it and which changes would
-        fit."""
+        """Add a note to an error for lack of memory: what fills it, and what would make it fit."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            # a note, not another exception: which tensor it was stands in the traceback
+            # a note, not another exception: the traceback shows which tensor it was
             if _lacks_memory(error):
                 # something else has the rest of what this rank could have used
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # hosts have been asked, of which ranks share one
+                # the hosts' memory was checked before; it may not be asked of one rank alone
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
 
 
+class _Use(NamedTuple):
+    """A rank's need of a memory, and its share of it."""
+
+    needed_bytes: float
+    capacity_bytes: float
+
+
+class _Need(NamedTuple):
+    """A rank's use of its own device, and of its host for offloaded state."""
+
+    own: _Use
+    host: _Use
+
+
 def _lacks_memory(error: Exception) -> bool:
-    """CPU allocations fail with a RuntimeError that only its words tell from others."""
+    """Return True if an allocation failed.
+
+    On CPUs that is a RuntimeError which only its message distinguishes from others.
+    """
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def ranks_sharing(world: "World", device: torch.device) -> int:
-    """How many ranks have this rank's GPU, or its host. GPUs are told apart by their UUID: a site
-    may show each rank one of several, all of them by the same number. Every rank calls it."""
+    """Return the number of ranks that share this rank's GPU, or its host; every rank calls it.
+
+    GPUs are compared by UUID: a site may show each rank one of several, all with the same number.
+    """
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
-    # asking makes this rank's context: once all have answered, `rank_memory_bytes` sees all of them
+    # The question creates this rank's context on the GPU. Once all ranks have answered,
+    # `rank_memory_bytes` sees the memory of all contexts.
     _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
     return world.control.allgather(mine).count(mine)
 
 
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
-    """How many GPUs ranks to be started here have: those that this process is shown, or more by
-    Slurm, which may show each task one of them."""
+    """Return the number of GPUs that ranks started on this node will have.
+
+    It is the number this process sees, or Slurm's if larger: Slurm may show each task one GPU.
+    """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
     return max(shown, int(of_slurm)) if of_slurm.isdecimal() else shown
 
 
 def expected_sharing(device: torch.device, local_ranks: int) -> int:
-    """As `ranks_sharing`, of so many ranks to be started here: they take GPUs in turn, so the
-    fullest one has the rounded share."""
+    """Return what `ranks_sharing` will say if `local_ranks` ranks are started on this node.
+
+    Ranks take the GPUs in turn, so the fullest GPU has the share rounded up.
+    """
     if device.type == "cpu":
         return local_ranks
     return -(-local_ranks // expected_gpus(device))
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Memory of its GPU, or of the host, as one of so many ranks, less what is taken so far: of a
-    GPU by contexts, buffers of communicators and other processes, where the device tells what is
-    free."""
+    """Return the bytes that a rank may still use of its GPU or host, shared by `sharing` ranks.
+
+    The memory in use is subtracted: on a GPU that of contexts, communicators and other processes,
+    if the device reports its free memory; on a host the resident memory of this process.
+    """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
         return max(1, free // sharing + own)
@@ -165,8 +217,10 @@ def rank_memory_bytes(device: torch.device, sharing: int) -> int:
 
 
 def _gpu_bytes(device: torch.device) -> tuple[int, int]:
-    """(what nobody has of a GPU, what this process's allocator has, for tensors that are there or
-    come); all of it and 0 where the device does not tell."""
+    """Return (free bytes of a GPU, bytes reserved by this process's allocator).
+
+    If the device does not report its free memory: (all of it, 0).
+    """
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         return int(module.get_device_properties(device).total_memory), 0
@@ -174,25 +228,27 @@ def _gpu_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def process_bytes() -> tuple[int, int]:
-    """(addresses, resident memory) of this process so far."""
+    """Return (bytes of address space, resident bytes) of this process."""
     page = resource.getpagesize()
-    virtual, resident = (int(n) * page for n in (PROCESS / "statm").read_text().split()[:2])
-    return virtual, resident
+    virtual_pages, resident_pages = (PROCESS / "statm").read_text().split()[:2]
+    return int(virtual_pages) * page, int(resident_pages) * page
 
 
 def forget_peak() -> None:
-    """Let the most that this process has had resident begin anew with what it has now, once the C
-    library has given back what is free (glibc keeps it; others have no such call)."""
+    """Reset this process's peak of resident memory to its present value.
+
+    Free memory that glibc keeps is given back first; other C libraries have no such call.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # a kernel that does not let it; then the peak stays
+    with contextlib.suppress(OSError):  # some kernels forbid it: then the peak stays
         (PROCESS / "clear_refs").write_text("5")
 
 
 def host_memory_bytes() -> int:
-    """Physical memory, or what a control group leaves of it."""
+    """Return the physical memory of the host, or the lowest limit of its control groups."""
     limits = [int(text) for text in _limits() if text.isdigit()]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -201,14 +257,16 @@ def host_memory_bytes() -> int:
 
 
 def _limits() -> Iterator[str]:
-    """Limits of this process's control groups and of all that they are in (versions 2 and 1)."""
+    """Yield the memory limits of this process's control groups and their parents (v2 and v1)."""
     for line in (PROCESS / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        base, name = (CGROUPS, "memory.max")
-        if controllers:
-            base, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        base = CGROUPS
+        name = "memory.max"
+        if controllers:  # version 1
+            base = CGROUPS / "memory"
+            name = "memory.limit_in_bytes"
         place = base / path.lstrip("/")
         for folder in (place, *place.parents):
             file = folder / name

@@ -1,5 +1,4 @@
-"""All that can be wrong with a run before memory is allocated, found by one rank for everyone, and
-told in one round."""
+"""Checks of a run before memory is allocated, made by one rank, with all mistakes in one report."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,83 +37,104 @@ from ptdmpi.train.task_files import task_files
 
 
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """The configuration of a run on `ranks` ranks, `node_ranks` on a node, with data, cluster,
-    tasks and run directory that can be used; nothing is written. Raises InputError with all
-    mistakes, a line each."""
+    """Return the configuration of a run on `ranks` ranks, `node_ranks` of them on a node.
+
+    `tree` holds the sections as parsed from TOML. Data, cluster file, tasks and run directory are
+    checked too; nothing is written. Raises InputError with all mistakes, one line each.
+    """
     tree = with_form(tree)
     try:
         config = resolve(tree, ranks, node_ranks)
     except InputError as error:
         sections, _, _ = parsed(tree)
-        raise InputError("\n".join([str(error), *_told(_apart(sections))])) from None
+        raise InputError("\n".join([str(error), *_mistakes(_section_checks(sections))])) from None
     checked_data(config)
     return config
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with [quantize] as its frozen base says of itself, where neither it says that
-    nor is wrong: of a base that cannot be read others speak."""
-    adapt, quantize = (tree.get(name, {}) for name in ("adapt", "quantize"))
+    """Return a configuration whose [quantize] section says how its frozen base is quantized.
+
+    `tree` is returned unchanged if it says so itself, has no quantized base, or is wrong here:
+    other checks report a base that cannot be read.
+    """
+    adapt = tree.get("adapt", {})
+    quantize = tree.get("quantize", {})
     known = isinstance(adapt, Mapping) and isinstance(quantize, Mapping)
     if not known or "weights" in quantize or adapt.get("method", "none") in WHOLE:
         return tree
-    base = adapt.get("base")
-    try:
-        form = form_at(Path(base)) if base and isinstance(base, str) else None
-    except InputError:
-        return tree
+    form = _form_of_base(adapt.get("base"))
     if form is None:
         return tree
     return {**tree, "quantize": {"block": form.block, **quantize, "weights": form.codes}}
 
 
+def _form_of_base(base: object) -> LowBit | None:
+    """Return how the model at `base` is quantized; None if it is not, or cannot be read."""
+    if not base or not isinstance(base, str):
+        return None
+    try:
+        return form_at(Path(base))
+    except InputError:
+        return None
+
+
 def checked_data(config: Config) -> int:
-    """The size of the vocabulary, of data that go together and are enough, with a cluster, tasks
-    and a run directory that can be used. Raises InputError with all mistakes, a line each."""
-    mistakes = _told(_apart({name: getattr(config, name) for name in Config.model_fields}))
+    """Return the size of the vocabulary, after checks of everything that a run reads or writes.
+
+    The datasets must fit together and suffice for the run; cluster file, tasks and run directory
+    must be usable. Raises InputError with all mistakes, one line each.
+    """
+    sections = {name: getattr(config, name) for name in Config.model_fields}
+    mistakes = _mistakes(_section_checks(sections))
     if mistakes:
         raise InputError("\n".join(mistakes))
     if config.data_parallel.method == "decentralized":
-        topology_of(config)  # which the course of the run has, too
+        topology_of(config)  # raises if the layout has no such topology
     source = source_of(config)
     course = Course(config, begun(config, source.train))
-    if config.data.change != FROM_HERE:  # else it counts from where the run stands
-        mistakes += _told([course.check])
-    mistakes += _told([partial(task_files, config, course, source.vocab_size)])
+    if config.data.change != FROM_HERE:  # else samples are counted from the step of the checkpoint
+        mistakes += _mistakes([course.check])
+    mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
     if mistakes:
         raise InputError("\n".join(mistakes))
     return source.vocab_size
 
 
-def _told(checks: Iterable[Callable[[], object]]) -> list[str]:
-    """What those of some checks say that fail, each line once."""
-    found: list[str] = []
+def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
+    """Return the lines of all InputErrors that the checks raise, each line once."""
+    lines: list[str] = []
     for check in checks:
         try:
             check()
         except InputError as error:
-            found += str(error).splitlines()
-    return list(dict.fromkeys(found))
+            lines += str(error).splitlines()
+    return list(dict.fromkeys(lines))
 
 
-def _apart(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
-    """What can be asked of a section for itself, whatever is wrong with others."""
-    run, data, log = (sections.get(name) for name in ("run", "data", "log"))
+def _section_checks(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
+    """Yield the checks of single sections, which are possible even if other sections are wrong."""
+    run = sections.get("run")
     if isinstance(run, RunConfig):
         yield partial(require_writable, Path(run.dir))
         if run.cluster:
             yield partial(load_cluster, run.cluster)
+    data = sections.get("data")
     if isinstance(data, DataConfig):
-        model, task = sections.get("model"), sections.get("task")
-        for path in dict.fromkeys((*(part.path for part in data.train), *data.valid_paths)):
+        paths = [*(part.path for part in data.train), *data.valid_paths]
+        task = sections.get("task")
+        model = sections.get("model")
+        for path in dict.fromkeys(paths):
             if isinstance(task, TaskConfig) and task.kind != "none":
                 yield partial(items, Path(path), task)
             else:
                 yield partial(_dataset, path, model if isinstance(model, ModelConfig) else None)
-    if isinstance(adapt := sections.get("adapt"), AdaptConfig) and adapt.adapts:
+    adapt = sections.get("adapt")
+    if isinstance(adapt, AdaptConfig) and adapt.adapts:
         quantize = sections.get("quantize")
         known = quantize if isinstance(quantize, QuantizeConfig) else QuantizeConfig()
         yield partial(_base, adapt, LowBit.of(known))
+    log = sections.get("log")
     if isinstance(log, LogConfig):
         yield partial(require, log)
         for path in log.tasks:
@@ -122,6 +142,7 @@ def _apart(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
 
 
 def _dataset(path: str, model: ModelConfig | None) -> None:
+    """Open a dataset. Raises InputError if that fails, or the vocabulary is too small for it."""
     dataset = Dataset(path)
     if model is not None and 0 < model.vocab_size < dataset.vocab_size:
         raise InputError(
@@ -131,10 +152,11 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
 
 
 def _base(adapt: AdaptConfig, form: LowBit | None) -> None:
+    """Raise InputError unless the frozen model exists, with weights in the given form."""
     if not adapt.base:
         raise InputError(
-            f'adapt.method = "{adapt.method}" trains beside a frozen model: adapt.base is missing; '
-            "legal: a run directory, a checkpoint, or what `ptdmpi convert from-hf` made"
+            f'adapt.method = "{adapt.method}" trains adapters of a frozen model: adapt.base is '
+            "missing; legal: a run directory, a checkpoint, or a result of `ptdmpi convert from-hf`"
         )
     try:
         base_at(Path(adapt.base), form)
@@ -143,6 +165,7 @@ def _base(adapt: AdaptConfig, form: LowBit | None) -> None:
 
 
 def _task_file(path: str) -> None:
+    """Raise InputError unless `path` is a task file."""
     try:
         tasks.read(Path(path))
     except InputError as error:
@@ -150,7 +173,7 @@ def _task_file(path: str) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError where no run directory could be at `path`."""
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise InputError(f"run.dir = {path}: {there} is no directory that can be written to")
+    """Raise InputError if no run directory can be made at `path`."""
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise InputError(f"run.dir = {path}: {nearest} is not a directory that can be written to")

@@ -1,7 +1,7 @@
 """From datasets on disk to microbatches on the device."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,38 +32,41 @@ from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Batch, Placing
 from ptdmpi.train.task_files import task_framing
 
-if TYPE_CHECKING:  # it starts MPI, and data is also opened where there is none
+if TYPE_CHECKING:  # its import starts MPI; data is also opened without MPI
     from ptdmpi.comm.world import Axes
 
-# Validation goes through the pipeline in groups of microbatches, so that memory stays bounded.
+# Validation passes the pipeline in groups of so many microbatches, which bounds its memory.
 VALIDATION_GROUP = 16
 
 
 class SampleSource(Protocol):
-    """Where the samples of a run come from: shards, or the files of a task."""
+    """The samples of a run: windows of shards, or the lines of a task's files."""
 
     train: Sequence[Samples]
     valid: Sequence[Samples]
     vocab_size: int
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
-        """The training microbatches of one rank of the data axis, in this order."""
+        """Return the training microbatches of a rank of the data axis `data`, in this order."""
 
     def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
-        """This data rank's microbatches of a validation dataset, equally many on every rank."""
+        """Yield this data rank's microbatches of validation dataset `number`.
+
+        Every data rank has the same number of them.
+        """
 
     def ids(self, number: int, sample: int) -> list[int]:
-        """The tokens of a sample of a training dataset, for the eye."""
+        """Return the tokens of one sample of training dataset `number`, for people to read."""
 
-    def told(self) -> Iterator[str]:
-        """What is said of it at the start."""
+    def remarks(self) -> Iterator[str]:
+        """Yield the lines on these samples that a run logs at its start."""
 
 
 class ShardSource:
-    """Tokens in files, of which windows are samples."""
+    """Windows of the tokens in shards, as samples."""
 
     def __init__(self, config: Config) -> None:
-        """Raises InputError if the datasets do not go together."""
+        """Open the datasets. Raises InputError if they do not fit together."""
         self.config = config
         self._train, self._valid = open_datasets(config)
         self.train: Sequence[Samples] = self._train
@@ -75,10 +78,11 @@ class ShardSource:
         self.length = config.model.text_length
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
+        """Return this rank's training microbatches."""
         batches = TrainBatches(
             self._train,
             order,
-            self.length,
+            seq_length=self.length,
             global_size=self.config.batch.global_size,
             micro_size=self.config.batch.micro_size,
             data_rank=data.rank,
@@ -87,7 +91,10 @@ class ShardSource:
         return FormedBatches(batches, self._form(self._train, order.locate))
 
     def _form(self, datasets: list[Dataset], locate: Locate) -> Callable[[Microbatch], Microbatch]:
-        """What makes samples of windows of tokens."""
+        """Return the function that makes samples of windows of tokens.
+
+        `locate` maps sample numbers to datasets and places in them.
+        """
         windows = Windows(datasets, locate, self.length)
         if self.masked is not None:
             return partial(self.masked, windows)
@@ -96,52 +103,69 @@ class ShardSource:
             forms.append(partial(with_weights, LabelWeights(datasets, locate, self.length)))
         if self.config.data.document_boundaries:
             forms.append(partial(with_documents, windows))
-        return lambda microbatch: reduce(lambda one, form: form(one), forms, microbatch)
+
+        def apply_all(microbatch: Microbatch) -> Microbatch:
+            """Apply the forms one after the other."""
+            for form in forms:
+                microbatch = form(microbatch)
+            return microbatch
+
+        return apply_all
 
     def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
+        """Yield this data rank's microbatches of a validation dataset."""
         dataset = self._valid[number]
-        batches = self._validation(dataset, self.config.batch.micro_size, data.rank, data.size)
+        batches = ValidationBatches(
+            dataset,
+            self.length,
+            micro_size=self.config.batch.micro_size,
+            data_rank=data.rank,
+            data_size=data.size,
+            max_samples=self.config.log.most_validated,
+        )
         form = self._form([dataset], partial(_first_samples, batches.samples))
         return map(form, batches.microbatches())
 
-    def _validation(
-        self, dataset: Dataset, micro_size: int, data_rank: int, data_size: int
-    ) -> ValidationBatches:
-        most = self.config.log.most_validated
-        return ValidationBatches(
-            dataset,
-            self.length,
-            micro_size=micro_size,
-            data_rank=data_rank,
-            data_size=data_size,
-            max_samples=most,
-        )
-
     def ids(self, number: int, sample: int) -> list[int]:
-        found = self._train[number].read(np.array([sample]), self.length)
-        return found[0, : self.length].tolist()
+        """Return the tokens of one training sample."""
+        rows = self._train[number].read(np.array([sample]), self.length)
+        return rows[0, : self.length].tolist()
 
-    def told(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
+        """Yield nothing: shards need no line."""
         yield from ()
 
     def bigram_loss(self) -> float:
-        """Nats per token of a bigram model of the training shards on the validation samples."""
+        """Return the loss of a bigram model of the training shards on the validation samples.
+
+        In nats per token.
+        """
         bigram = Bigram(self._train)
-        pairs = [
-            (batch.inputs, batch.labels)
-            for dataset in self._valid
-            for batch in self._validation(dataset, 1, 0, 1).microbatches()
-        ]
+        pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]
         tokens = len(pairs) * self.config.model.seq_length
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
+    def _validated_pairs(self, dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield inputs and labels [1, s] of each sample that every layout validates on."""
+        batches = ValidationBatches(
+            dataset,
+            self.length,
+            micro_size=1,
+            data_rank=0,
+            data_size=1,
+            max_samples=self.config.log.most_validated,
+        )
+        for batch in batches.microbatches():
+            yield batch.inputs, batch.labels
+
 
 class TaskSource:
-    """The files of a task, read and made tokens at the start."""
+    """The samples in the files of a task, tokenized when they are read."""
 
     def __init__(self, config: Config) -> None:
-        """Raises InputError for a file that cannot be used, or where no tokenizer is known."""
-        self.config, frame = config, task_framing(config)
+        """Read the files. Raises InputError if one cannot be used, or no tokenizer is known."""
+        self.config = config
+        frame = task_framing(config)
         self.form = frame.form
         self.vocab_size = config.model.vocab_size or frame.needed
         if self.vocab_size < frame.needed:
@@ -149,17 +173,18 @@ class TaskSource:
                 f"model.vocab_size = {self.vocab_size}, but the tokenizer of the task needs "
                 f"{frame.needed}; legal: {frame.needed} or more, or 0: just as many"
             )
-        paths = [part.path for part in config.data.train], config.data.valid_paths
-        train, valid = ([read(Path(one), config.task, frame) for one in part] for part in paths)
-        self._train, self._valid = train, valid
-        self.train: Sequence[Samples] = train
-        self.valid: Sequence[Samples] = valid
+        self._train = [read(Path(part.path), config.task, frame) for part in config.data.train]
+        self._valid = [read(Path(path), config.task, frame) for path in config.data.valid_paths]
+        self.train: Sequence[Samples] = self._train
+        self.valid: Sequence[Samples] = self._valid
 
     @property
     def _micro(self) -> int:
+        """Samples of a microbatch, which counts sequences."""
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
+        """Return this rank's training microbatches."""
         return LabelledBatches(
             self._train,
             order,
@@ -171,31 +196,32 @@ class TaskSource:
         )
 
     def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
-        most = self.config.log.most_validated
+        """Yield this data rank's microbatches of a validation file."""
         return in_order(
             self._valid[number],
             self.form,
-            self._micro,
+            micro=self._micro,
             data_rank=data.rank,
             data_size=data.size,
-            most=most,
+            most=self.config.log.most_validated,
         )
 
     def ids(self, number: int, sample: int) -> list[int]:
+        """Return the tokens of one training sample; of several candidates, the first's."""
         file = self._train[number]
         return file.rows[sample * file.sequences].ids.tolist()
 
-    def told(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
+        """Yield a line on each file: its samples, and the sequences that were cut."""
         for file in (*self._train, *self._valid):
             cut = f"{file.cut} of {counted(len(file.rows), 'sequence')} cut"
-            lost = f" by {counted(file.lost, 'token')}: longer than model.seq_length" * bool(
-                file.cut
-            )
-            yield f"{file.path}: {counted(len(file.labels), 'sample')}, {cut}{lost}"
+            if file.cut:
+                cut += f" by {counted(file.lost, 'token')}: longer than model.seq_length"
+            yield f"{file.path}: {counted(len(file.labels), 'sample')}, {cut}"
 
 
 def source_of(config: Config) -> SampleSource:
-    """The data of a run, opened. Raises InputError if they do not go together."""
+    """Open the data of a run. Raises InputError if the datasets do not fit together."""
     if config.task.kind != "none":
         return TaskSource(config)
     if config.model.classifies:
@@ -204,29 +230,37 @@ def source_of(config: Config) -> SampleSource:
 
 
 class Feed:
-    """The data of a run, as one data rank sees it."""
+    """The data of a run, as one data rank reads it.
+
+    `course` counts samples and tokens, and holds the order of samples.
+    """
 
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
-        self.config, self.axes, self.device = config, axes, device
+        """Open the data; every rank calls it. Raises InputError."""
+        self.config = config
+        self.axes = axes
         self.source = source_of(config)
-        self.valid, self.vocab_size = self.source.valid, self.source.vocab_size
+        self.valid = self.source.valid
+        self.vocab_size = self.source.vocab_size
         world = axes.world
         now = world.broadcast_object(None if world.rank else begun(config, self.source.train))
         self.course = Course(config, now)
         self._placing = Placing(device)
 
     def steps(self, first: int) -> Prefetcher:
-        """Microbatches of step `first` and the following ones, read ahead by a thread."""
+        """Return the microbatches of step `first` (from 0) and later ones, read by a thread."""
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[Microbatch]) -> list[Batch]:
-        """As tensors on the device, sequence first, until the next call."""
+        """Return microbatches as tensors [s, b] on the device, valid until the next call."""
         return self._placing.place([as_batch(microbatch) for microbatch in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
-        """This data rank's validation microbatches, in groups of equal number on every rank, each
-        with the number of its dataset."""
+        """Yield this data rank's validation microbatches in groups, each with its dataset's number.
+
+        Every rank yields the same number of groups, of the same sizes.
+        """
         for number in range(len(self.valid)):
             group: list[Microbatch] = []
             for microbatch in self.source.validation(number, self.axes["data"]):
@@ -238,9 +272,9 @@ class Feed:
                 yield number, group
 
     def bigram_loss(self) -> float:
-        """Nats per token of a bigram model of the training shards on the validation samples.
+        """Return the loss of a bigram model (see `ShardSource.bigram_loss`) on rank 0, else 0.0.
 
-        Rank 0 fits it; the validation tokens are the same that every layout validates on.
+        Its validation samples are those that every layout validates on.
         """
         if self.axes.world.rank or not isinstance(self.source, ShardSource):
             return 0.0
@@ -248,14 +282,20 @@ class Feed:
 
 
 def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
-    """The training and validation datasets. Raises InputError if they do not go together."""
+    """Open the training and the validation datasets of a run.
+
+    Raises InputError if they do not fit together: all need the same tokenizer, and each at least
+    one sample.
+    """
     use_mmap = config.data.reader == "mmap"
     train = [Dataset(part.path, use_mmap) for part in config.data.train]
     valid = [Dataset(path, use_mmap) for path in config.data.valid_paths]
     paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
-    wanted, owner = config.data.tokenizer_sha256, "data.tokenizer_sha256"
+    wanted = config.data.tokenizer_sha256
+    owner = "data.tokenizer_sha256"
     if wanted is None:
-        wanted, owner = train[0].tokenizer_sha256, paths[0]
+        wanted = train[0].tokenizer_sha256
+        owner = paths[0]
     for path, dataset in zip(paths, [*train, *valid], strict=True):
         if dataset.tokenizer_sha256 != wanted:
             raise InputError(
@@ -263,22 +303,21 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        for name in ("vocab_size", "eod_id"):  # a hash may be given without a file behind it
+        for name in ("vocab_size", "eod_id"):  # two tokenizers may have been given the same hash
             if getattr(dataset, name) != getattr(train[0], name):
                 raise InputError(
                     f"{path} has {name} {getattr(dataset, name)}, but {paths[0]} has "
                     f"{getattr(train[0], name)}; all datasets of a run need the same"
                 )
         _require_rows(config, path, dataset)
-        dataset.samples(config.model.text_length)  # refuses a corpus shorter than one sequence
+        dataset.samples(config.model.text_length)  # raises if there is not one sample
     if config.model.masked:
-        masked_samples(config, train[0])  # refuses a tokenizer that does not tell words apart
+        masked_samples(config, train[0])  # raises if the tokenizer does not separate words
     return train, valid
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raises InputError where a run would cut, mix or count conversations otherwise than they were
-    packed."""
+    """Raise InputError if a run would cut, mix or count conversations unlike they were packed."""
     rows = dataset.row_length
     if not rows:
         return
@@ -297,17 +336,21 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
         )
     if config.log.bigram_baseline:
         raise InputError(
-            f"log.bigram_baseline counts all tokens, and of {path} only answers count; legal: false"
+            f"log.bigram_baseline counts all tokens, but in {path} only answers count; legal: false"
         )
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
+    """Return the samples that a masked model trains on, made of the windows of `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
 def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = None) -> int:
-    """How many rows the vocabulary's tables have. Raises InputError where these are too few for the
-    ids of the shards (and the special tokens of a masked model)."""
+    """Return the number of rows of the vocabulary's tables.
+
+    Raises InputError if `model.vocab_size` is too small for the ids of the shards, or for the
+    special tokens of a masked model (`masked`).
+    """
     needed = dataset.vocab_size if masked is None else masked.vocabulary.size
     rows = config.model.vocab_size or needed
     if rows < needed:
@@ -319,5 +362,5 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the samples of a validation stand; rows beyond the last sample repeat it."""
+    """Return (dataset 0, place) of the first `count` samples; later ids repeat the last one."""
     return np.zeros_like(ids), np.minimum(ids, count - 1)

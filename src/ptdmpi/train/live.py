@@ -1,10 +1,11 @@
-"""What ranks still hold of a run when others are lost, and its way to the ranks that go on."""
+"""The state that ranks still hold when others are lost, and its way to the ranks that go on."""
 
 import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +17,13 @@ from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import CUTTING, Coordinates, Grid
 
-# One message at most: counts of MPI calls are 32-bit integers.
+# The longest message: counts of MPI calls are 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A step (1-based) that was trained on all ranks, and what came of it."""
+    """A step (1-based) that was trained on all ranks, with its result and its time."""
 
     step: int
     result: StepResult
@@ -31,11 +32,12 @@ class Completed:
 
 @dataclass(frozen=True)
 class Handover:
-    """What a loop starts from: `load` puts the live state of survivors into the engine and returns
-    how many steps it has behind it; without it, the checkpoint that `resume` names is read.
+    """The start of a loop: live state of survivors, or the checkpoint that `resume` names.
 
-    `unfinished`: the last of these steps, if a rank was lost before it was recorded, validated and
-    saved. `answer`: what the state was trained on, and goes on with. `lost`: ranks were.
+    `load` puts the live state into the engine and returns the number of steps it was trained for;
+    None: a checkpoint is read. `unfinished` is the last of these steps, if a rank was lost before
+    it was recorded, validated and saved. `answer` is the data that the state was trained on, and
+    is trained on next. `lost`: ranks were lost.
     """
 
     resume: str
@@ -47,9 +49,12 @@ class Handover:
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank tells the other survivors. `place` is where it stood in the last grid, `step` how
-    many steps the state that it holds has behind it; None: it holds nothing. `asked`: by which
-    signal to stop."""
+    """The report of a rank to the other survivors.
+
+    `place`: its coordinates in the last grid. `step`: how many steps the state that it holds was
+    trained for; None: it holds no state. `saved`: step and path of its newest checkpoint. `asked`:
+    the signal that asked the run to stop. `answer`: the data that the state was trained on.
+    """
 
     place: Coordinates | None = None
     step: int | None = None
@@ -63,104 +68,126 @@ class Account:
 
 @dataclass(frozen=True)
 class Holding:
-    """An account, and the state itself."""
+    """A rank's account, and the tensors of the state that it holds."""
 
     account: Account
     tensors: Sequence[Tensor] = ()
 
 
+class Route(NamedTuple):
+    """One rank's way to its state: rank `source` sends it to rank `target`."""
+
+    source: int
+    target: int
+
+
+Part = tuple[int, ...]  # coordinates on the axes that cut the model
+Replica = tuple[int, ...]  # coordinates on all other axes
+
+
 def hold(engine: Engine, account: Account) -> Holding:
-    """The state of `engine`, which may be dropped then, but for these tensors."""
+    """Return the state of `engine`; the rest of the engine may be dropped."""
     return Holding(account, engine.state.flats)
 
 
 def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
-    """The newest step after which every place of the model is held by some rank; None if none is.
-    Where replicas differ (`apart`), the one after which the most replicas are whole, of these the
-    newest.
+    """Return the step whose state the survivors go on from; None if no state is whole.
 
-    Ranks update within a step of each other, but not together. States of different steps never mix.
+    It is the newest step after which some rank holds each part of the model. If replicas differ
+    (`apart`), it is the step after which the most replicas are whole, and the newest of these.
+    Ranks update within one step of each other, but not at once; states of different steps are never
+    mixed.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
-        kept = {step: len(_whole(accounts, grid, step)) for step in steps}
-        return max((step for step in steps if kept[step]), key=lambda one: kept[one], default=None)
+        replicas = {step: len(_whole(accounts, grid, step)) for step in steps}
+        whole = [step for step in steps if replicas[step]]
+        return max(whole, key=lambda step: replicas[step], default=None)
     for step in steps:
         if grid.parts <= {grid.part(place) for place in _after(accounts, step).values()}:
             return step
     return None
 
 
-def _whole(
-    accounts: Sequence[Account], grid: Grid, step: int
-) -> dict[tuple[int, ...], dict[tuple[int, ...], int]]:
-    """The replicas whose state after `step` is whole: by their places on the axes that cut none,
-    which rank holds which part."""
-    found: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
+    """Return the replicas that are whole after `step`: for each, the rank that holds each part."""
+    replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
-        found.setdefault(_replica(grid, place), {})[grid.part(place)] = rank
-    return {one: found[one] for one in sorted(found) if grid.parts <= found[one].keys()}
+        replicas.setdefault(_replica(grid, place), {})[grid.part(place)] = rank
+    return {
+        replica: ranks for replica, ranks in sorted(replicas.items()) if grid.parts <= ranks.keys()
+    }
 
 
-def _replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
+def _replica(grid: Grid, place: Coordinates) -> Replica:
     return tuple(place[axis] for axis in grid.axes if axis not in CUTTING)
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Where those stood that hold the state after `step`, by rank."""
+    """Return the former places of the ranks that hold the state after `step`, by rank."""
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
-def routes(
-    accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
-) -> list[tuple[int, int]]:
-    """(from, to) for each rank of the grid: who hands it the state of `step`; itself if it has it.
+def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
+    """Return the route of the state after `step` to each rank of the grid; itself if it has it.
 
-    `order[i]` takes place i of the grid. Those that hold the same share the work.
+    Rank `order[i]` takes place i of the grid. Ranks that hold the same part share the sending.
     """
-    found = []
+    ways = []
     holders = _after(accounts, step)
     for place, target in enumerate(order):
         part = grid.part(grid.coordinates(place))
-        sources = [rank for rank, stood in holders.items() if grid.part(stood) == part]
-        own = target in sources
-        found.append((target if own else sources[place % len(sources)], target))
-    return found
+        sources = [rank for rank, before in holders.items() if grid.part(before) == part]
+        source = target if target in sources else sources[place % len(sources)]
+        ways.append(Route(source, target))
+    return ways
 
 
 def routes_apart(
     accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
-) -> list[tuple[int, int]]:
-    """As `routes`, where replicas differ: every new replica is one old one as a whole, for parts of
-    two would be no model. Each that is whole goes on once before one is copied; a new replica
-    becomes that one of which its ranks hold the most already."""
-    whole, at = _whole(accounts, grid, step), [grid.coordinates(n) for n in range(len(order))]
-    new = sorted({_replica(grid, place) for place in at})
-    holds = Counter(
-        (_replica(grid, place), one)
-        for target, place in zip(order, at, strict=True)
-        for one, ranks in whole.items()
+) -> list[Route]:
+    """Return the routes as `routes` does, if replicas differ.
+
+    Each new replica takes the state of one old replica as a whole, since parts of two would be no
+    model. Every old replica that is whole is used once before any is used twice. A new replica
+    takes the old one of which its ranks hold the most parts already.
+    """
+    whole = _whole(accounts, grid, step)
+    places = [grid.coordinates(number) for number in range(len(order))]
+    held = Counter(
+        (_replica(grid, place), old)
+        for target, place in zip(order, places, strict=True)
+        for old, ranks in whole.items()
         if ranks[grid.part(place)] == target
     )
-    pairs = sorted(itertools.product(new, whole), key=lambda pair: (-holds[pair], pair))
-    chosen: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for replica, one in pairs:
-        if replica not in chosen and one not in chosen.values():
-            chosen[replica] = one
-    for replica, one in zip((r for r in new if r not in chosen), itertools.cycle(whole)):
-        chosen[replica] = one
+    new = sorted({_replica(grid, place) for place in places})
+    chosen = _matched(new, list(whole), held)
     return [
-        (whole[chosen[_replica(grid, place)]][grid.part(place)], target)
-        for target, place in zip(order, at, strict=True)
+        Route(whole[chosen[_replica(grid, place)]][grid.part(place)], target)
+        for target, place in zip(order, places, strict=True)
     ]
 
 
-def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> list[Handle]:
-    """Begin to send what others need of this rank; returns handles.
+def _matched(
+    new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
+) -> dict[Replica, Replica]:
+    """Return the old replica that each new one takes; pairs that hold more parts choose first."""
+    chosen: dict[Replica, Replica] = {}
+    pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
+    for replica, old in pairs:
+        if replica not in chosen and old not in chosen.values():
+            chosen[replica] = old
+    left = [replica for replica in new if replica not in chosen]
+    chosen |= dict(zip(left, itertools.cycle(whole), strict=False))
+    return chosen
 
-    Through MPI, whatever wire trains: the new world is not split yet, and the groups of the last
-    one were revoked.
+
+def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
+    """Begin to send the state that others need of this rank; return the handles of the messages.
+
+    MPI carries them, whatever wire the run trains with: the new world is not split yet, and the
+    groups of the last one were revoked.
     """
     wire = MpiCommunicator(world.control)
     return [
@@ -173,14 +200,14 @@ def give(world: World, holding: Holding, ways: Sequence[tuple[int, int]]) -> lis
 
 
 def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
-    """Fill the engine's tensors with what `source` sends, or with what this rank holds itself."""
-    wire = MpiCommunicator(world.control)
-    mine = holding.tensors if source == world.rank else ()
+    """Fill the engine's tensors from rank `source`, which may be this rank itself."""
     targets = engine.state.flats
-    # weights, then each moment, on all ranks alike; none are `mine` where others send
-    for target, tensor in zip(targets, mine, strict=False):
-        target.copy_(tensor)
-    if not mine:
+    # on all ranks in the same order: weights, then each moment
+    if source == world.rank and holding.tensors:
+        for target, tensor in zip(targets, holding.tensors, strict=False):
+            target.copy_(tensor)
+    else:
+        wire = MpiCommunicator(world.control)
         for target in targets:
             for message in target.split(MESSAGE_ELEMENTS):
                 wire.recv(message, source)

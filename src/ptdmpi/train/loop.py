@@ -1,46 +1,28 @@
-"""The training loop: batch -> engine -> meter, validation, checkpoints, the run directory."""
+"""The training loop: each step, and what follows it: records, validation, checkpoints, stops."""
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-from ptdmpi.base.heap import give_back, keep_freed
-from ptdmpi.checkpoint.save import Checkpoints
-from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
-from ptdmpi.engine.engine import Engine, StepResult
-from ptdmpi.inference.model import device_of
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.kernels import choice
-from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.train.attempt import Attempt
-from ptdmpi.train.capacity import Memory
-from ptdmpi.train.feed import Feed
-from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed, Handover
-from ptdmpi.train.meter import Rates, agreed_peak_flops, device_name, peak_memory_bytes
-from ptdmpi.train.nonfinite import Skips
-from ptdmpi.train.saving import Saving
-from ptdmpi.train.standing import standing_of
-from ptdmpi.train.tasks import Tasks
-from ptdmpi.train.validation import Validation
-from ptdmpi.watch.lookout import Lookout
-from ptdmpi.watch.profile import Profile
-from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked, Save, StopRequest
+from ptdmpi.train.parts import assemble
+from ptdmpi.train.stopping import Stopping
+from ptdmpi.watch.requests import Asked, Save, StopRequest
 
 
 class Loop:
-    """One rank of a training run, from configuration to the last checkpoint.
+    """One rank of a training run, from its configuration to its last checkpoint.
 
-    What it says and records is the journal's, who watches over it the lookout's, when it saves
-    `Saving`'s: here stands only what follows what.
+    It holds the order of events: what happens in a step, and in which order its record, its
+    validation, its checkpoint and a stop follow. It changes when that order changes. `parts` makes
+    the parts of the run, and each part decides for itself: `Saving` when to save, `Validation` when
+    to validate, `Journal` what a record has.
     """
 
     def __init__(
@@ -50,109 +32,78 @@ class Loop:
         signals: StopRequest,
         handover: Handover | None = None,
     ) -> None:
-        """`handover`: what survivors of a lost rank bring; else as `checkpoint.resume` says."""
-        self.config, self.world = config, world
-        torch.set_num_threads(config.run.threads)
-        keep_freed(os.environ)
-        device = device_of(world)
-        self.axes = world.split(grid_of(config), wire_named(config.comm.wire, device))
-        self.journal = Journal(config, self.axes, signals.show)
-        if self.axes.carried_by:
-            self.journal.say(self.axes.carried_by)
-        self.lookout = Lookout(config, self.axes, world, signals, self.journal.say)
-        try:
-            self._set_up(handover, device)
-        except Exception:
-            self.lookout.close()  # nobody else knows of it
-            raise
-        give_back()
+        """Prepare the run; every rank calls it (see `parts.assemble`).
 
-    def _set_up(self, handover: Handover | None, device: torch.device) -> None:
-        config, world = self.config, self.world
-        world.on_root(self.lookout.take_lock)
-        self.feed = Feed(config, self.axes, device)
-        vocab_size = self.feed.vocab_size
-        self.memory = Memory(config, vocab_size, world, device)
-        with self.memory.explained():
-            self.engine = Engine(config, self.axes, vocab_size, device, self.lookout.place)
-        names, say = self.lookout.ranks.name, self.journal.say
-        self.profile = Profile(config.run, world.rank, device, say)
-        self.skips = Skips(self.engine, names, config.run.max_skips, say)
-        checkpoints = Checkpoints(
-            Path(config.run.dir) / "checkpoints", self.engine.state, self.axes, self.feed.course
-        )
-        start = handover or Handover(config.checkpoint.resume)
-        self.attempt = Attempt(world, self.engine, checkpoints, start)
-        # the last step that was trained, and the last one of which nothing is left to be done
-        self.completed: Completed | None = start.unfinished
-        self.concluded = self.first - (self.completed is not None)
-        standing = world.on_root(lambda: standing_of(config, self.concluded))
-        self.attempt.over = standing.over
-        checkpoints.validated = standing.last
-        if not self.attempt.idle:
-            checkpoints.check_space()
-        self.journal.directory = self.attempt.open(self.concluded, self.journal.show)
-        self.attempt.choose(device, self.memory, say)
-        self.saving = Saving(checkpoints, config.run.steps, say, self.journal.keep)
-        tasks = Tasks(self.engine, self.feed.course, world, self.journal)
-        self.validation = Validation(config, self.feed, self.engine, tasks, self._vote, standing)
-        if handover is None:
-            for line in (*self.attempt.lines(vocab_size), *self.feed.source.told()):
-                say(line)
-        for problem in self.attempt.skipped:
-            say(f"stepped over checkpoint {problem}")
-        peak = agreed_peak_flops(config, self.axes, device)
-        if peak is None:
-            precision = config.precision.compute
-            say(f"no MFU: no data sheet's {precision} peak is known of {device_name(device)}")
-        self.journal.rates = Rates(config, vocab_size, world.size, peak)
+        `handover` is what the survivors of a lost rank bring. Raises InputError if the run cannot
+        begin.
+        """
+        parts = assemble(config, world, signals, handover)
+        self.config = config
+        self.world = world
+        self.axes = parts.axes
+        self.feed = parts.feed
+        self.memory = parts.memory
+        self.engine = parts.engine
+        self.attempt = parts.attempt
+        self.lookout = parts.lookout
+        self.profile = parts.profile
+        self.skips = parts.skips
+        self.saving = parts.saving
+        self.validation = parts.validation
+        self.journal = parts.journal
+        self.stopping = Stopping(config, parts.lookout, parts.attempt, parts.journal)
+        self._vote = parts.vote
+        # the last step that was trained, and the last one with nothing left to be done
+        self.completed = parts.start.unfinished
+        self.concluded = parts.concluded
 
     @property
     def first(self) -> int:
-        """How many steps were done before this loop."""
+        """The number of steps that were done before this loop."""
         return self.attempt.first
 
     def run(self) -> None:
-        """Every step from where the run stands to the last one, or to the one after which
-        `run.stop_after_worse` ends it.
+        """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
 
-        Raises SystemExit on every rank: 75 after saving, if one was asked to stop before the last
+        Raises SystemExit on every rank: 75 after saving, if a stop was requested before the last
         step; 1 if too many steps in a row were not finite.
         """
-        with choice.computing_by(self.attempt.ways), self.attempt.told(lambda: self.concluded):
+        with (
+            choice.computing_by(self.attempt.ways),
+            self.attempt.recorded_end(lambda: self.concluded),
+        ):
             if not self.attempt.idle:
                 self._train()
             self.lookout.finish()
             self.attempt.finish(self.concluded)
 
     def _train(self) -> None:
-        steps = self.config.run.steps
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.lookout.place.enter("training")
             if self.completed is not None:  # a rank was lost between this step's update and its end
                 self._conclude(self.completed)
-            asked = self._vote()  # while the run was starting
+            asked = self._vote()  # a request may have come while the run was starting
             if asked.stop and self.attempt.live:
                 asked = self._save(self.first, asked)
-            self._stop_if(asked, self.first)
-            for step in range(self.first, steps):
-                if self.validation.standing.over:
-                    self._end_early()
+            self.stopping.stop_if_asked(asked, self.first)
+            for step in range(self.first, self.config.run.steps):
+                why = self.validation.standing.over
+                if why:
+                    self.stopping.end_early(why, self.concluded)
                     break
-                result, batches, elapsed = self._step(step, feed)
-                # without spans: after a loss it travels to other ranks, marks are of a device
-                self.completed = Completed(step + 1, replace(result, watch=None), elapsed)
+                self.completed, batches = self._step(step, feed)
                 self._conclude(self.completed, batches)
         self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
-        """End all threads without the other ranks, of which some may be lost."""
+        """End all threads without the other ranks, some of which may be lost."""
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        self.lookout.close()  # the directory is another run's only when nothing is written any more
+        self.lookout.close()  # last: it unlocks the directory, to which nothing is written any more
 
-    def _step(self, step: int, feed: Prefetcher) -> tuple[StepResult, list[Batch], float]:
+    def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Batch]]:
+        """Train on the batches of step `step` (from 0), and return them with its result."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
@@ -160,16 +111,18 @@ class Loop:
             batches = self.feed.place(next(feed))
         with self.memory.explained(), self.profile.step(step + 1):
             result = self.engine.step(step, batches)
-        elapsed = time.perf_counter() - begin
-        watches = [one for one in (watch, result.watch) if one is not None]
-        self.journal.recent.add(elapsed, watches, result.inside_s)
-        self.lookout.computed(result.compute_s, elapsed)
-        return result, batches, elapsed
+        elapsed_s = time.perf_counter() - begin
+        watches = [stopwatch for stopwatch in (watch, result.watch) if stopwatch is not None]
+        self.journal.recent.add(elapsed_s, watches, result.inside_s)
+        self.lookout.computed(result.compute_s, elapsed_s)
+        # Without its stopwatch: after a loss the result travels to other ranks, and the marks of a
+        # stopwatch belong to this rank's device.
+        return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
     def _conclude(self, done: Completed, batches: Sequence[Batch] | None = None) -> None:
-        """What follows a step: its record, and what is due of validation, saving, stopping."""
-        step, steps = done.step, self.config.run.steps
-        # first of all: it also brings the memory of all ranks, which the record has
+        """Record a step; then validate, save and stop, each if it is due or asked for."""
+        step = done.step
+        # the vote comes first: it also collects the memory of all ranks, which the record has
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -179,42 +132,28 @@ class Loop:
             self.saving.checkpoints.validated = self.validation.standing.last
         asked = self._save(step, asked)
         if self.config.run.on_failure == "shrink":
-            self.axes.world.barrier()  # whoever is through knows that rank 0 has kept the record
+            self.axes.world.barrier()  # after it, every rank knows that rank 0 has the record
         self.concluded = step
-        if step < steps and not self.validation.standing.over:
-            self._stop_if(asked, step)
-
-    def _end_early(self) -> None:
-        """The run is done, for it does not get better; its last state is saved."""
-        why = self.validation.standing.over
-        self.lookout.stops()
-        self.attempt.why = f"stopped early: {why}"
-        self.journal.say(f"stopped early after step {self.concluded}: {why}")
-
-    def _vote(self) -> Asked:
-        """What the ranks want next; the same on all of them."""
-        return self.lookout.vote(peak_memory_bytes(self.engine.device))
+        if step < self.config.run.steps and not self.validation.standing.over:
+            self.stopping.stop_if_asked(asked, step)
 
     def _record(self, done: Completed, asked: Asked) -> None:
-        """The record of a step, and its line."""
-        slow, course = self.lookout.slow_ranks(done.step), self.feed.course
-        self.journal.step(
-            done,
-            self.lookout.usual_s(done.elapsed_s),
-            tokens=course.tokens(done.step),
+        """Write the record of a step, and its line."""
+        course = self.feed.course
+        values = {
+            "tokens": course.tokens(done.step),
             **course.drawn(done.step),
-            peak_memory_bytes=asked.peak_memory_bytes,
-            vocab_size=self.feed.vocab_size,
-            **({"slow_ranks": slow} if slow else {}),
-        )
+            "peak_memory_bytes": asked.peak_memory_bytes,
+            "vocab_size": self.feed.vocab_size,
+        }
+        slow = self.lookout.slow_ranks(done.step)
+        if slow:
+            values["slow_ranks"] = slow
+        self.journal.step(done, self.lookout.usual_s(done.elapsed_s), **values)
 
     def _save(self, step: int, asked: Asked) -> Asked:
-        """Save if it is due or asked for; returns what the ranks want by then."""
-        if asked.stop and step < self.config.run.steps:
-            code = STOPPED_EXIT_CODE
-            self.lookout.stops()
-            self.attempt.why = f"stopped: {asked.stop}"
-            self.journal.say(f"{asked.stop}: saving after step {step}, then exit code {code}")
+        """Save if it is due or asked for; return what the ranks ask for afterwards."""
+        self.stopping.before_save(asked, step)
         self.lookout.place.enter("saving")
         saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)
         self.lookout.place.enter("training")
@@ -223,16 +162,3 @@ class Loop:
         self.lookout.requests.saved(self.saving.last_write_s)
         self.lookout.obeyed("SAVE")
         return self._vote()
-
-    def _stop_if(self, asked: Asked, step: int) -> None:
-        if not asked.stop:
-            return
-        self.lookout.obeyed("STOP")
-        anew = self.config.checkpoint.resume == "never"
-        then = 'checkpoint.resume = "auto" goes on' if anew else "the same command goes on"
-        self.lookout.stops()
-        reason = "" if self.attempt.why else f"{asked.stop}: "  # told once
-        self.attempt.why = f"stopped: {asked.stop}"
-        self.journal.say(f"{reason}stopped on request after step {step}; {then}")
-        self.lookout.finish()
-        raise SystemExit(STOPPED_EXIT_CODE)

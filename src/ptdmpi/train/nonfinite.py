@@ -1,14 +1,15 @@
-"""A loss or gradient that is not finite: where it began, and how often it may happen.
+"""Losses and gradients that are not finite: where they began, and how many the run tolerates.
 
-Only the global norm and the loss are looked at in every step: both exist anyway. When one of them
-is not finite nothing is updated, and since sums over ranks have spread it everywhere by then, the
-step is computed once more, with every output looked at. Dropout masks belong to the samples, so the
-second time is like the first.
+Every step tests only the loss and the global norm, which exist anyway. If one is not finite,
+nothing is updated. By then sums over ranks have spread it to all ranks, so the step is computed
+once more, and every output is tested. Dropout masks depend on the samples alone, so the second
+computation equals the first.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +23,36 @@ from ptdmpi.model.transformer import Block
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 
 FAILED_EXIT_CODE = 1
-# In the order in which one leads to the next: the first is the cause.
-_FROZEN, _WEIGHT, _OUTPUT, _LOSS, _GRADIENT = range(5)
+
+
+class Kind(IntEnum):
+    """Kinds of values, in the order in which one leads to the next."""
+
+    FROZEN_WEIGHT = 0
+    WEIGHT = 1
+    OUTPUT = 2
+    LOSS = 3
+    GRADIENT = 4
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One value that is not finite. Findings are ordered from cause to effect.
+    """A value that is not finite. Findings are ordered from cause to effect.
 
-    `microbatch` counts within the global batch; -1 for weights.
+    `microbatch` counts within the global batch; -1 for weights. `depth` is the place in the order
+    of computation: the stage, then the place in it. `samples` are those of the microbatch.
     """
 
-    kind: int
+    kind: Kind
     microbatch: int
-    depth: tuple[int, ...]  # stage and place in it, in the order of computation
+    depth: tuple[int, ...]
     rank: int
     what: str
     samples: tuple[int, ...]
 
 
 class Skips:
-    """Counts the steps in a row that were skipped because something was not finite.
+    """The steps in a row that were skipped because a value was not finite.
 
     fp16's overflows do not count while its loss scale can still fall.
     """
@@ -54,14 +64,19 @@ class Skips:
         max_skips: int,
         say: Callable[[str], None],
     ) -> None:
-        self.engine, self.names, self.max_skips, self.say = engine, names, max_skips, say
+        """`names(rank)` is a rank's name for people; `say` prints a line."""
+        self.engine = engine
+        self.names = names
+        self.max_skips = max_skips
+        self.say = say
         self.in_a_row = 0
 
     def after(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
-        """Look at the result of step `step` (from 0); every rank calls it.
+        """Judge the result of step `step` (from 0), trained on `batches`; every rank calls it.
 
-        Raises SystemExit (1) on every rank after more than `max_skips` in a row, and at once if a
-        weight is not finite: no later step mends it, and it must not get into a checkpoint.
+        Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. It
+        does so at once if a weight is not finite: no later step mends it, and it must not get into
+        a checkpoint.
         """
         if not result.skipped:
             self.in_a_row = 0
@@ -69,141 +84,156 @@ class Skips:
             return
         self.in_a_row += 1
         finding = examine(self.engine, step, batches)
-        size = self.engine.config.batch.global_size
-        where = "not finite once, finite when computed again: a fault of the hardware is likely"
-        if self.engine.config.run.compile:  # which fuses, and so rounds otherwise
-            where = "not finite as compiled, finite when computed again by uncompiled layers"
-        # rank 0, which speaks, has the first samples of the step
-        first = int(batches[0].samples[0])
-        samples = f"{first} to {first + size - 1}"
-        if finding is not None:
-            where = f"{finding.what} on {self.names(finding.rank)} is not finite"
-            if finding.samples:
-                where += f", microbatch {finding.microbatch} of the batch"
-                samples = ", ".join(map(str, finding.samples))
+        where, samples = self._explained(finding, batches)
         count = f"{self.in_a_row} in a row, at most {self.max_skips}"
         self.say(
             f"step {step + 1} skipped ({count}): loss {result.loss}, grad norm {result.grad_norm}; "
             f"{where}; samples {samples}"
         )
-        if finding is not None and finding.kind <= _WEIGHT:
-            lost = "a weight is lost; the same command goes on from what is saved"
-            frozen = "adapt.base has a weight that is no number; legal: one that is whole"
-            self.say(f"stopped: {frozen if finding.kind == _FROZEN else lost}")
+        if finding is not None and finding.kind <= Kind.WEIGHT:
+            reason = "a weight is lost; the same command goes on from what is saved"
+            if finding.kind == Kind.FROZEN_WEIGHT:
+                reason = "adapt.base has a weight that is not a number; legal: one that is whole"
+            self.say(f"stopped: {reason}")
             raise SystemExit(FAILED_EXIT_CODE)
         if self.in_a_row > self.max_skips:
             self.say(f"stopped: more than run.max_skips = {self.max_skips} steps were skipped")
             raise SystemExit(FAILED_EXIT_CODE)
 
+    def _explained(self, finding: Finding | None, batches: Sequence[Batch]) -> tuple[str, str]:
+        """Return in words what was not finite, and the samples that it may come from."""
+        if finding is None:
+            where = "not finite once, finite when computed again: a fault of the hardware is likely"
+            if self.engine.config.run.compile:  # fused operations round differently
+                where = "not finite as compiled, finite when computed again by uncompiled layers"
+        else:
+            where = f"{finding.what} on {self.names(finding.rank)} is not finite"
+            if finding.samples:
+                where += f", microbatch {finding.microbatch} of the batch"
+                return where, ", ".join(map(str, finding.samples))
+        # rank 0, whose line is printed, has the first samples of the step
+        first = int(batches[0].samples[0])
+        return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
+
 
 def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | None:
-    """Compute the step again and find where it is first not finite; the same on every rank.
+    """Compute step `step` again, and return its first value that is not finite.
 
-    The gradients are zero afterwards; weights and optimizer stay as they are.
+    Every rank calls it and gets the same; None if all values are finite now. The gradients are zero
+    afterwards; weights and optimizer stay as they are.
     """
-    found = list(_weights(engine))
+    findings = list(_weights(engine))
     watcher = _Watcher(engine, batches)
-    with contextlib.ExitStack() as looking:
-        looking.enter_context(engine.runner.hooked(watcher))
+    with contextlib.ExitStack() as watching:
+        watching.enter_context(engine.runner.hooked(watcher))
         walks = [stage.walk for stage in engine.stages.values() if stage.walk is not None]
         for gradients in {walk.gradients for walk in walks if walk.gradients is not None}:
-            looking.enter_context(gradients.looked_at(watcher.see))
+            watching.enter_context(gradients.looked_at(watcher.see))
         for stage in engine.stages.values():
             for name, module in stage.named_modules():
                 if isinstance(module, Block):
-                    looking.enter_context(module.uncompiled())
-                # the logits of a padded vocabulary are minus infinity; the loss tells of the others
+                    watching.enter_context(module.uncompiled())
+                # not the head: the logits of a padded vocabulary are minus infinity, and the loss
+                # is tested too
                 if name and module is not stage.head:
                     hook = module.register_forward_hook(watcher.hook(name))
-                    looking.callback(hook.remove)
-        # accumulates only: neither the reduction nor an update follows, so weights stay
+                    watching.callback(hook.remove)
+        # gradients are accumulated, but neither reduced nor used for an update: weights stay
         engine.accumulate(step, batches, engine.stopwatch())
     engine.buffer.gradients.zero_()
-    found += watcher.found
-    everyone = engine.axes.world.all_gather_object(min(found, default=None))
+    findings += watcher.findings
+    everyone = engine.axes.world.all_gather_object(min(findings, default=None))
     return min((finding for finding in everyone if finding is not None), default=None)
 
 
 def _weights(engine: Engine) -> Iterator[Finding]:
-    buffer, rank = engine.buffer, engine.axes.world.rank
-    # where weights are gathered as they are needed, what a rank holds are its own parts
-    gathered = not buffer.portion.shards_weights
+    """Yield this rank's weights that are not finite."""
+    buffer = engine.buffer
+    rank = engine.axes.world.rank
+    # if weights are gathered when they are needed (ZeRO 3), a rank holds its own parts only
+    holds_whole = not buffer.portion.shards_weights
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
             held = buffer.own_part(weight.entry)
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
-            if not (own and (not gathered or _finite(weight))):
-                # what came from another rank is its effect, wherever that stands in the order
+            if not (own and (not holds_whole or _finite(weight))):
+                # a part of another rank comes later in the order: it is an effect
                 depth = (number, place, int(own))
-                yield Finding(_WEIGHT, -1, depth, rank, f"weight {name}", ())
+                yield Finding(Kind.WEIGHT, -1, depth, rank, f"weight {name}", ())
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
-            # as it was loaded: nothing in training changes it
-            yield Finding(_FROZEN, -1, (), rank, f"frozen weight {held.entry.name}", ())
+            # it was loaded so: training does not change it
+            name = f"frozen weight {held.entry.name}"
+            yield Finding(Kind.FROZEN_WEIGHT, -1, (), rank, name, ())
     engine.state.let_go()
 
 
 class _Watcher(OpHook):
-    """Keeps this rank's first output, loss and gradient that is not finite, each with its op."""
+    """This rank's first output, loss and gradient that are not finite, each with its op."""
 
     def __init__(self, engine: Engine, batches: Sequence[Batch]) -> None:
         self.engine = engine
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = 0
-        self._broken: set[int] = set()
+        self._calls = -1  # outputs of this op so far, less one
+        self._broken: set[int] = set()  # weights whose gradient in this op is not finite, by id
 
     def begin(self, op: Op) -> None:
-        """Outputs are told apart by their op, and in it by their order."""
-        self._op, self._calls = op, -1
+        """Start an op: outputs are named by their op and their order in it."""
+        self._op = op
+        self._calls = -1
         self._broken.clear()
 
     def end(self, op: Op) -> None:
-        """Looked at before the gradients are taken out of the buffer."""
+        """Test the gradients of an op, before they are taken out of the buffer."""
         if op.row.gradients:
             self.look_at_gradients(op.stage, op.microbatch)
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        """Return a forward hook that tests the outputs of the module `name`."""
+
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            """Test an output, unless it is one of a recomputation."""
             op = self._op
             if op is None or op.row.keeps != ACTIVATIONS:  # recomputed for the backward pass
                 return
             self._calls += 1
-            if isinstance(output, Tensor) and not self._has(_OUTPUT) and not _finite(output):
+            if isinstance(output, Tensor) and not self._has(Kind.OUTPUT) and not _finite(output):
                 depth = (op.stage, self._calls)
-                self._add(_OUTPUT, op.microbatch, depth, f"output of {name}")
+                self._add(Kind.OUTPUT, op.microbatch, depth, f"output of {name}")
 
         return look
 
     def see(self, weight: Parameter) -> None:
-        """The gradient of `weight` is about to be reduced: behind that it is every rank's."""
+        """Test the gradient of `weight` before it is reduced and so becomes every rank's."""
         if not _finite(weight.main_grad):
             self._broken.add(id(weight))
 
     def look_at_gradients(self, number: int, microbatch: int) -> None:
+        """Test the loss and the gradients of a backward pass through stage `number`."""
         stage: Stage = self.engine.stages[number]
-        if stage.last and not self._has(_LOSS) and not _finite(stage.losses[microbatch]):
-            self._add(_LOSS, microbatch, (number, 0), "loss")
-        if self._has(_GRADIENT):
+        if stage.last and not self._has(Kind.LOSS) and not _finite(stage.losses[microbatch]):
+            self._add(Kind.LOSS, microbatch, (number, 0), "loss")
+        if self._has(Kind.GRADIENT):
             return
+        # reduced as they arise (ZeRO 2 and 3), gradients are gone by now: `see` has tested them
+        still_here = not self.engine.buffer.portion.shards_gradients
         # backwards: the last layer's gradient leads to the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
-            # where they are reduced as they arise they are gone by now, and were seen before
-            here = not self.engine.buffer.portion.shards_gradients
-            if id(weight) in self._broken or (here and not _finite(weight.main_grad)):
-                self._add(_GRADIENT, microbatch, (-number, place), f"gradient of {name}")
+            if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
+                self._add(Kind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return
 
-    def _has(self, kind: int) -> bool:
-        return any(finding.kind == kind for finding in self.found)
+    def _has(self, kind: Kind) -> bool:
+        return any(finding.kind == kind for finding in self.findings)
 
-    def _add(self, kind: int, microbatch: int, depth: tuple[int, int], what: str) -> None:
+    def _add(self, kind: Kind, microbatch: int, depth: tuple[int, int], what: str) -> None:
         engine = self.engine
         number = engine.axes["data"].rank * engine.schedule.microbatches + microbatch
-        rank, samples = engine.axes.world.rank, self.samples[microbatch]
-        self.found.append(Finding(kind, number, depth, rank, what, samples))
+        rank = engine.axes.world.rank
+        self.findings.append(Finding(kind, number, depth, rank, what, self.samples[microbatch]))
 
 
 def _finite(values: Tensor) -> bool:

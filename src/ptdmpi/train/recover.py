@@ -1,10 +1,10 @@
-"""A training run that goes on without the ranks that it loses.
+"""A training run that survives the loss of ranks.
 
-A run is a row of attempts. In each, the living ranks take their places in the grid, the spare ones
-wait, and the others train. An attempt ends for all living ranks together, by one agreement: with
-the run, or with the loss of a rank. Then they shrink to the survivors and try again, from the state
-that these still hold where every part of the model is among them, else from the newest checkpoint.
-A loss in the midst of this is one more loss.
+A run is a sequence of attempts. In each, the living ranks take their places in the grid; spare ones
+wait, and the others train. An attempt ends for all living ranks together, by one agreement: at the
+end of the run, or when a rank is lost. Then the world shrinks to the survivors, which try again.
+They go on from the state that they still hold, if it has every part of the model, else from the
+newest checkpoint. A loss during recovery is one more loss.
 """
 
 import gc
@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ptdmpi.base.words import counted
 from ptdmpi.comm import ulfm
@@ -26,19 +26,20 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
 from ptdmpi.train.checks import checked
-from ptdmpi.train.live import Account, Handover, Holding
+from ptdmpi.train.live import Account, Completed, Handover, Holding, Route
 from ptdmpi.train.loop import Loop
-from ptdmpi.train.meter import append_lines
+from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-SPARE_POLL_S = 0.02  # how often a spare rank looks whether it is needed
-FINISHED = 1  # the lowest of the bits that all agree on; the exit code stands above it
+SPARE_POLL_S = 0.02  # how often a spare rank tests whether it is needed
+FINISHED = 1  # the lowest of the bits that all agree on; the exit code is in the bits above it
 
 
 def train(tree: dict[str, Any], world: World, signals: StopRequest) -> None:
-    """Train as the configuration `tree` says, on all ranks of `world`; each of them calls it.
+    """Train by the configuration `tree` (sections as parsed from TOML); every rank calls it.
 
-    Raises SystemExit with the exit code if that is not 0.
+    Raises InputError for a configuration that cannot be used, and SystemExit with the exit code if
+    that is not 0.
     """
     config = world.on_root(lambda: checked(tree, world.size, world.local_size))
     if config.run.on_failure == "abort":
@@ -49,23 +50,33 @@ def train(tree: dict[str, Any], world: World, signals: StopRequest) -> None:
 
 
 class Survivors:
-    """One rank of such a run. `world` holds all living ranks, the spare ones too."""
+    """One rank of a run that survives the loss of others.
+
+    `world` has all living ranks, spare ones included. `lost` are the ranks lost so far, `news`
+    those lost since the last attempt trained. `failed_at` is the time of that loss.
+    """
 
     def __init__(self, config: Config, world: World, signals: StopRequest) -> None:
-        self.config, self.world, self.signals = config, world, signals
+        self.config = config
+        self.world = world
+        self.signals = signals
         self.grid = grid_of(config)
         self.loop: Loop | None = None
         self.holding = Holding(Account())
         self.lost: list[Process] = []
-        self.news: list[Process] = []  # lost since training went on last
+        self.news: list[Process] = []
         self.failed_at: float | None = None
-        # MPI may read messages that were under way when their communicator was revoked
+        # buffers of messages whose communicator was revoked: MPI may still read them
         self.stranded: list[Any] = []
 
     def run(self) -> None:
-        """Attempt after attempt, until the run has ended or the model finds no room."""
-        # A first optimizer imports this, which takes seconds: too long for a spare rank when it is
-        # called. What is imported is never garbage; without it old engines are found at once.
+        """Make attempts until the run has ended, or too few ranks are left for the model.
+
+        Raises SystemExit with the exit code if that is not 0.
+        """
+        # The first optimizer imports this, which takes seconds: too long for a spare rank that is
+        # called in. Frozen, imported modules are not searched for garbage, so that old engines are
+        # collected quickly.
         importlib.import_module("torch._dynamo")
         gc.freeze()
         while True:
@@ -74,7 +85,7 @@ class Survivors:
             if outcome & FINISHED:
                 break
             self._put_away()
-            gc.collect()  # engines have cycles; the next one needs their memory
+            gc.collect()  # engines have cycles of references; the next one needs their memory
             self.failed_at = self.failed_at or time.perf_counter()
             self.world, lost = ulfm.shrink(self.world)
             self.lost += lost
@@ -90,10 +101,10 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> int:
-        """Take a place and train, or wait; returns the bits that all living ranks agreed on."""
+        """Take a place and train, or wait; return the bits that all living ranks agreed on."""
         try:
             code = self._work()
-        except SharedInputError as error:  # the spare ranks do not know of it
+        except SharedInputError as error:  # it was not raised on the spare ranks
             raise InputError(str(error)) from None
         except InputError:
             raise
@@ -103,16 +114,16 @@ class Survivors:
             self.failed_at = self.failed_at or time.perf_counter()
             self.world.abort_wires()
             ulfm.revoke(self.world)
-            # Agreed in here, while the frames of this exception hold the buffers of what was under
-            # way: after it nobody sends any more.
+            # Agree inside of this handler: the frames of the exception hold the buffers of messages
+            # under way, and after the agreement no rank sends any more.
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # not done before all are: one that leaves early would be missed by who still recovers
+        # A rank that left before all are done would be missing in the recovery of the others.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> int | None:
-        """Train to the end; returns the exit code, or None at once on a spare rank."""
+        """Train to the end and return the exit code; on a spare rank, return None at once."""
         loop = self._take_place()
         if loop is None:
             return None
@@ -123,7 +134,7 @@ class Survivors:
         return 0
 
     def _take_place(self) -> Loop | None:
-        """This rank's loop, ready to go on; None if it is spare."""
+        """Return this rank's loop, ready to go on; None if the rank is spare."""
         world = self.world
         accounts = world.control.allgather(self.holding.account)
         order = seats(
@@ -134,7 +145,9 @@ class Survivors:
         apart = replicas_differ(self.config.data_parallel)
         step = live.live_step(accounts, self.grid, apart)
         routes = live.routes_apart if apart else live.routes
-        ways = [] if step is None else routes(accounts, self.grid, order, step)
+        ways: list[Route] = []
+        if step is not None:
+            ways = routes(accounts, self.grid, order, step)
         crew = world.part(order)
         handles = live.give(world, self.holding, ways)
         if crew is not None:
@@ -143,62 +156,65 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # A spare rank drops what it held too: later it would be of another history of the run, of
-        # the same step perhaps, but not of the same bits.
+        # A spare rank drops its state too. Later it would belong to another history of the run: of
+        # the same step perhaps, but not with the same bits.
         self.holding = Holding(Account())
-        if crew is None:
-            self.news, self.failed_at = [], None
-            return None
-        if self.news and self.failed_at is not None:
-            took_s = time.perf_counter() - self.failed_at
-            loop.journal.say(self._notice(loop, accounts, step, took_s))
-        self.loop, self.news, self.failed_at = loop, [], None
-        return loop
+        if crew is not None:
+            if self.news and self.failed_at is not None:
+                took_s = time.perf_counter() - self.failed_at
+                loop.journal.say(self._notice(loop, accounts, step, took_s))
+            self.loop = loop
+        self.news = []
+        self.failed_at = None
+        return self.loop
 
     def _resolved(self) -> Config:
-        spare = self.world.size - self.grid.size
-        data, shards = self.grid.data_size, self.grid["shard"]
-        cut = covers_state(self.config.parallel.zero) and shards < data
-        return self.config.replace("run", spare_ranks=spare).replace(
-            "parallel", data=data, shard_group=shards if cut else "all"
-        )
+        """Return the configuration with the layout of the present grid."""
+        data = self.grid.data_size
+        shards = self.grid["shard"]
+        shard_group: int | Literal["all"] = "all"
+        if covers_state(self.config.parallel.zero) and shards < data:
+            shard_group = shards
+        config = self.config.replace("run", spare_ranks=self.world.size - self.grid.size)
+        return config.replace("parallel", data=data, shard_group=shard_group)
 
-    def _handover(
-        self, accounts: list[Account], step: int | None, ways: list[tuple[int, int]]
-    ) -> Handover:
+    def _handover(self, accounts: list[Account], step: int | None, ways: list[Route]) -> Handover:
+        """Return what this rank's loop starts from: the live state after `step`, or a checkpoint.
+
+        `ways` says which rank sends the state to this one.
+        """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
         resume = self.config.checkpoint.resume
-        if any(account.saved for account in accounts):  # what the run itself has saved is newer
+        if any(account.saved for account in accounts):  # the run's own checkpoints are newer
             resume = "auto"
         if step is None:
             return Handover(resume, lost=True)
-        source = next(source for source, target in ways if target == self.world.rank)
+        source = next(way.source for way in ways if way.target == self.world.rank)
 
         def load(engine: Engine) -> int:
+            """Receive the live state; return the number of steps it was trained for."""
             live.take(self.world, engine, self.holding, source)
             engine.state.restore(accounts[source].counters)
             engine.policy.replicas_lost()
             return step
 
-        same = [account for account in accounts if account.step == step]
-        done = next((r.completed for r in same if r.completed and r.completed.step == step), None)
-        if max(account.concluded for account in accounts) >= step:
-            done = None  # every rank has done its part, or nobody would have been let through
-        return Handover(resume, load, done, accounts[source].answer)
+        unfinished = _unfinished(accounts, step)
+        return Handover(resume, load, unfinished, accounts[source].answer)
 
     def _put_away(self) -> None:
-        """Keep of the loop what the next attempt may need, and drop it."""
-        loop, self.loop = self.loop, None
+        """Drop the loop, except for the state and messages that the next attempt may need."""
+        loop = self.loop
+        self.loop = None
         if loop is None:
             return
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
+        settled = loop.engine.policy.settled  # False: messages of neighbours are missing in it
         account = Account(
             place=loop.axes.coordinates,
-            # what still comes from neighbours is part of the step
-            step=loop.engine.steps_done if loop.engine.policy.settled else None,
+            step=loop.engine.steps_done if settled else None,
             counters=replace(loop.engine.state.counters),
             completed=loop.completed,
             concluded=loop.concluded,
@@ -209,24 +225,24 @@ class Survivors:
         self.holding = live.hold(loop.engine, account)
 
     def _fit(self) -> bool:
-        """Choose the widest grid that the living ranks can fill; False if there is none."""
+        """Choose the widest grid that the living ranks can fill; return False if there is none."""
         batch = self.config.batch
         sequences = batch.global_size // batch.micro_size
         grid = widest(self.grid, self.world.size, grid_of(self.config), sequences)
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # cut otherwise, what a rank holds is no part that another one could take
+            # the state is cut differently now: no rank could take a part that another one holds
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True
 
     def _give_up(self) -> None:
-        grid, left = self.grid, self.world.size
+        """Report that too few ranks are left, and end all of them with exit code 1."""
         line = (
-            f"{_who(self.news)} lost; {counted(left, 'rank')} cannot hold "
-            f"t={grid['tensor']},p={grid['pipeline']}. The same command again resumes from the "
-            "newest checkpoint"
+            f"{_who(self.news)} lost; {counted(self.world.size, 'rank')} cannot hold "
+            f"t={self.grid['tensor']},p={self.grid['pipeline']}. The same command again resumes "
+            "from the newest checkpoint"
         )
         if self.world.rank == 0:
             print(f"ptdmpi: error: {line}", file=sys.stderr, flush=True)
@@ -234,21 +250,40 @@ class Survivors:
         ulfm.leave(self.world, 1)
 
     def _notice(self, loop: Loop, accounts: list[Account], step: int | None, took_s: float) -> str:
+        """Return the line on the lost ranks, and on the layout and state of the next attempt.
+
+        `step`: the step of the live state; None: a checkpoint is used. `took_s`: how long recovery
+        took.
+        """
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
-        kind = "checkpoint" if step is None else "live state"
-        if step is None and covers_state(self.config.parallel.zero):
-            kind += ", since nobody else held the lost shard of the state,"
-        spare = self.world.size - loop.world.size
+        kind = "live state"
+        if step is None:
+            kind = "checkpoint"
+            if covers_state(self.config.parallel.zero):
+                kind += ", since no other rank held the lost shard of the state,"
         layout = ", ".join(filter(None, (str(loop.config.layout), loop.config.layout.sharding)))
         go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
+        spare = self.world.size - loop.world.size
+        spare_text = f" ({spare} spare)" if spare else ""
         return (
-            f"{_who(self.news)} lost in step {under_way}; {go} on"
-            f"{f' ({spare} spare)' if spare else ''}: {layout} from "
+            f"{_who(self.news)} lost in step {under_way}; {go} on{spare_text}: {layout} from "
             f"{kind} of {source}, {took_s:.2f} s"
         )
 
 
+def _unfinished(accounts: list[Account], step: int) -> Completed | None:
+    """Return step `step` as a rank completed it, unless it was concluded everywhere."""
+    if max(account.concluded for account in accounts) >= step:
+        return None  # one rank concluded it, which it does only after all have done their part
+    for account in accounts:
+        done = account.completed
+        if account.step == step and done is not None and done.step == step:
+            return done
+    return None
+
+
 def _who(lost: list[Process]) -> str:
-    names = [f"{process.number} ({process.host})" for process in lost]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
+    """Return the lost ranks with their hosts, in words."""
+    names = ", ".join(f"{process.number} ({process.host})" for process in lost)
+    return f"ranks {names}" if len(lost) > 1 else f"rank {names}"

@@ -1,4 +1,4 @@
-"""When a run saves, what it says of it, and what it does when it cannot."""
+"""The saves of a run: when they are due, how they are reported, and what follows a failed one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +9,13 @@ from ptdmpi.watch.requests import Save
 
 
 class Saving:
-    """The saves of one run; every rank calls `after_step` behind every step.
+    """The saves of one run; every rank calls `after_step` after every step.
 
-    A save that fails is no reason to throw away what is in memory: the run says so, goes on, and
-    tries again after 1, 2, 4, ... steps (at most `every_steps`). Only when it ends or is to stop,
-    and still cannot save, does it fail.
+    A failed save does not end the run, whose state is in memory: a warning is printed, and the run
+    tries again after 1, 2, 4, ... steps (at most `every_steps`). It fails only if it ends or is to
+    stop, and still cannot save.
+
+    `newest` holds step and path of the newest save, `last_write_s` its time.
     """
 
     def __init__(
@@ -23,24 +25,27 @@ class Saving:
         say: Callable[[str], None],
         record: Callable[..., None],
     ) -> None:
-        self.checkpoints, self.last_step = checkpoints, last_step
+        """`last_step` is the run's; `say` prints a line, `record` writes a record of values."""
+        self.checkpoints = checkpoints
+        self.last_step = last_step
         self.every_steps = checkpoints.config.every_steps
-        self.say, self.record = say, record
+        self.say = say
+        self.record = record
         self.failures = 0
         self.retry_step: int | None = None
-        self.newest: tuple[int, str] | None = None  # step and path of what was saved last
-        self.last_write_s = 0.0  # how long the newest save took, for those who plan for one
+        self.newest: tuple[int, str] | None = None
+        self.last_write_s = 0.0
 
     def after_step(self, step: int, asked: Save = Save.NO) -> bool:
-        """Save if it is due, or asked for; under `Save.NOW`, and after the last step, at once and
-        to the end. Returns whether it was due, the same on all ranks.
+        """Save if it is due or `asked` for; return whether it was, the same on all ranks.
 
-        Raises SaveFailed, on every rank, where the run must not go on without.
+        Under `Save.NOW`, and after the last step, the save is complete on return. Raises SaveFailed
+        on every rank if such a save fails.
         """
         must = asked is Save.NOW or step == self.last_step
-        due = must or asked is Save.DUE or step == self.retry_step
-        due = due or (self.every_steps > 0 and step % self.every_steps == 0)
-        # apart from the new one: a last save that failed is no reason not to try this one
+        regular = self.every_steps > 0 and step % self.every_steps == 0
+        due = must or asked is Save.DUE or step == self.retry_step or regular
+        # the last save is finished on its own: if it failed, this one is tried all the same
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -50,6 +55,7 @@ class Saving:
         return due
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
+        """Do `work`, and report its saves. Raises SaveFailed if it fails and `must`."""
         try:
             for saved in work():
                 self._report(saved)
@@ -59,11 +65,13 @@ class Saving:
             wait = 2**self.failures
             if self.every_steps:
                 wait = min(wait, self.every_steps)
-            self.failures, self.retry_step = self.failures + 1, step + wait
+            self.failures += 1
+            self.retry_step = step + wait
             self.say(f"warning: {error}; going on, next attempt after step {self.retry_step}")
 
     def _report(self, saved: Saved) -> None:
-        self.failures, self.last_write_s = 0, saved.write_s
+        self.failures = 0
+        self.last_write_s = saved.write_s
         self.newest = (saved.step, str(saved.path))
         self.say(
             f"saved {saved.path} ({file_size(saved.bytes)}, stalled {saved.stall_s:.2f} s, "

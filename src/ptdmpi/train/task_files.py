@@ -1,5 +1,4 @@
-"""The task files of a run as questions, by the tokenizer of its data: prepared without MPI, so that
-a dry run finds what is wrong with them."""
+"""The questions in a run's task files, tokenized as its data; without MPI, for dry runs too."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,53 +17,61 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """The tokenizer of the shards: as of the model that the run would save. Raises InputError where
-    it is not to be found."""
+    """Return the tokenizer of the run's shards, found as for the model that the run would save.
+
+    Raises InputError if there is none.
+    """
     stored = _stored(config, course.in_manifest(), vocab_size)
     return find_text(stored, mended="put it beside them")
 
 
 def task_framing(config: Config) -> Framing:
-    """How the texts of the run's task become sequences: by the tokenizer that `task.tokenizer`
-    names, or that of the model that the run begins from. Raises InputError where neither says."""
+    """Return how the texts of the run's task become sequences.
+
+    The tokenizer is the one that `task.tokenizer` names, or that of the model that the run begins
+    from. Raises InputError if there is neither.
+    """
     stored = _stored(config, {}, config.model.vocab_size or 2**31)
     if not (config.task.tokenizer or stored.began):
         raise InputError(
             'task.tokenizer is missing: legal: "bytes", or the path of a tokenizer.json; a run '
-            "that begins from checkpoint.initial, or adapts adapt.base, can do without, by the "
-            "tokenizer of that model"
+            "that begins from checkpoint.initial, or adapts adapt.base, uses the tokenizer of that "
+            "model"
         )
     text = find_text(stored, mended="set task.tokenizer")
     return framing(text, name_of(stored), config.model)
 
 
 def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredModel:
-    """The model that the run would save; `more` its manifest says."""
+    """Return the model that the run would save; `more` are further entries of its manifest."""
     progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
-    said = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
+    entries = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
     table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
-    manifest = Manifest(progress, said, {}, {key(WEIGHTS, TIED_NAME): table})
+    manifest = Manifest(progress, entries, {}, {key(WEIGHTS, TIED_NAME): table})
     return StoredModel(Path(config.run.dir), Path(), config.model_dump(), manifest)
 
 
 def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:
-    """The questions of each file of `log.tasks`. Raises InputError for all files that cannot be
-    asked, a line each."""
+    """Return the questions of each file of `log.tasks`, by its path.
+
+    Raises InputError for the files that cannot be asked, one line each.
+    """
     if not config.log.tasks:
         return {}
     try:
         text = text_of(config, course, vocab_size)
     except InputError as error:
-        raise InputError(f"log.tasks need the tokenizer of the data: {error}") from None
+        raise InputError(f"log.tasks needs the tokenizer of the data: {error}") from None
     sizes = Limits(config.model.seq_length, vocab_size)
-    # as `ptdmpi evaluate` asks by default, where a sequence has room for so long an answer
+    # the defaults of `ptdmpi evaluate`, with answers that leave room for the question
     asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
-    found, mistakes = {}, []
+    files = {}
+    mistakes = []
     for path in config.log.tasks:
         try:
-            found[path] = read(Path(path), text, asking, sizes)
+            files[path] = read(Path(path), text, asking, sizes)
         except InputError as error:
             mistakes.append(f"log.tasks: {error}")
     if mistakes:
         raise InputError("\n".join(mistakes))
-    return found
+    return files

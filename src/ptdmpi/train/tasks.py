@@ -1,5 +1,4 @@
-"""Task files that a run is asked while it trains: the questions of `ptdmpi evaluate --tasks`, put
-to the weights where they stand, in the layout of the run."""
+"""Task files that a run evaluates while it trains, with its weights and in its layout."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,42 +15,53 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import GatheredWeights
 from ptdmpi.sinks.record import task_score
-from ptdmpi.train.journal import Journal
+from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.task_files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # that each data rank is asked before the ranks vote on whether they are to stop
+ITEMS = 64  # questions to each data rank between two votes on whether the run is to stop
 
 
 def live_model(engine: Engine) -> InferenceModel:
-    """The engine's weights as a model that can be asked: it has stages of its own, which stand on
-    the weights of the engine's, so that these are asked and nothing else of a step is touched."""
-    config, axes, placed = engine.config, engine.axes, engine.schedule.placement
-    stages = new_stages(config, axes, engine.vocab_size, placed)
+    """Return the engine's weights as a model that can be asked.
+
+    The model has stages of its own, whose parameters share the memory of the engine's: nothing else
+    of a training step is touched.
+    """
+    config = engine.config
+    axes = engine.axes
+    placement = engine.schedule.placement
+    stages = new_stages(config, axes, engine.vocab_size, placement)
     for number, stage in stages.items():
         live = engine.stages[number].named_logical_parameters()
         for (_, mine), (_, weight) in zip(stage.named_logical_parameters(), live, strict=True):
-            standing = Parameter(weight.detach(), requires_grad=False)
-            # as of a buffer: `.data` cannot change a meta tensor's type and device
-            torch.utils.swap_tensors(mine, standing)
-            mine.declaration, mine.entry = weight.declaration, weight.entry
+            shared = Parameter(weight.detach(), requires_grad=False)
+            # swapped, since `.data` cannot change the type and device of a meta tensor
+            torch.utils.swap_tensors(mine, shared)
+            mine.declaration = weight.declaration
+            mine.entry = weight.entry
             mine.packed = weight.packed
     if engine.buffer.portion.shards_weights:
-        every = [one for stage in stages.values() for _, one in stage.named_logical_parameters()]
-        # all at once, and whole until they have been asked: data ranks are asked different things,
-        # and would gather unequally often
-        GatheredWeights(engine.buffer, every).hold_all()
-    return InferenceModel(config, axes, engine.vocab_size, stages, placed)
+        weights = [
+            weight for stage in stages.values() for _, weight in stage.named_logical_parameters()
+        ]
+        # Gather all weights at once and keep them until the questions are answered: data ranks have
+        # different questions, and would gather unequally often.
+        GatheredWeights(engine.buffer, weights).hold_all()
+    return InferenceModel(config, axes, engine.vocab_size, stages, placement)
 
 
 class Tasks:
-    """The task files of one run, on all of its ranks."""
+    """The task files of one run, on all of its ranks. `files` has the questions by path."""
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
-        self.engine, self.journal = engine, journal
+        """Read the files on rank 0; every rank calls it. Raises InputError."""
+        self.engine = engine
+        self.journal = journal
         config = engine.config
 
         def prepare() -> dict[str, Questions]:
+            """Read the task files."""
             return task_files(config, course, engine.vocab_size)
 
         self.files: dict[str, Questions] = {}
@@ -60,29 +70,32 @@ class Tasks:
             self.text = text_of(config, course, engine.vocab_size)
 
     def due(self, step: int) -> bool:
-        """Whether they are asked after `step`."""
+        """Return True if the tasks are evaluated after `step`."""
         config = self.engine.config
-        every, last = config.log.tasks_every_steps, config.run.steps
+        every = config.log.tasks_every_steps
+        last = config.run.steps
         return bool(self.files) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
-        """Ask, record and say it; returns what the ranks want by then, of which they vote ever
-        and again: where they are to stop, it is broken off."""
+        """Evaluate, record and report the tasks; return what the ranks ask for afterwards.
+
+        `vote` is called again and again meanwhile; the evaluation breaks off if the run is to stop.
+        """
         if not self.files:
             return Asked("", Save.NO, 0)
         begin = time.perf_counter()
         model = live_model(self.engine)
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         part = ITEMS * self.engine.axes["data"].size
         asked = Asked("", Save.NO, 0)
         for path, questions in self.files.items():
-            given: list[Any] = []
+            answers: list[Any] = []
             for first in range(0, len(questions.items), part):
                 self.engine.place.enter("tasks")
-                of = range(first, min(first + part, len(questions.items)))
+                numbers = range(first, min(first + part, len(questions.items)))
                 try:
-                    given += questions.ask(model, self.text, of)
-                except SharedInputError as error:  # weights without a number to tell
+                    answers += questions.ask(model, self.text, numbers)
+                except SharedInputError as error:  # the weights give no finite score
                     self.journal.say(f"warning: step {step}  {path}: {error}")
                     self.engine.place.enter("training")
                     return asked
@@ -90,18 +103,18 @@ class Tasks:
                 if asked.stop:
                     self.journal.say(f"{asked.stop}: tasks after step {step} broken off")
                     return asked
-            found[path] = questions.result(given)
+            results[path] = questions.result(answers)
         elapsed_s = time.perf_counter() - begin
-        self.journal.keep(step=step, tasks=found, tasks_time_s=elapsed_s)
-        self.journal.say(f"step {step}  {_words(found)}  ({elapsed_s:.1f} s)")
+        self.journal.keep(step=step, tasks=results, tasks_time_s=elapsed_s)
+        self.journal.say(f"step {step}  {_summary(results)}  ({elapsed_s:.1f} s)")
         self.engine.place.enter("training")
         return asked
 
 
-def _words(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Path, name and value of each file's score."""
+def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the path, the name and the value of each file's score in words."""
     parts = []
-    for path, values in found.items():
+    for path, values in results.items():
         name, score = task_score(values)
         parts.append(f"{path} {name} {score:.1%}")
     return f"tasks: {', '.join(parts)}"

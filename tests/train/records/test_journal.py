@@ -1,4 +1,4 @@
-"""What a run says of its steps, on the terminal and in its log."""
+"""The lines of a run's steps, on the terminal and in its log."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,10 @@ import pytest
 from ptdmpi.base.traffic import Traffic
 from ptdmpi.engine.engine import StepResult
 from ptdmpi.terminal.say import QUIET
-from ptdmpi.train.journal import Journal
 from ptdmpi.train.live import Completed
-from ptdmpi.train.meter import Rates, RunDirectory
+from ptdmpi.train.records.directory import RunDirectory
+from ptdmpi.train.records.journal import Journal
+from ptdmpi.train.records.rates import Rates
 from tests._configs import small
 
 
@@ -26,8 +27,8 @@ def test_quiet_keeps_steps_off_the_terminal_but_for_the_last_one(tmp_path, quiet
         for step in (1, 2, 3):
             result = StepResult(4.0, 1.0, 1e-3, 1.0, False, False, None, 0.1, 0.0, Traffic())
             journal.step(Completed(step, result, 0.5), 0.5)
-        journal.say("warning: told as ever")
-    told = [line.partition("/")[0] for line in shown]
+        journal.say("warning: printed as ever")
+    first_words = [line.partition("/")[0] for line in shown]
     steps = ["step 3"] if quiet else ["step 1", "step 2", "step 3"]
-    assert told == [*steps, "warning: told as ever"]
+    assert first_words == [*steps, "warning: printed as ever"]
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 4

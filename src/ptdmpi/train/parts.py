@@ -1,0 +1,160 @@
+"""The parts of one rank's training run, made in the order in which they need each other."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ptdmpi.base.heap import give_back, keep_freed
+from ptdmpi.checkpoint.save import Checkpoints
+from ptdmpi.comm.wires import wire_named
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.config import Config
+from ptdmpi.engine.engine import Engine
+from ptdmpi.inference.model import device_of
+from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.train.attempt import Attempt
+from ptdmpi.train.capacity import Memory
+from ptdmpi.train.feed import Feed
+from ptdmpi.train.live import Handover
+from ptdmpi.train.nonfinite import Skips
+from ptdmpi.train.records.journal import Journal
+from ptdmpi.train.records.rates import Rates, agreed_peak_flops, device_name, peak_memory_bytes
+from ptdmpi.train.saving import Saving
+from ptdmpi.train.standing import standing_of
+from ptdmpi.train.tasks import Tasks
+from ptdmpi.train.validation import Validation
+from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.profile import Profile
+from ptdmpi.watch.requests import Asked, StopRequest
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one rank's training run. This class changes when a run gets another part.
+
+    `start` is what the run begins from. `concluded` is the last step with nothing left to be done.
+    `vote` returns the requests of all ranks, the same on each of them; every rank calls it.
+    """
+
+    config: Config
+    world: World
+    axes: Axes
+    start: Handover
+    concluded: int
+    feed: Feed
+    memory: Memory
+    engine: Engine
+    attempt: Attempt
+    lookout: Lookout
+    profile: Profile
+    skips: Skips
+    saving: Saving
+    validation: Validation
+    journal: Journal
+    vote: Callable[[], Asked]
+
+
+def assemble(
+    config: Config, world: World, signals: StopRequest, handover: Handover | None = None
+) -> Parts:
+    """Make the parts of a run, load its state, and open its run directory; every rank calls it.
+
+    `handover` is what the survivors of a lost rank bring. Without it the state is the one that
+    `checkpoint.resume` asks for. Raises InputError if the run cannot begin.
+    """
+    torch.set_num_threads(config.run.threads)
+    keep_freed(os.environ)
+    device = device_of(world)
+    axes = world.split(grid_of(config), wire_named(config.comm.wire, device))
+    journal = Journal(config, axes, signals.show)
+    if axes.carried_by:
+        journal.say(axes.carried_by)
+    lookout = Lookout(config, axes, world, signals, journal.say)
+    try:
+        parts = _with_state(world, lookout, journal, device=device, handover=handover)
+    except Exception:
+        lookout.close()  # its threads would go on: nothing else refers to it
+        raise
+    give_back()
+    return parts
+
+
+def _with_state(
+    world: World,
+    lookout: Lookout,
+    journal: Journal,
+    *,
+    device: torch.device,
+    handover: Handover | None,
+) -> Parts:
+    """Make the parts that hold data, weights or checkpoints, and load the state of the run."""
+    config = journal.config
+    axes = lookout.axes
+    say = journal.say
+    world.on_root(lookout.take_lock)
+    feed = Feed(config, axes, device)
+    memory = Memory(config, feed.vocab_size, world, device)
+    with memory.explained():
+        engine = Engine(config, axes, feed.vocab_size, device, lookout.place)
+    profile = Profile(config.run, world.rank, device, say)
+    skips = Skips(engine, lookout.ranks.name, config.run.max_skips, say)
+    folder = Path(config.run.dir) / "checkpoints"
+    checkpoints = Checkpoints(folder, engine.state, axes, feed.course)
+    start = handover or Handover(config.checkpoint.resume)
+    attempt = Attempt(world, engine, checkpoints, start)
+    concluded = attempt.first
+    if start.unfinished is not None:
+        concluded -= 1
+    standing = world.on_root(lambda: standing_of(config, concluded))
+    attempt.over = standing.over
+    checkpoints.validated = standing.last
+    if not attempt.idle:
+        checkpoints.check_space()
+    journal.directory = attempt.open(concluded, journal.show)
+    attempt.choose(device, memory, say)
+
+    def vote() -> Asked:
+        """Return the requests of all ranks; every rank calls it."""
+        return lookout.vote(peak_memory_bytes(engine.device))
+
+    tasks = Tasks(engine, feed.course, world, journal)
+    parts = Parts(
+        config=config,
+        world=world,
+        axes=axes,
+        start=start,
+        concluded=concluded,
+        feed=feed,
+        memory=memory,
+        engine=engine,
+        attempt=attempt,
+        lookout=lookout,
+        profile=profile,
+        skips=skips,
+        saving=Saving(checkpoints, config.run.steps, say, journal.keep),
+        validation=Validation(config, feed, engine, tasks, vote=vote, standing=standing),
+        journal=journal,
+        vote=vote,
+    )
+    _begin_log(parts, device, resumed_live=handover is not None)
+    return parts
+
+
+def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
+    """Write the first lines of the log, and set the rates that steps are measured by."""
+    journal = parts.journal
+    vocab_size = parts.feed.vocab_size
+    if not resumed_live:
+        for line in (*parts.attempt.lines(vocab_size), *parts.feed.source.remarks()):
+            journal.say(line)
+    for problem in parts.attempt.skipped:
+        journal.say(f"skipped checkpoint {problem}")
+    peak = agreed_peak_flops(parts.config, parts.axes, device)
+    if peak is None:
+        precision = parts.config.precision.compute
+        name = device_name(device)
+        journal.say(f"no MFU: the data sheet's {precision} peak of {name} is not known")
+    journal.rates = Rates(parts.config, vocab_size, parts.world.size, peak)

@@ -1,0 +1,136 @@
+"""The run directory: `config.toml`, `metrics.jsonl`, `log.txt` and `done`, written by rank 0."""
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.config import Config, InputError
+from ptdmpi.sinks.sinks import Past, Sinks
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
+
+
+class RunDirectory:
+    """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
+
+    Each record is one write of a whole line. Resuming at a step removes a torn last line, the
+    records and timelines after that step, and the `done` of an earlier end. A disk that fails later
+    does not end the run, whose state is in memory: one warning is printed, and the lines wait.
+    """
+
+    def __init__(
+        self, path: Path, config_text: str, resumed_step: int, show: Callable[[str], None] = _show
+    ) -> None:
+        """Open the directory `path` at step `resumed_step` (0: a new run); `show` prints a line.
+
+        Raises InputError if the directory cannot be written.
+        """
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log.txt"
+        self.show = show
+        self._waiting: dict[Path, str] = {}
+        self._sinks: Sinks | None = None
+        self._resumed_step = resumed_step
+        self._dropped = False
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write_whole(path / "config.toml", config_text)
+            (path / "done").unlink(missing_ok=True)
+            if self.metrics.exists():
+                self._dropped = self._drop_records()
+            self._drop_timelines()
+        except OSError as error:
+            raise InputError(f"run.dir = {path}: {error}") from None
+
+    def _drop_records(self) -> bool:
+        """Remove the records after the resumed step; return True if there were any."""
+        lines = self.metrics.read_bytes().splitlines()
+        # a torn last line is not JSON, and is removed too
+        kept = [line + b"\n" for line in lines if _until(line, self._resumed_step)]
+        write_whole(self.metrics, b"".join(kept))
+        return len(kept) < len(lines)
+
+    def _drop_timelines(self) -> None:
+        for timeline in (self.path / "timeline").glob("step-*.json"):
+            if int(timeline.stem.removeprefix("step-")) > self._resumed_step:
+                timeline.unlink()
+
+    def open_sinks(self, config: Config) -> None:
+        """Send all records from now on to the tools that `[log]` names, too."""
+        past = Past(self.path, self._resumed_step, self._dropped)
+        self._sinks = Sinks(config, past, self.say)
+
+    def record(self, **values: Any) -> None:
+        """Append one record to `metrics.jsonl`, and send it to the sinks."""
+        self._append(self.metrics, json.dumps(values))
+        if self._sinks is not None:
+            self._sinks.record(values)
+
+    def close(self) -> None:
+        """Close the sinks; later records are written to `metrics.jsonl` alone."""
+        if self._sinks is not None:
+            self._sinks.close()
+
+    def say(self, line: str, shown: bool = True) -> None:
+        """Append a line to `log.txt`, and print it if `shown`."""
+        if shown:
+            self.show(line)
+        self._append(self.log, line)
+
+    def _append(self, path: Path, line: str) -> None:
+        waiting = self._waiting.pop(path, "")
+        try:
+            append_lines(path, waiting + line + "\n")
+        except OSError as error:
+            if not waiting:
+                text = f"ptdmpi: warning: {path}: {error.strerror}; its lines wait"
+                print(text, file=sys.stderr, flush=True)
+            self._waiting[path] = waiting + line + "\n"
+
+
+def mark_done(path: Path, steps: int) -> None:
+    """Write the file `done` into the run directory `path`: the run is complete after `steps` steps.
+
+    It is the last file that a run writes. A launcher can end with code 0 although it lost a node;
+    this file is the proof. An equal file is left as it is. Raises InputError if it cannot be
+    written.
+    """
+    done = path / "done"
+    text = json.dumps({"steps": steps}) + "\n"
+    try:
+        if not done.is_file() or done.read_text(encoding="utf-8") != text:
+            write_whole(done, text)
+    except OSError as error:
+        raise InputError(
+            f"{done} cannot be written: {error.strerror}; all steps are trained and saved: the "
+            "same command ends the run when there is space"
+        ) from None
+
+
+def append_lines(path: Path, lines: str) -> None:
+    """Append whole lines to a file in one unbuffered write, or nothing of them.
+
+    Raises OSError if the disk has no room for all of them.
+    """
+    data = lines.encode()
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _until(line: bytes, step: int) -> bool:
+    """Return True if `line` is a record of a step up to `step`."""
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False

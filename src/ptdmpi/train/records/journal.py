@@ -1,0 +1,127 @@
+"""The lines and records of a run: one of each step, and its timeline at the end."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config
+from ptdmpi.engine.engine import StepResult
+from ptdmpi.terminal.say import quiet
+from ptdmpi.train.live import Completed
+from ptdmpi.train.records.directory import RunDirectory
+from ptdmpi.train.records.rates import Rates, duration
+from ptdmpi.train.records.timeline import RecentSteps
+
+
+class Journal:
+    """The lines and records of one run. Every rank has one; only rank 0's prints and writes.
+
+    `directory` is rank 0's, and is set once the run is sure to begin. Until then lines go to the
+    terminal alone: a run that cannot begin leaves no log. `rates` are set before the first step.
+    """
+
+    def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
+        """`show` prints a line."""
+        self.config = config
+        self.show = show
+        self.recent = RecentSteps(axes)
+        self._first_rank = axes.world.rank == 0
+        self.directory: RunDirectory | None = None
+        self.rates: Rates | None = None
+
+    def say(self, line: str) -> None:
+        """Print a line, and write it into the log."""
+        if self.directory is not None:
+            self.directory.say(line)
+        elif self._first_rank:
+            self.show(line)
+
+    def keep(self, **values: Any) -> None:
+        """Write one record into `metrics.jsonl`."""
+        if self.directory is not None:
+            self.directory.record(**values)
+
+    def step(self, done: Completed, usual_s: float, **values: Any) -> None:
+        """Write the record of a step, extended by `values`, and its line where one is due.
+
+        `wire_bytes` and `wire_messages` are what rank 0 has sent in this step, by group of ranks
+        and kind; after a loss of ranks `done.result` may come from another rank than 0.
+        `usual_s` is the usual time of a step, from which the remaining time is estimated.
+        """
+        if self.directory is None or self.rates is None:
+            return
+        result = done.result
+        rates = self.rates.of(done.elapsed_s)
+        self.keep(
+            step=done.step,
+            loss=result.loss,
+            **_optional(sentence_order_loss=result.order_loss),
+            grad_norm=result.grad_norm,
+            **_optional(
+                consensus_distance=result.consensus,
+                bits_per_element=result.bits_per_element,
+                gradient_noise=None if result.noise is None else asdict(result.noise),
+            ),
+            learning_rate=result.learning_rate,
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
+            **rates,
+            rank_count=self.rates.ranks,
+            layout=str(self.config.layout),
+            wire_bytes=result.traffic.sent_bytes,
+            wire_messages=result.traffic.messages,
+            **values,
+        )
+        steps = self.config.run.steps
+        is_last = done.step == steps
+        if is_last or done.step % self.config.log.every_steps == 0:
+            left_s = (steps - done.step) * usual_s
+            line = _step_line(done, steps, rates, left_s)
+            # the last line is a result, which --quiet prints too
+            self.directory.say(line, shown=is_last or not quiet())
+
+    def keep_timeline(self, step: int) -> None:
+        """Write the timeline of one of the last steps up to `step`; every rank calls it."""
+        self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
+
+    def close(self) -> None:
+        """Close the sinks that receive records besides the run directory."""
+        if self.directory is not None:
+            self.directory.close()
+
+
+def _optional(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left_s: float) -> str:
+    """Return the line of a step for terminal and log."""
+    result = done.result
+    parts = [
+        f"step {done.step:>{len(str(steps))}}/{steps}",
+        f"loss {result.loss:7.4f}",
+        f"grad norm {result.grad_norm:6.3f}",
+        *_method_parts(result),
+        f"lr {result.learning_rate:.2e}",
+        f"{rates['tokens_per_s']:,.0f} tokens/s",
+        f"{rates['model_tflops_per_rank']:.3f} TFLOP/s/rank",
+    ]
+    if rates["mfu"] is not None:
+        parts.append(f"mfu {rates['mfu']:.1%}")
+    parts.append(f"left {duration(left_s)}")
+    if result.overflow:
+        parts.append("skipped: overflow")
+    return "  ".join(parts)
+
+
+def _method_parts(result: StepResult) -> list[str]:
+    """Return the parts of a step's line that only some data-parallel methods have."""
+    parts = []
+    if result.consensus is not None:
+        parts.append(f"apart {result.consensus:.3g}")
+    if result.bits_per_element is not None:
+        parts.append(f"{result.bits_per_element:.3g} bits an element")
+    return parts

@@ -1,0 +1,125 @@
+"""Rates of a training step: tokens, FLOPs and MFU per second, and the peak of the device."""
+
+import functools
+import resource
+import statistics
+import time
+import tomllib
+from importlib.resources import files
+
+import torch
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.config import Config
+from ptdmpi.model.parameters import data_types
+from ptdmpi.plan.shape.flops import hardware_flops, model_flops
+
+# Products of 512 x 512 matrices reach the rate of 1024 x 1024 ones within 1 % (fp32 and bf16, EPYC
+# with AVX-512), take a quarter of the time, and each ends within one time slice of a shared core.
+GEMM_SIZE = 512
+GEMM_RUNS = 8
+
+
+def known_peak(name: str, precision: str) -> float | None:
+    """Return the dense peak of a GPU in FLOP/s, as its data sheet says.
+
+    `name` is the name that torch reports, `precision` that of `precision.compute`. Returns None if
+    `presets/peaks.toml` lacks either, and for a part of a GPU (MIG).
+    """
+    text = files("ptdmpi").joinpath("presets", "peaks.toml").read_text(encoding="utf-8")
+    words = f" {name} "
+    if " MIG " in words:
+        return None
+    for entry in tomllib.loads(text)["gpu"]:
+        if any(f" {known} " in words for known in entry["names"]):
+            peak = entry["peak_flops"].get(precision)
+            return None if peak is None else float(peak)
+    return None
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
+    """Return the dense peak of one rank in FLOP/s; of a GPU the data sheet's, or None.
+
+    No data sheet says how many cores of a CPU a rank has. There the peak is the best rate of a few
+    products of square matrices of `dtype`.
+    """
+    if device.type != "cpu":
+        return known_peak(device_name(device), precision)
+    a = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
+    best = float("inf")
+    for _ in range(GEMM_RUNS):
+        start = time.perf_counter()
+        a @ a
+        # the best one counts: a disturbance only makes a product slower
+        best = min(best, time.perf_counter() - start)
+    return 2 * GEMM_SIZE**3 / best
+
+
+def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:
+    """Return the median of all ranks' dense peaks in FLOP/s: one denominator of MFU for the run.
+
+    Every rank calls it. Returns None if any rank does not know its peak.
+    """
+    precision = config.precision.compute
+    mine = peak_flops(device, data_types(precision).compute, precision)
+    every = axes.world.all_gather_object(mine)
+    return None if None in every else statistics.median(every)
+
+
+def device_name(device: torch.device) -> str:
+    """Return torch's name of a device, such as "NVIDIA H100 80GB HBM3"."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: allocated on a GPU, or resident on a CPU."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Rates:
+    """Tokens and FLOPs of one step of a run, and their rates per second."""
+
+    def __init__(
+        self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
+    ) -> None:
+        """`peak_flops` is the dense peak of one rank in FLOP/s; None: MFU is not known."""
+        model = config.model
+        recompute = config.recompute
+        self.tokens = config.batch.global_size * model.seq_length
+        self.ranks = ranks
+        self.peak_flops = peak_flops
+        layers = recompute.layers
+        if layers == "all":
+            layers = model.layers
+        self.model_flops = model_flops(model, vocab_size, self.tokens)
+        self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recompute.mode, layers)
+
+    def of(self, step_time_s: float) -> dict[str, float | None]:
+        """Return the rates of a step, by their names in `metrics.jsonl`.
+
+        `mfu` (model FLOP/s as a fraction of the peak) is None if the peak is not known.
+        """
+        per_rank = self.ranks * step_time_s
+        mfu = None
+        if self.peak_flops is not None:
+            mfu = self.model_flops / per_rank / self.peak_flops
+        return {
+            "step_time_s": step_time_s,
+            "tokens_per_s": self.tokens / step_time_s,
+            "model_tflops_per_rank": self.model_flops / per_rank / 1e12,
+            "hardware_tflops_per_rank": self.hardware_flops / per_rank / 1e12,
+            "mfu": mfu,
+        }
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text: 3725 -> 1:02:05, 65 -> 1:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"

@@ -1,0 +1,54 @@
+"""The end of a run before its last step: the lines it prints, and the reason that is recorded."""
+
+from ptdmpi.config import Config
+from ptdmpi.train.attempt import Attempt
+from ptdmpi.train.records.journal import Journal
+from ptdmpi.watch.lookout import Lookout
+from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
+
+
+class Stopping:
+    """The end of one run before its last step, on request or by early stopping.
+
+    It changes when a run gets another reason to end early, or reports one differently.
+    """
+
+    def __init__(
+        self, config: Config, lookout: Lookout, attempt: Attempt, journal: Journal
+    ) -> None:
+        self.config = config
+        self.lookout = lookout
+        self.attempt = attempt
+        self.journal = journal
+
+    def before_save(self, asked: Asked, step: int) -> None:
+        """Report that the run saves after `step` and stops, if the ranks asked for a stop."""
+        if asked.stop and step < self.config.run.steps:
+            self.lookout.stops()
+            self.attempt.why = f"stopped: {asked.stop}"
+            self.journal.say(
+                f"{asked.stop}: saving after step {step}, then exit code {STOPPED_EXIT_CODE}"
+            )
+
+    def stop_if_asked(self, asked: Asked, step: int) -> None:
+        """Raise SystemExit (75) on every rank if the ranks asked for a stop."""
+        if not asked.stop:
+            return
+        self.lookout.obeyed("STOP")
+        self.lookout.stops()
+        reason = ""
+        if not self.attempt.why:  # else `before_save` has reported it
+            reason = f"{asked.stop}: "
+        self.attempt.why = f"stopped: {asked.stop}"
+        then = "the same command goes on"
+        if self.config.checkpoint.resume == "never":
+            then = 'checkpoint.resume = "auto" goes on'
+        self.journal.say(f"{reason}stopped on request after step {step}; {then}")
+        self.lookout.finish()
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+    def end_early(self, why: str, step: int) -> None:
+        """Report that the run ends after `step` because its validations no longer improve."""
+        self.lookout.stops()
+        self.attempt.why = f"stopped early: {why}"
+        self.journal.say(f"stopped early after step {step}: {why}")

@@ -25,7 +25,7 @@ from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 FAILED_EXIT_CODE = 1
 
 
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """Kinds of values, in the order in which one leads to the next."""
 
     FROZEN_WEIGHT = 0
@@ -43,7 +43,7 @@ class Finding:
     of computation: the stage, then the place in it. `samples` are those of the microbatch.
     """
 
-    kind: Kind
+    kind: ValueKind
     microbatch: int
     depth: tuple[int, ...]
     rank: int
@@ -90,9 +90,9 @@ class Skips:
             f"step {step + 1} skipped ({count}): loss {result.loss}, grad norm {result.grad_norm}; "
             f"{where}; samples {samples}"
         )
-        if finding is not None and finding.kind <= Kind.WEIGHT:
+        if finding is not None and finding.kind <= ValueKind.WEIGHT:
             reason = "a weight is lost; the same command goes on from what is saved"
-            if finding.kind == Kind.FROZEN_WEIGHT:
+            if finding.kind == ValueKind.FROZEN_WEIGHT:
                 reason = "adapt.base has a weight that is not a number; legal: one that is whole"
             self.say(f"stopped: {reason}")
             raise SystemExit(FAILED_EXIT_CODE)
@@ -160,12 +160,12 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             if not (own and (not holds_whole or _finite(weight))):
                 # a part of another rank comes later in the order: it is an effect
                 depth = (number, place, int(own))
-                yield Finding(Kind.WEIGHT, -1, depth, rank, f"weight {name}", ())
+                yield Finding(ValueKind.WEIGHT, -1, depth, rank, f"weight {name}", ())
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
             # it was loaded so: training does not change it
             name = f"frozen weight {held.entry.name}"
-            yield Finding(Kind.FROZEN_WEIGHT, -1, (), rank, name, ())
+            yield Finding(ValueKind.FROZEN_WEIGHT, -1, (), rank, name, ())
     engine.state.let_go()
 
 
@@ -200,9 +200,13 @@ class _Watcher(OpHook):
             if op is None or op.row.keeps != ACTIVATIONS:  # recomputed for the backward pass
                 return
             self._calls += 1
-            if isinstance(output, Tensor) and not self._has(Kind.OUTPUT) and not _finite(output):
+            if (
+                isinstance(output, Tensor)
+                and not self._has(ValueKind.OUTPUT)
+                and not _finite(output)
+            ):
                 depth = (op.stage, self._calls)
-                self._add(Kind.OUTPUT, op.microbatch, depth, f"output of {name}")
+                self._add(ValueKind.OUTPUT, op.microbatch, depth, f"output of {name}")
 
         return look
 
@@ -214,22 +218,22 @@ class _Watcher(OpHook):
     def look_at_gradients(self, number: int, microbatch: int) -> None:
         """Test the loss and the gradients of a backward pass through stage `number`."""
         stage: Stage = self.engine.stages[number]
-        if stage.last and not self._has(Kind.LOSS) and not _finite(stage.losses[microbatch]):
-            self._add(Kind.LOSS, microbatch, (number, 0), "loss")
-        if self._has(Kind.GRADIENT):
+        if stage.last and not self._has(ValueKind.LOSS) and not _finite(stage.losses[microbatch]):
+            self._add(ValueKind.LOSS, microbatch, (number, 0), "loss")
+        if self._has(ValueKind.GRADIENT):
             return
         # reduced as they arise (ZeRO 2 and 3), gradients are gone by now: `see` has tested them
         still_here = not self.engine.buffer.portion.shards_gradients
         # backwards: the last layer's gradient leads to the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
-                self._add(Kind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")
+                self._add(ValueKind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return
 
-    def _has(self, kind: Kind) -> bool:
+    def _has(self, kind: ValueKind) -> bool:
         return any(finding.kind == kind for finding in self.findings)
 
-    def _add(self, kind: Kind, microbatch: int, depth: tuple[int, int], what: str) -> None:
+    def _add(self, kind: ValueKind, microbatch: int, depth: tuple[int, int], what: str) -> None:
         engine = self.engine
         number = engine.axes["data"].rank * engine.schedule.microbatches + microbatch
         rank = engine.axes.world.rank

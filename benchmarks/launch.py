@@ -24,9 +24,14 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a program in a session of its own, so that all that it starts can be found.
 
-    `extra` is added to the environment. Standard input is empty; `output` takes standard output,
-    and standard error too, unless it is a pipe; then `errors` takes it, where given.
+    `extra` is added to the environment. Standard input is empty, standard output goes to `output`.
+    Standard error goes to `errors` where given; else with standard output, or, where that is a
+    pipe, where this process's standard error goes.
     """
+    if errors is None and output != subprocess.PIPE:
+        errors_to: IO[str] | int | None = subprocess.STDOUT
+    else:
+        errors_to = errors
     # `-m benchmarks...` is found from any folder; what runs here also runs there.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
@@ -39,7 +44,7 @@ def start(
         env={**environment, **(extra or {})},
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=errors if output == subprocess.PIPE else subprocess.STDOUT,
+        stderr=errors_to,
         start_new_session=True,
         text=True,
     )

@@ -1,17 +1,16 @@
-"""Kernels on one GPU: how quick, and how far from float32, by each way that there is."""
+"""Kernels on one GPU: how fast each implementation is, and how far it is from float32."""
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import timing
-from benchmarks.gpu.reasons import why_not
 from benchmarks.gpu.timing import Row, seconds_of
 from ptdmpi.comm.world import World
 from ptdmpi.config import ModelConfig
@@ -25,137 +24,161 @@ from ptdmpi.model.transformer import rotary_table
 from ptdmpi.plan.layout.grid import training_grid
 
 
+def _skipped(error: Exception) -> dict[str, str]:
+    """Return the row of an implementation that the library does not have here."""
+    return {"skipped": str(error).partition("\n")[0]}
+
+
+def _distance(result: Tensor, exact: Tensor) -> float:
+    """Return the largest difference from `exact`, relative to its largest value."""
+    return float((result.detach().float() - exact).abs().max() / exact.abs().max())
+
+
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
-    """A weight's gradient added in float32 by the product itself, and by a second kernel: seconds,
-    and how far each is from the product in float32."""
+    """Return seconds and distance from float32 of a weight's gradient [size, size], by how it is
+    added in float32: by the product itself ("adds"), by a second kernel ("rounds"), or as the
+    trainer chooses here."""
     generator = torch.Generator().manual_seed(1)
-    dy, x = (torch.randn(size // 2, size, generator=generator).bfloat16() for _ in "ab")
-    dy, x = dy.to(device), x.to(device)
+    dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
+    x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     exact = dy.float().t() @ x.float()
-    rows: dict[str, Any] = {}
-    for way, add in {
+    ways: dict[str, Callable[[Tensor], object]] = {
         "adds": lambda total: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total),
         "rounds": lambda total: total.add_(dy.t() @ x),
         "as chosen": lambda total: kernels.add_weight_gradient(total, dy, x),
-    }.items():
+    }
+    rows: dict[str, Any] = {}
+    for way, add in ways.items():
         total = torch.zeros(size, size, device=device)
         try:
             add(total)
-            apart = float((total - exact).abs().max() / exact.abs().max())
+            apart = _distance(total, exact)
             rows[way] = {"s": seconds_of(partial(add, total), device), "apart": apart}
-        except RuntimeError as error:  # a library without such a product
-            rows[way] = {"skipped": str(error).partition("\n")[0]}
+        except RuntimeError as error:
+            rows[way] = _skipped(error)
     return rows
 
 
 def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)) -> dict[str, Any]:
-    """Causal attention in bfloat16, forward and backward, by each way that the library has here:
-    seconds, and how far its result is from that in float32."""
+    """Return seconds, forward and backward, and distance from float32 of causal attention in
+    bfloat16, by each kernel of the library; `shape` is [batch, heads, sequence, head size]."""
     attention: Any = importlib.import_module("torch.nn.attention")
-    q, k, v = (torch.randn(shape).bfloat16().to(device) for _ in "qkv")
+    inputs = [torch.randn(shape).bfloat16().to(device) for _ in range(3)]
     with attention.sdpa_kernel(attention.SDPBackend.MATH):
-        wide = (one.float() for one in (q, k, v))
+        wide = [tensor.float() for tensor in inputs]
         exact = F.scaled_dot_product_attention(*wide, is_causal=True)
-    for one in (q, k, v):
-        one.requires_grad_()
+    for tensor in inputs:
+        tensor.requires_grad_()
 
-    def there() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=True)
 
     rows: dict[str, Any] = {}
     ways = {**choice.BACKENDS, "efficient": "EFFICIENT_ATTENTION"}
-    for way, name in ways.items():
+    for way, backend in ways.items():
         with contextlib.ExitStack() as restored:
             try:
                 if way == "fa3":
                     attention.activate_flash_attention_impl("FA3")
                     restored.callback(attention.restore_flash_attention_impl)
-                restored.enter_context(attention.sdpa_kernel(getattr(attention.SDPBackend, name)))
-                apart = float((there().detach().float() - exact).abs().max() / exact.abs().max())
-                s = seconds_of(lambda: there().sum().backward(), device)
+                kernel = attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
+                restored.enter_context(kernel)
+                apart = _distance(forward(), exact)
+                s = seconds_of(lambda: forward().sum().backward(), device)
                 rows[way] = {"s": s, "apart": apart}
             except (RuntimeError, ImportError, ValueError) as error:
-                rows[way] = {"skipped": str(error).partition("\n")[0]}
+                rows[way] = _skipped(error)
     return rows
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE by its formula, in torch's own operations."""
+def rope_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return RoPE of x [s, b, heads, head size] by its formula, in torch's own operations."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def opened(x: Tensor) -> Tensor:
-    """SwiGLU by its formula."""
+def swiglu_formula(x: Tensor) -> Tensor:
+    """Return SwiGLU of x [s, b, 2 width] by its formula."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
-def normed(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm by its formula."""
+def rms_norm_formula(x: Tensor, weight: Tensor) -> Tensor:
+    """Return RMSNorm of x [s, b, h] by its formula."""
     wide = x.float()
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight).to(x.dtype)
 
 
-def lost(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the tokens' losses, by the library."""
+def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the losses of logits [s, b, V], by the library."""
     wide = logits.flatten(0, 1).float()
     return F.cross_entropy(wide, labels.flatten(), reduction="sum")
 
 
-Ways = dict[str, Callable[..., Tensor]]
+class SmallKernel(NamedTuple):
+    """A small kernel: what this trainer computes it with, its formula, and its inputs on the host
+    in float32, of which the first has a gradient."""
+
+    name: str
+    ours: Callable[..., Tensor]
+    formula: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
 
 
-def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> dict[str, tuple[Ways, Any]]:
-    """By name the ways of each small kernel, of which the last is its formula, and what it takes:
-    on the host, in float32; the first of it has a gradient."""
-    s, b, size, h = model.seq_length, micro_size, model.head_size, model.hidden
-    turning = rotary_table(model, torch.device("cpu"))
-    labels = torch.randint(vocab_size, (s, b))
+def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[SmallKernel]:
+    s = model.seq_length
+    b = micro_size
+    heads = torch.randn(s, b, 2 * model.heads, model.head_size)
+    table = rotary_table(model, torch.device("cpu"))
+    yield SmallKernel("RoPE", rotate, rope_formula, (heads, *table))
+    opened = torch.randn(s, b, 2 * model.ffn_hidden)
+    yield SmallKernel("SwiGLU", lambda x: gated(x, "swiglu"), swiglu_formula, (opened,))
+    hidden = torch.randn(s, b, model.hidden)
+    yield SmallKernel(
+        "RMSNorm",
+        lambda x, weight: kernels.rms_norm(x, weight, 1e-5),
+        rms_norm_formula,
+        (hidden, torch.ones(model.hidden)),
+    )
     axis = TensorAxis(World().split(training_grid())["tensor"], False)
+    logits = torch.randn(s, b, vocab_size)
+    labels = torch.randint(vocab_size, (s, b))
 
-    def ours(logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits.clone(), labels, None, axis)  # which it overwrites
 
-    return {
-        "RoPE": (
-            {"ours": rotate, "formula": turned},
-            (torch.randn(s, b, 2 * model.heads, size), *turning),
-        ),
-        "SwiGLU": (
-            {"ours": lambda x: gated(x, "swiglu"), "formula": opened},
-            (torch.randn(s, b, 2 * model.ffn_hidden),),
-        ),
-        "RMSNorm": (
-            {"ours": lambda x, weight: kernels.rms_norm(x, weight, 1e-5), "formula": normed},
-            (torch.randn(s, b, h), torch.ones(h)),
-        ),
-        "loss": ({"ours": ours, "formula": lost}, (torch.randn(s, b, vocab_size), labels)),
-    }
-
-
-def _there_and_back(call: Callable[[], Tensor], x: Tensor, back: Tensor) -> None:
-    torch.autograd.grad(call(), x, back)
+    yield SmallKernel("loss", loss, loss_formula, (logits, labels))
 
 
 def small_kernels(
     device: torch.device, model: ModelConfig, micro_size: int, vocab_size: int
 ) -> Iterator[Row]:
-    """What a layer composes of several operations, there and back in bfloat16: as ours does, by the
-    formula's operations one by one, and as Inductor fuses them: seconds, and how far each result is
-    from the formula's in float32."""
-    for name, (ways, inputs) in _small(model, micro_size, vocab_size).items():
-        there = [one.to(device) for one in inputs]
-        exact = ways["formula"](*there)
-        given = [one.bfloat16() if one.is_floating_point() else one for one in there]
-        x = given[0].requires_grad_()
-        back = torch.ones_like(exact, dtype=torch.float32 if exact.dim() == 0 else x.dtype)
-        fused = {"Inductor": timing.compiled(ways["formula"])}
-        for way, function in {**ways, **fused}.items():
-            call = partial(function, *given)
-            try:
-                apart = float((call().detach().float() - exact).abs().max() / exact.abs().max())
-                s = seconds_of(partial(_there_and_back, call, x, back), device)
-                yield f"{name}, {way}", {"s": s, "apart": apart}
-            except RuntimeError as error:  # such as a compiler that is not here
-                yield f"{name}, {way}", why_not(error)
+    """Yield rows of what a layer composes of several operations, forward and backward in bfloat16:
+    as this trainer does, by the formula's operations one by one, and as Inductor fuses them. A row
+    has the seconds, and the distance from the formula in float32."""
+    for kernel in _small(model, micro_size, vocab_size):
+        wide = [tensor.to(device) for tensor in kernel.inputs]
+        exact = kernel.formula(*wide)
+        inputs = [tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in wide]
+        ways = {
+            "ours": kernel.ours,
+            "formula": kernel.formula,
+            "Inductor": timing.compiled(kernel.formula),
+        }
+        for way, function in ways.items():
+            measure = partial(_forward_and_backward, device, function, inputs, exact)
+            yield f"{kernel.name}, {way}", measure
+
+
+def _forward_and_backward(
+    device: torch.device, function: Callable[..., Tensor], inputs: Sequence[Tensor], exact: Tensor
+) -> dict[str, Any]:
+    x = inputs[0].requires_grad_()
+    dtype = torch.float32 if exact.dim() == 0 else x.dtype  # a loss is a sum in float32
+    gradient = torch.ones_like(exact, dtype=dtype)
+
+    def work() -> None:
+        torch.autograd.grad(function(*inputs), x, gradient)
+
+    apart = _distance(function(*inputs), exact)
+    return {"s": seconds_of(work, device), "apart": apart}

@@ -1,4 +1,4 @@
-"""What replicas say to each other, and how much of it lies under kernels: steps of two, as a trace:
+"""How much of the communication of two replicas is hidden under kernels, from a trace of steps:
 `python -m benchmarks.gpu.overlap nccl`, which mpirun has started, prints JSON on rank 0."""
 
 import json
@@ -15,7 +15,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.inference.model import device_of
 from ptdmpi.model.batch import Placing
 
-# large enough that a layer's kernels are longer than their launches, twice on one GPU
+# large enough that kernels take longer than their launches, even with two ranks on one GPU
 SHAPE = {
     "kind": "llama",
     "layers": 8,
@@ -30,18 +30,18 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times without any twice, in order."""
-    found: list[Interval] = []
+    """Return disjoint intervals that cover the same times, in order."""
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """For how long both are going on."""
+    """Return for how long an interval of each of the two lasts at the same time."""
     others = union(others)
     return sum(
         max(0.0, min(end, last) - max(begin, first))
@@ -51,54 +51,73 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How long kernels of NCCL ran by a Chrome trace, whose times are microseconds, and for how
-    much of it others of the same rank did."""
-    kernels = [one for one in events if one.get("ph") == "X" and one.get("cat") == "kernel"]
-    times: dict[bool, list[Interval]] = {True: [], False: []}
-    for one in kernels:
-        times["nccl" in one["name"].lower()].append((one["ts"], one["ts"] + one["dur"]))
-    said = sum(end - begin for begin, end in union(times[True]))
-    if not said:
+    """Return how long NCCL's kernels ran, and for how much of it other kernels of the same rank
+    did; `events` are those of a Chrome trace, with times in microseconds."""
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
+    nccl: list[Interval] = []
+    others: list[Interval] = []
+    for event in kernels:
+        interval = (event["ts"], event["ts"] + event["dur"])
+        if "nccl" in event["name"].lower():
+            nccl.append(interval)
+        else:
+            others.append(interval)
+    communication = sum(end - begin for begin, end in union(nccl))
+    if not communication:
         return {"skipped": f"no kernel of NCCL among the {len(kernels)} of the trace"}
-    hidden = shared(times[True], times[False])
+    hidden = shared(nccl, others)
     return {
-        "communication_s": said / 1e6,
+        "communication_s": communication / 1e6,
         "under_kernels_s": hidden / 1e6,
-        "share_under_kernels": hidden / said,
+        "share_under_kernels": hidden / communication,
     }
 
 
 def overlap(
-    world: World, wire: str, device: torch.device, file: Path, shape: dict[str, Any] = SHAPE
+    world: World,
+    wire: str,
+    device: torch.device,
+    file: Path,
+    *,
+    shape: dict[str, Any] = SHAPE,
+    vocab_size: int = VOCAB_SIZE,
 ) -> dict[str, Any]:
-    """Two steps behind one that warms up, of replicas on all ranks of `world`; rank 0's trace."""
+    """Trace two steps, after one that warms up, of replicas on all ranks of `world`.
+
+    Rank 0 writes its trace to `file` and returns `under_kernels` of it; the others return nothing.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     config = configuration(shape, "bf16", 1, "none", ranks=world.size)
     with drawn_there():
-        engine = engine_on(config, VOCAB_SIZE, device, wire, world)
-    placing, first = Placing(device), world.rank * config.microbatches
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        engine = engine_on(config, vocab_size, device, wire, world)
+    placing = Placing(device)
+    first = world.rank * config.microbatches
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
 
     def step(number: int) -> None:
-        mine = batches(config, VOCAB_SIZE, number)[first : first + config.microbatches]
+        mine = batches(config, vocab_size, number)[first : first + config.microbatches]
         engine.step(number, placing.place(mine))
         engine.axes.clock.settle()
 
     step(0)
-    with profile(activities=kinds) as watched:
+    with profile(activities=activities) as profiled:
         for number in (1, 2):
             step(number)
     if world.rank:
         return {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    watched.export_chrome_trace(str(file))
+    profiled.export_chrome_trace(str(file))
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return {"ranks": world.size, "file": file.name, **under_kernels(events)}
 
 
 def main() -> None:
-    world, wire = World(), sys.argv[1]
+    """Trace the wire that the command line names."""
+    world = World()
+    wire = sys.argv[1]
     reported(world, wire, lambda: overlap(world, wire, device_of(world), FILE))
 
 

@@ -1,5 +1,6 @@
-"""What was measured on one GPU as a page: docs/gpu.md"""
+"""The measurement of one GPU as a page, docs/gpu.md."""
 
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.reasons import WORDS, done, reasons
@@ -10,50 +11,57 @@ Written by `make gpu`, on {date}, commit {commit}, {libraries}.
 
 Device: {device}.
 """
+RECIPE = Path(__file__).parent / "bare-machine.md"
 
 
-def page(found: dict[str, Any]) -> str:
-    """The page: a table for each part that was measured, and the reason for each that was not."""
-    libraries = ", ".join(f"{name} {version}" for name, version in found["libraries"].items())
-    device = found["device"] or "none. Nothing on this page was measured on a device"
+def page(everything: dict[str, Any]) -> str:
+    """Return the page: a table for each part that was measured, the reason for each that was not,
+    and how to measure a machine without a network. `everything` is the content of latest.json."""
+    libraries = ", ".join(f"{name} {version}" for name, version in everything["libraries"].items())
+    device = everything["device"] or "none. Nothing on this page was measured on a device"
     head = HEAD.format(
-        date=found["date"], commit=found["commit"], libraries=libraries, device=device
+        date=everything["date"], commit=everything["commit"], libraries=libraries, device=device
     )
     lines = [head]
-    left = [name for name, values in found["parts"].items() if not done(values)]
+    left = [name for name, part in everything["parts"].items() if not done(part)]
     if left:
-        lines.append(f"Not done yet, and gone on with by the same command: {'; '.join(left)}.\n")
-    for name, values in found["parts"].items():
+        lines.append(f"Not done yet; the same command continues with: {'; '.join(left)}.\n")
+    for name, part in everything["parts"].items():
         lines.append(f"## {name[0].upper()}{name[1:]}\n")
-        lines.append(_part(values))
+        lines.append(_section(part))
+    lines.append(RECIPE.read_text(encoding="utf-8"))
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _part(values: dict[str, Any]) -> str:
-    why = reasons(values)
-    said = f"Not measured: {why.pop('')}.\n" if "" in why else ""
-    rows = {key: one for key, one in values.items() if isinstance(one, dict)}
+def _section(part: dict[str, Any]) -> str:
+    """Return a part's reason, and its rows as a table; a part without rows is one row."""
+    why = reasons(part)
+    reason = ""
+    if "" in why:
+        reason = f"Not measured: {why.pop('')}.\n"
+    rows = {name: row for name, row in part.items() if isinstance(row, dict)}
+    if not rows and not reason:
+        rows = {"": part}
     if not rows:
-        rows = {} if said else {"": values}
-    # what lacks has its reason in one column, whichever it is
-    told = {name: _told(row, why.get(name)) for name, row in rows.items()}
-    if not told:
-        return said
-    keys = list(dict.fromkeys(key for row in told.values() for key in row))
-    lines = ["| | " + " | ".join(keys) + " |", "|---|" + "---|" * len(keys)]
-    for name, row in told.items():
-        lines.append(f"| {name} | " + " | ".join(_shown(row.get(key)) for key in keys) + " |")
-    return "\n".join(filter(None, [said, *lines])) + "\n"
+        return reason
+    cells = {name: _cells(row, why.get(name)) for name, row in rows.items()}
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for name, row in cells.items():
+        values = " | ".join(_shown(row.get(column)) for column in columns)
+        lines.append(f"| {name} | {values} |")
+    return "\n".join(filter(None, [reason, *lines])) + "\n"
 
 
-def _told(row: dict[str, Any], why: str | None) -> dict[str, Any]:
-    shown = {key: value for key, value in row.items() if key not in WORDS}
-    return shown if why is None else {**shown, "not measured": why}
+def _cells(row: dict[str, Any], why: str | None) -> dict[str, Any]:
+    """Return a row's values by column; all kinds of reasons are in one column."""
+    cells = {column: value for column, value in row.items() if column not in WORDS}
+    return cells if why is None else {**cells, "not measured": why}
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return ", ".join(_shown(one) for one in value)
+        return ", ".join(map(_shown, value))
     return "" if value is None else str(value).replace("|", "\\|")

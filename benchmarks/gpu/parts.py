@@ -1,16 +1,16 @@
-"""The parts of a measurement of one GPU, each of which leaves numbers, or says why not"""
+"""The parts of a measurement of one GPU, each of which returns numbers or raises a reason."""
 
 import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu import kernels, peers
 from benchmarks.gpu.reasons import LATEST, Skipped
-from benchmarks.gpu.timing import Measurement, Row, seconds_of, vendor
+from benchmarks.gpu.timing import Measurement, Row, measured_rows, seconds_of, vendor
 from benchmarks.gpu.training import (
     WAYS,
     batches,
@@ -27,12 +27,23 @@ from ptdmpi.train.records.rates import device_name, known_peak
 COMPILED = ", compiled"
 PARITY_STEPS = 5
 GEMM_SIZE = 8192
+
+
+class Shape(NamedTuple):
+    """A model of the measurement: its section [model], and how many tokens it knows."""
+
+    model: dict[str, Any]
+    vocab_size: int
+
+
 MODELS = {
-    "gpt 1.3b": ({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
-    "llama 6.7b": (
+    "gpt 1.3b": Shape({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
+    # 12 of the 32 layers of LLaMA 7B, whose weights and optimizer states would take 113 GiB: these
+    # fit into 80 GB, and a layer costs the same.
+    "llama 2.7b": Shape(
         {
             "kind": "llama",
-            "layers": 32,
+            "layers": 12,
             "hidden": 4096,
             "heads": 32,
             "ffn_hidden": 11008,
@@ -45,13 +56,20 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
 
 
 def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
-    """What it is, its data sheet's peak, and the rate of one large product."""
-    a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
+    """Return the device's capability, the FLOP/s of its data sheet, and those of a product of two
+    matrices [size, size] in bfloat16.
+
+    The matrices are random: products of constants switch fewer transistors, take less power, and
+    run faster than any training can.
+    """
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(size, size, generator=generator).bfloat16().to(device)
+    b = torch.randn(size, size, generator=generator).bfloat16().to(device)
     rate = 2 * size**3 / seconds_of(lambda: a @ b, device)
-    name, module = device_name(device), torch.get_device_module(device)
+    module = torch.get_device_module(device)
     capability = ".".join(map(str, module.get_device_capability(device)))
     return {
-        "peak_flops": known_peak(name, "bf16"),
+        "peak_flops": known_peak(device_name(device), "bf16"),
         "gemm_size": size,
         "gemm_flops": rate,
         "capability": f"{vendor(device)} {capability}",
@@ -59,105 +77,121 @@ def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
 
 
 def parity(device: torch.device, steps: int = PARITY_STEPS) -> dict[str, Any]:
-    """Losses of small models on the device beside those of the host, from the same weights."""
+    """Return the losses of small models on the device and on the host, from the same weights, and
+    their largest relative difference; a row by kind of model and precision."""
     rows = {}
     for kind in ("gpt", "llama"):
         for precision in ("fp32", "bf16"):
-            config = configuration({**SMALL, "kind": kind}, precision, 2, "none")
-            losses = {}
-            for where in (device, torch.device("cpu")):
-                engine, placing = engine_on(config, 97, where), Placing(where)
-                losses[where.type] = [
-                    engine.step(step, placing.place(batches(config, 97, step))).loss
-                    for step in range(steps)
-                ]
-            there, here = losses[device.type], losses["cpu"]
+            there = _losses(kind, precision, device, steps)
+            here = _losses(kind, precision, torch.device("cpu"), steps)
             apart = max(abs(a - b) / abs(b) for a, b in zip(there, here, strict=True))
             rows[f"{kind} {precision}"] = {"losses": there, "on_host": here, "apart": apart}
     return rows
 
 
+def _losses(kind: str, precision: str, device: torch.device, steps: int) -> list[float]:
+    config = configuration({**SMALL, "kind": kind}, precision, 2, "none")
+    engine = engine_on(config, 97, device)
+    placing = Placing(device)
+    return [
+        engine.step(step, placing.place(batches(config, 97, step))).loss for step in range(steps)
+    ]
+
+
 def trace(device: torch.device, folder: Path) -> dict[str, Any]:
-    """Two steps of a small model as a Chrome trace."""
+    """Write two steps of a small model as a Chrome trace into `folder`."""
     from torch.profiler import ProfilerActivity, profile
 
     config = configuration(SMALL, "bf16", 2, "none")
-    engine, placing = engine_on(config, 97, device), Placing(device)
+    engine = engine_on(config, 97, device)
+    placing = Placing(device)
     engine.step(0, placing.place(batches(config, 97, 0)))
-    kinds = [ProfilerActivity.CPU]
-    kinds += [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(activities=kinds) as watched:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
         for step in (1, 2):
             engine.step(step, placing.place(batches(config, 97, step)))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "trace.json"
-    watched.export_chrome_trace(str(path))
+    profiled.export_chrome_trace(str(path))
     return {"file": path.name, "bytes": path.stat().st_size}
 
 
-def _in_turn(
-    device: torch.device, name: str, folder: Path, shape: tuple[dict[str, Any], int]
-) -> Iterator[Row]:
-    """The quickest way of ours and of transformers, as far as they are known by now, in turn."""
+def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Iterator[Row]:
+    """Yield rounds of the quickest way of ours and of transformers, by latest.json in `folder`."""
     known = json.loads((folder / LATEST).read_text(encoding="utf-8"))["parts"]
-    ours = quickest({one: known.get(one, {}) for one in (name, name + COMPILED)})
+    ours = quickest({way: known.get(way, {}) for way in (name, name + COMPILED)})
     theirs = quickest(known.get(f"{name} by transformers", {}))
-    model, vocab_size = shape
-    beside = _beside(model, vocab_size, device)
+    workload = _workload(shape, device)
+
+    def train_theirs() -> dict[str, Any]:
+        (rows,) = measured_rows(peers.transformers_side(workload, only=theirs))
+        row: dict[str, Any] = rows[theirs]
+        return row
+
     return in_turn(
-        partial(training, device, model, vocab_size, compiled=ours.endswith(COMPILED)),
-        lambda: dict(peers.transformers_side(beside, only=theirs))[theirs],
+        partial(training, device, *shape, compiled=ours.endswith(COMPILED)),
+        train_theirs,
         {"ours": ours, "theirs": theirs},
     )
 
 
-def _beside(model: dict[str, Any], vocab_size: int, device: torch.device) -> peers.Workload:
-    """What another trainer is asked for: the shape, and as many sequences a step as ours takes, or
-    as it would where ours does not fit."""
+def _workload(shape: Shape, device: torch.device) -> peers.Workload:
+    """Return what another trainer is asked for: the shape, and as many sequences a step as ours
+    takes, or as it would take where ours does not fit."""
     try:
-        config = fitting(model, vocab_size, device)[0]
+        config = fitting(*shape, device)[0]
     except Skipped:
-        config = configuration(model, "bf16", *WAYS[-1])
+        config = configuration(shape.model, "bf16", *WAYS[-1])
     batch = config.batch
-    return peers.Workload(device, config.model, vocab_size, batch.global_size, batch.micro_size)
-
-
-def _of_shape(
-    device: torch.device, folder: Path, name: str, shape: tuple[dict[str, Any], int]
-) -> Iterator[Measurement]:
-    """Ours, the others, and ours in turn with the best of them."""
-    model, vocab_size = shape
-    yield Measurement(name, 25, partial(training, device, model, vocab_size))
-    yield Measurement(
-        name + COMPILED, 40, partial(training, device, model, vocab_size, compiled=True)
+    return peers.Workload(
+        device, config.model, shape.vocab_size, batch.global_size, batch.micro_size
     )
-    for peer, side in peers.SIDES.items():
-        if peer == "torchtitan" and model.get("kind") != "llama":  # it has no GPT
-            continue
-        yield Measurement(
-            f"{name} by {peer}",
-            100 if peer == "transformers" else 50,
-            lambda side=side: side(_beside(model, vocab_size, device)),
-        )
-    yield Measurement(f"{name} in turn", 90, partial(_in_turn, device, name, folder, shape))
 
 
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
-    """All parts of one process, in the order in which they are worth most; those that come behind
-    others find in `folder` what these measured."""
-    yield Measurement("machine", 30, lambda: machine(device))
-    yield Measurement("parity", 30, lambda: parity(device))
-    yield Measurement("weight gradients", 15, lambda: kernels.weight_gradients(device))
-    yield Measurement("attention", 20, lambda: kernels.attentions(device))
+    """Yield all parts that are measured by one process.
+
+    `folder` is that of latest.json, in which later parts find what earlier ones measured.
+    """
+    yield Measurement("machine", 0, 15, lambda: machine(device))
+    yield Measurement("parity", 0, 25, lambda: parity(device))
     for name, shape in MODELS.items():
-        yield from _of_shape(device, folder, name, shape)
-    yield Measurement("small kernels", 40, lambda: _small_kernels(device))
-    yield Measurement("trace", 15, lambda: trace(device, folder))
+        yield Measurement(name, 1, 25, partial(training, device, *shape))
+        compiled = partial(training, device, *shape, compiled=True)
+        yield Measurement(name + COMPILED, 1, 45, compiled)
+    yield Measurement("weight gradients", 2, 10, lambda: kernels.weight_gradients(device))
+    yield Measurement("attention", 2, 15, lambda: kernels.attentions(device))
+    for name, shape in MODELS.items():
+        yield from _comparisons(device, folder, name, shape)
+    yield Measurement("small kernels", 5, 25, lambda: _small_kernels(device))
+    yield Measurement("trace", 7, 10, lambda: trace(device, folder))
+
+
+def _comparisons(
+    device: torch.device, folder: Path, name: str, shape: Shape
+) -> Iterator[Measurement]:
+    """Yield the parts of the other trainers, and of ours in turn with the quickest of them."""
+    llama = shape.model.get("kind") == "llama"
+    yield Measurement(
+        f"{name} by transformers",
+        4,
+        60 if llama else 80,
+        lambda: peers.transformers_side(_workload(shape, device)),
+    )
+    yield Measurement(f"{name} in turn", 4, 40, partial(_in_turn, device, name, folder, shape))
+    if llama:  # torchtitan has no GPT
+        yield Measurement(
+            f"{name} by torchtitan",
+            5,
+            40 if peers.torchtitan_folder().is_dir() else 1,
+            lambda: peers.torchtitan_side(_workload(shape, device)),
+        )
 
 
 def _small_kernels(device: torch.device) -> Iterator[Row]:
-    """Those of a LLaMA, whichever stands among the models."""
-    model, vocab_size = next(one for one in MODELS.values() if one[0].get("kind") == "llama")
-    return kernels.small_kernels(
-        device, configuration(model, "bf16", 2, "none").model, 2, vocab_size
-    )
+    """Yield the rows of the small kernels in the shapes of the first LLaMA of MODELS."""
+    llama = next(shape for shape in MODELS.values() if shape.model.get("kind") == "llama")
+    config = configuration(llama.model, "bf16", 2, "none")
+    return kernels.small_kernels(device, config.model, 2, llama.vocab_size)

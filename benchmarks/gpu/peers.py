@@ -1,6 +1,5 @@
-"""Other trainers on one GPU, each by the best of several settings: what is multiplied in bfloat16,
-whether it is compiled, and the largest microbatch that fits; with fused attention and torch's fused
-AdamW in all."""
+"""Other trainers on one GPU, each in several settings: what is computed in bfloat16, whether it is
+compiled, and the largest microbatch that fits. All use fused attention and torch's fused AdamW."""
 
 import importlib
 import importlib.metadata
@@ -10,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import timing
-from benchmarks.gpu.reasons import Left, Skipped, why_not
+from benchmarks.gpu.reasons import Left, Skipped
 from benchmarks.gpu.timing import OUT_OF_MEMORY, Row, first_that_fits, rates
 from benchmarks.launch import PEERS
 from ptdmpi.config import ModelConfig
@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """What is trained: a shape, of which ours takes `sequences` a step in microbatches of
+    """What is trained: a shape, of which this trainer takes `sequences` a step in microbatches of
     `micro_size`."""
 
     device: torch.device
@@ -37,14 +37,14 @@ class Workload(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting of a trainer. `half`: weights and the optimizer's state in bfloat16, not float32
-    that is multiplied in bfloat16."""
+    """A setting of a trainer. `half`: weights and the optimizer's state are bfloat16; otherwise
+    they are float32, and products are computed in bfloat16."""
 
     half: bool
     compiled: bool
 
 
-Size = tuple[int, str]  # of a microbatch, and which recomputation
+Size = tuple[int, str]  # of a microbatch, and the mode of recomputation
 WAYS = {
     "autocast": Setting(half=False, compiled=False),
     "autocast, compiled": Setting(half=False, compiled=True),
@@ -54,147 +54,180 @@ WAYS = {
 Side = Callable[[Workload], Iterator[Row]]
 
 
-def sizes(asked: Workload) -> list[Size]:
-    """Twice ours first, then smaller; recomputing everything where not even one sequence fits."""
-    found, size = [], min(2 * asked.micro_size, asked.sequences)
+def sizes(workload: Workload) -> list[Size]:
+    """Return the microbatches to try, largest first, beginning with twice ours; those with full
+    recomputation come last."""
+    tried = []
+    size = min(2 * workload.micro_size, workload.sequences)
     while size:
-        if asked.sequences % size == 0:
-            found.append((size, "none"))
+        if workload.sequences % size == 0:
+            tried.append((size, "none"))
         size //= 2
-    again = dict.fromkeys((asked.micro_size, 1))
-    return [*found, *((one, "full") for one in again)]
+    recomputed = dict.fromkeys((workload.micro_size, 1))
+    return [*tried, *((size, "full") for size in recomputed)]
 
 
-def _ids(asked: Workload, micro_size: int, step: int) -> list[Tensor]:
-    """The microbatches of a step: random tokens [b, s] on the device, the same for all sizes."""
+def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
+    """Return the microbatches of a step: random tokens [b, s] on the device, the same for all
+    sizes."""
     generator = torch.Generator().manual_seed(step)
-    shape = (asked.sequences, asked.model.seq_length)
-    whole = torch.randint(asked.vocab_size, shape, generator=generator).to(asked.device)
+    shape = (workload.sequences, workload.model.seq_length)
+    whole = torch.randint(workload.vocab_size, shape, generator=generator).to(workload.device)
     return list(whole.split(micro_size))
 
 
 def _timed(
-    asked: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
+    workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Steps of a model; the first ones, which compile, do not count."""
+    """Return the numbers of some steps of a model; the first ones, which compile, do not count."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
-    module, times, losses = torch.get_device_module(asked.device), [], []
+    module = torch.get_device_module(workload.device)
+    times = []
+    losses = []
     for step in range(STEPS):
-        batch = _ids(asked, size[0], step)
+        microbatches = _ids(workload, size[0], step)
         module.synchronize()
         begin = time.perf_counter()
-        found = []
-        for one in batch:
-            loss = loss_of(one) / len(batch)
+        parts = []
+        for ids in microbatches:
+            loss = loss_of(ids) / len(microbatches)
             loss.backward()
-            found.append(loss.detach())
+            parts.append(loss.detach())
         update.step()
         update.zero_grad()
         module.synchronize()
         times.append(time.perf_counter() - begin)
-        losses.append(float(sum(found)))
-    tokens = asked.sequences * asked.model.seq_length
-    step_s = statistics.median(times[2:])
-    found_rates = rates(asked.device, asked.model, asked.vocab_size, tokens, step_s)
-    return {"micro_size": size[0], "recompute": size[1], **found_rates, "first_loss": losses[0]}
+        losses.append(float(sum(parts)))
+    numbers = rates(
+        workload.device,
+        workload.model,
+        workload.vocab_size,
+        tokens=workload.sequences * workload.model.seq_length,
+        step_s=statistics.median(times[2:]),
+    )
+    return {"micro_size": size[0], "recompute": size[1], **numbers, "first_loss": losses[0]}
 
 
 def _next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean over the tokens that have a next one: logits [b, s, V], ids [b, s]."""
+    """Return the mean loss of the tokens that have a next one: logits [b, s, V], ids [b, s]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def transformers_way(asked: Workload, way: Setting, size: Size) -> dict[str, Any]:
-    """The shape by transformers in one setting."""
+def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[str, Any]:
+    """Train the shape by transformers in a setting, and return the numbers."""
     transformers: Any = importlib.import_module("transformers")
-    model = asked.model
+    dtype = torch.bfloat16 if setting.half else torch.float32
+    with workload.device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            _transformers_shape(workload), attn_implementation="sdpa", dtype=dtype
+        )
+    model.train()
+    if size[1] == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    forward = timing.compiled(model) if setting.compiled else model
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast(workload.device.type, torch.bfloat16, enabled=not setting.half):
+            return forward(input_ids=ids, labels=ids, use_cache=False).loss
+
+    return _timed(workload, size, loss_of, model)
+
+
+def _transformers_shape(workload: Workload) -> Any:
+    """Return the configuration of transformers for the workload's shape."""
+    transformers: Any = importlib.import_module("transformers")
+    model = workload.model
     if model.kind == "llama":
-        shape = transformers.LlamaConfig(
-            vocab_size=asked.vocab_size,
+        return transformers.LlamaConfig(
+            vocab_size=workload.vocab_size,
             hidden_size=model.hidden,
             intermediate_size=model.ffn_hidden,
             num_hidden_layers=model.layers,
             num_attention_heads=model.heads,
         )
-    else:
-        shape = transformers.GPT2Config(
-            vocab_size=asked.vocab_size,
-            n_embd=model.hidden,
-            n_layer=model.layers,
-            n_head=model.heads,
-            n_positions=model.seq_length,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    dtype = torch.bfloat16 if way.half else torch.float32
-    with asked.device:
-        made = transformers.AutoModelForCausalLM.from_config(
-            shape, attn_implementation="sdpa", dtype=dtype
-        )
-    made.train()
-    if size[1] == "full":
-        made.gradient_checkpointing_enable({"use_reentrant": False})
-    forward = timing.compiled(made) if way.compiled else made
-
-    def loss_of(one: Tensor) -> Tensor:
-        with torch.autocast(asked.device.type, torch.bfloat16, enabled=not way.half):
-            return forward(input_ids=one, labels=one, use_cache=False).loss
-
-    return _timed(asked, size, loss_of, made)
+    return transformers.GPT2Config(
+        vocab_size=workload.vocab_size,
+        n_embd=model.hidden,
+        n_layer=model.layers,
+        n_head=model.heads,
+        n_positions=model.seq_length,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
 
 
-def transformers_side(asked: Workload, only: str = "") -> Iterator[Row]:
-    """The shape by transformers in all settings, or `only` one of them; each with the largest
-    microbatch for which there is memory."""
+def transformers_side(workload: Workload, only: str = "") -> Iterator[Row]:
+    """Yield the settings of transformers, or `only` one of them, each with the largest microbatch
+    for which there is memory. Raises Skipped where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise Skipped("transformers is not installed")
     fits: dict[bool, list[Size]] = {}
-    for name, way in WAYS.items():
-        if only not in ("", name):
-            continue
-        # compiled, it takes hardly more than it does otherwise: what did not fit is not compiled
-        tried = fits.get(way.half, sizes(asked))
-        try:
-            found = first_that_fits(asked.device, tried, partial(transformers_way, asked, way))
-            if found is not None:
-                first = tried.index((found["micro_size"], found["recompute"]))
-                fits[way.half] = tried[first:]
-            yield name, {"skipped": OUT_OF_MEMORY} if found is None else found
-        except RuntimeError as error:  # such as what its compiler refuses
-            yield name, why_not(error)
+    for name, setting in WAYS.items():
+        if only in ("", name):
+            yield name, partial(_largest_that_fits, workload, setting, fits)
 
 
-def torchtitan_side(asked: Workload) -> Iterator[Row]:
-    """The shape by torchtitan's LLaMA: blocks compiled one by one, FSDP2 over the one rank for its
-    bfloat16, as its trainer has them. Attention is its SDPA, for there are no documents to mask."""
-    place = PEERS / "torchtitan"
-    if not place.is_dir():
+def _largest_that_fits(
+    workload: Workload, setting: Setting, fits: dict[bool, list[Size]]
+) -> dict[str, Any]:
+    """Return the numbers of a setting with the largest microbatch that fits.
+
+    `fits` has the sizes that fit by `half`, and gets those of this setting. Compiled, a model takes
+    hardly more memory than it does otherwise, so sizes that did not fit are not compiled.
+    """
+    tried = fits.get(setting.half, sizes(workload))
+    numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))
+    if numbers is None:
+        return {"skipped": OUT_OF_MEMORY}
+    first = tried.index((numbers["micro_size"], numbers["recompute"]))
+    fits[setting.half] = tried[first:]
+    return numbers
+
+
+def torchtitan_folder() -> Path:
+    """Return the folder in which torchtitan is, where it is here."""
+    return PEERS / "torchtitan"
+
+
+def torchtitan_side(workload: Workload) -> Iterator[Row]:
+    """Yield the row of torchtitan's LLaMA. Raises Left where torchtitan is not here.
+
+    Its blocks are compiled one by one, and FSDP2 over the one rank gives its bfloat16, as its
+    trainer has them. Its attention is SDPA, for there are no documents to mask.
+    """
+    if not torchtitan_folder().is_dir():
         raise Left(
             "torchtitan is not here: `python -m benchmarks.speed.bench --rows d2zero3-bf16 --peers "
             "torchtitan` puts it into .peers, which is carried along"
         )
-    sys.path.insert(0, str(place))
+    yield "compiled", partial(_torchtitan, workload)
+
+
+def _torchtitan(workload: Workload) -> dict[str, Any]:
+    sys.path.insert(0, str(torchtitan_folder()))
     import torch.distributed as dist
 
-    backend = "gloo" if asked.device.type == "cpu" else "nccl"
+    backend = "gloo" if workload.device.type == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        tried = [one for one in sizes(asked) if one[1] == "none"]
-        found = first_that_fits(asked.device, tried, partial(_titan_size, asked))
+        tried = [size for size in sizes(workload) if size[1] == "none"]
+        numbers = first_that_fits(workload.device, tried, partial(_titan_size, workload))
     finally:
         dist.destroy_process_group()
-    version = importlib.metadata.version("torchtitan")
-    yield "compiled", {"skipped": OUT_OF_MEMORY} if found is None else found | {"version": version}
+    if numbers is None:
+        return {"skipped": OUT_OF_MEMORY}
+    return numbers | {"version": importlib.metadata.version("torchtitan")}
 
 
-def _titan_size(asked: Workload, size: Size) -> dict[str, Any]:
+def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
+    """Return the numbers of torchtitan's LLaMA with microbatches of a size."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = asked.device
+    device = workload.device
     fsdp: Any = importlib.import_module("torchtitan.distributed.fsdp")
     with device:
-        made = _titan(asked.model, asked.vocab_size)
+        made = _titan(workload.model, workload.vocab_size)
         made.init_states(buffer_device=device)
     loss = _next_token_loss
     if device.type != "cpu":
@@ -208,15 +241,17 @@ def _titan_size(asked: Workload, size: Size) -> dict[str, Any]:
         reduce_dtype=torch.float32,
         pp_enabled=False,
     )
-    return _timed(asked, size, lambda one: loss(made(one), one), made)
+    return _timed(workload, size, lambda ids: loss(made(ids), ids), made)
 
 
 def _titan(model: ModelConfig, vocab_size: int) -> Any:
+    """Return torchtitan's LLaMA of a shape, not initialized."""
     common: Any = importlib.import_module("torchtitan.models.common")
     made_by: Any = importlib.import_module("torchtitan.models.common.config_utils")
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     llama: Any = importlib.import_module("torchtitan.models.llama3.model")
-    h, std = model.hidden, {"weight": lambda weight: torch.nn.init.normal_(weight, std=0.02)}
+    h = model.hidden
+    std = {"weight": lambda weight: torch.nn.init.normal_(weight, std=0.02)}
 
     def norm() -> Any:
         return common.RMSNorm.Config(normalized_shape=h, param_init={"weight": torch.nn.init.ones_})

@@ -1,56 +1,84 @@
-"""A part of the measurement as a process of its own, or as a program of several ranks: what it has
-said when it ended, or when its time was over, and why it said no more."""
+"""A part of the measurement as a process of its own: the JSON that it printed, and how it ended."""
 
 import json
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
 
 from benchmarks.launch import start
 
+EVERY_S = 10.0  # between two looks at what a program has printed so far
+LEAST_S = 1.0
+
 
 def answer(
-    command: Sequence[str], limit_s: float, extra: Mapping[str, str] | None = None
+    command: Sequence[str],
+    limit_s: float,
+    extra: Mapping[str, str] | None = None,
+    so_far: Callable[[dict[str, Any]], None] = lambda printed: None,
 ) -> dict[str, Any]:
-    """The JSON of the last whole line that a program prints. "failed" in it, or "left" where its
-    time was over, says how it ended, by the last words of its standard error.
+    """Return the JSON object of the last whole line that a program prints to standard output.
 
-    `extra` is added to the environment.
+    If it fails, the object has "failed"; if it does not end within `limit_s` seconds, it is killed
+    and the object has "left". Both quote the last line of its standard error.
+    `extra` is added to its environment. `so_far` is called about every ten seconds with the object
+    printed until then.
     """
-    with tempfile.TemporaryFile("w+") as errors:
-        process = start(command, subprocess.PIPE, extra=extra, errors=errors)
-        try:
-            text, _ = process.communicate(timeout=max(1.0, limit_s))
-            ended = {} if process.returncode == 0 else {"failed": f"exit code {process.returncode}"}
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            text, _ = process.communicate()
-            ended = {"left": f"not over after {limit_s:.0f} s"}
-        errors.seek(0)
-        said = last_words(errors.read())
-    found = _last(text)
-    if not ended and not found:
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = start(command, output, extra=extra, errors=errors)
+        ended = _wait(process, max(LEAST_S, limit_s), lambda: so_far(_last_object(_text(output))))
+        printed = _last_object(_text(output))
+        words = last_words(_text(errors))
+    if not ended and not printed:
         ended = {"failed": "it printed nothing"}
-    return found | {word: f"{how}: {said}" if said else how for word, how in ended.items()}
+    if words:
+        ended = {word: f"{how}: {words}" for word, how in ended.items()}
+    return printed | ended
 
 
-def _last(text: str) -> dict[str, Any]:
+def _wait(
+    process: "subprocess.Popen[str]", limit_s: float, look: Callable[[], None]
+) -> dict[str, str]:
+    """Wait for a program, and kill its session after `limit_s`. Return how it failed, if it did."""
+    end_s = time.monotonic() + limit_s
+    while (left_s := end_s - time.monotonic()) > 0.0:
+        try:
+            code = process.wait(timeout=min(EVERY_S, left_s))
+        except subprocess.TimeoutExpired:
+            look()
+            continue
+        return {"failed": f"exit code {code}"} if code else {}
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return {"left": f"not over after {limit_s:.0f} s"}
+
+
+def _text(file: IO[str]) -> str:
+    """Return what a program has written to a file; its position, which they share, stays."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode("utf-8", errors="replace")
+
+
+def _last_object(text: str) -> dict[str, Any]:
     for line in reversed(text.splitlines()):
         try:
-            found = json.loads(line)
+            parsed = json.loads(line)
         except ValueError:  # a line that was cut short, or a library's
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(parsed, dict):
+            return parsed
     return {}
 
 
 def last_words(errors: str) -> str:
-    """The last line of standard error that is not mpirun's, which frames its own by dashes."""
-    lines, framed = [], False
+    """Return the last line of standard error that is not mpirun's, which frames its own by dashes;
+    empty: there is none."""
+    lines = []
+    framed = False
     for line in map(str.strip, errors.splitlines()):
         if len(line) > 20 and not line.strip("-"):
             framed = not framed

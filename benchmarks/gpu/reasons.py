@@ -1,37 +1,45 @@
-"""What was not measured and why, and whether it will be the next time."""
+"""Why a part or a row was not measured, and whether the next run measures it."""
 
 from collections.abc import Mapping
 from typing import Any
 
-LATEST = "latest.json"  # in the folder of results: what was measured so far
+LATEST = "latest.json"  # in the folder of results: everything measured so far
 WORDS = ("skipped", "left", "failed")
 
 
 class Skipped(Exception):
-    """A part, or a row of it, that this machine does not measure; the text says why."""
+    """A part or a row that this machine cannot measure; the text is the reason."""
 
 
 class Left(Skipped):
-    """One that may be measured the next time."""
+    """A part or a row that the next run may measure."""
 
 
-def done(found: Mapping[str, Any]) -> bool:
-    """Whether nothing of a part is left to be measured: each row is there, or is skipped for a
-    reason that stays for as long as device, commit and libraries do."""
-    rows = [found, *(one for one in found.values() if isinstance(one, dict))]
-    return bool(found) and not any({"left", "failed"} & row.keys() for row in rows)
+def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {name: row for name, row in part.items() if isinstance(row, dict)}
 
 
-def reasons(found: Mapping[str, Any]) -> dict[str, str]:
-    """Why a part, named "", or rows of it were not measured."""
-    rows = {"": found, **{key: one for key, one in found.items() if isinstance(one, dict)}}
-    return {key: row[word] for key, row in rows.items() for word in WORDS if word in row}
+def done(part: Mapping[str, Any]) -> bool:
+    """Return True if no row of a part is left to be measured.
+
+    A row is done when it has numbers, or was skipped for a reason that stays the same on this
+    device with this commit and these libraries. A part without any row is not done.
+    """
+    rows = [part, *_rows(part).values()]
+    return bool(part) and not any({"left", "failed"} & row.keys() for row in rows)
+
+
+def reasons(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return the reason of each row that was not measured; the part itself has the name ""."""
+    rows = {"": part, **_rows(part)}
+    return {name: row[word] for name, row in rows.items() for word in WORDS if word in row}
 
 
 def why_not(error: Exception) -> dict[str, str]:
-    """A part or a row of it that ended with an exception."""
+    """Return what is recorded for a part or a row that ended with an exception."""
     if isinstance(error, Left):
         return {"left": str(error)}
     if isinstance(error, Skipped):
         return {"skipped": str(error)}
-    return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    first_line = str(error).partition("\n")[0]
+    return {"failed": f"{type(error).__name__}: {first_line}"}

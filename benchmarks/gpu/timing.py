@@ -1,42 +1,67 @@
-"""What every part measures with: work timed on a device, and rates beside its data sheet."""
+"""What every part measures with: timed work on a device, rates, and rows measured one by one."""
 
 import contextlib
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from benchmarks.gpu.reasons import why_not
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.shape.flops import model_flops
 from ptdmpi.train.records.rates import device_name, known_peak, peak_memory_bytes
 
 T = TypeVar("T")
 OUT_OF_MEMORY = "out of memory in every size and with full recomputation"
+WARM_UPS = 2
 compiled: Callable[[Any], Any] = torch.compile
-Row = tuple[str, dict[str, Any]]
-Found = dict[str, Any] | Iterator[Row]  # at once, or row by row: what was measured stays
+Numbers = dict[str, Any]
+Row = tuple[str, Callable[[], Numbers]]  # its name, and what measures it
 
 
 class Measurement(NamedTuple):
-    """`s`: what it takes at most where all is well, roughly; time is dealt out by that."""
+    """A part of the measurement.
+
+    `turn`: parts of a lower turn are measured first, because they are worth more.
+    `s`: the seconds that it takes where all is well, roughly; time is shared out by them.
+    `measure` returns all rows at once, or yields them one by one, so that the rows that were
+    measured remain when the part is cut short.
+    """
 
     name: str
+    turn: int
     s: float
-    measure: Callable[[], Found]
+    measure: Callable[[], Numbers | Iterator[Row]]
+
+
+def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[Numbers]:
+    """Yield all rows measured so far, by name, after each row; rows in `known` are left out.
+
+    A row that raises is recorded with its reason: the rows after it are still measured.
+    """
+    measured: Numbers = {}
+    for name, measure in rows:
+        if name in known:
+            continue
+        try:
+            measured[name] = measure()
+        except Exception as error:  # whatever a library raises
+            measured[name] = why_not(error)
+        yield measured
 
 
 def vendor(device: torch.device) -> str:
-    """As the table of kernel choices has it: torch calls AMD's GPUs "cuda", too."""
+    """Return the device's kind in the table of kernels: torch calls AMD's GPUs "cuda", too."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def fresh(device: torch.device) -> None:
-    """Give memory back and let its peak begin anew, where the device counts it."""
-    if "torch._dynamo" in sys.modules:  # graphs keep what they were made for
+    """Give memory back to the device and reset its peak, where the device counts it."""
+    if "torch._dynamo" in sys.modules:  # compiled graphs keep the tensors they were made for
         torch.compiler.reset()
     gc.collect()
     if device.type != "cpu":
@@ -46,9 +71,9 @@ def fresh(device: torch.device) -> None:
 
 
 def first_that_fits(
-    device: torch.device, ways: Iterable[T], measure: Callable[[T], dict[str, Any]]
-) -> dict[str, Any] | None:
-    """What is measured of the first way for which the device has memory; None: of none."""
+    device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
+) -> Numbers | None:
+    """Return the numbers of the first way for which the device has memory; None: of no way."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -58,23 +83,26 @@ def first_that_fits(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """The median of some calls, each waited for, behind two that warm up."""
-    module, times = torch.get_device_module(device), []
-    for number in range(repeats + 2):
+    """Return the median time of `repeats` calls after two that warm up, each waited for."""
+    module = torch.get_device_module(device)
+    times = []
+    for _ in range(WARM_UPS + repeats):
         module.synchronize()
         begin = time.perf_counter()
         work()
         module.synchronize()
         times.append(time.perf_counter() - begin)
-        del times[: 1 if number < 2 else 0]
-    return statistics.median(times)
+    return statistics.median(times[WARM_UPS:])
 
 
 def rates(
-    device: torch.device, model: ModelConfig, vocab_size: int, tokens: int, step_s: float
-) -> dict[str, Any]:
-    """What a step of so many tokens comes to, and what it took of memory."""
-    peak = known_peak(device_name(device), "bf16") if device.type != "cpu" else None
+    device: torch.device, model: ModelConfig, vocab_size: int, *, tokens: int, step_s: float
+) -> Numbers:
+    """Return tokens and FLOPs per second, MFU (None where the peak is unknown) and peak memory of
+    a step over `tokens` tokens that took `step_s` seconds."""
+    peak = None
+    if device.type != "cpu":
+        peak = known_peak(device_name(device), "bf16")
     rate = model_flops(model, vocab_size, tokens) / step_s
     return {
         "step_s": step_s,

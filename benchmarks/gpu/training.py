@@ -1,9 +1,10 @@
-"""Ours on one GPU: steps of a model of some shape, alone, and in turn with another trainer's."""
+"""This trainer on one GPU: steps of a model, alone or in turn with another trainer's."""
 
 import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,8 +28,9 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import rank_memory_bytes
 
 ROUNDS = 3
-# largest first: the first that fits is measured
-WAYS = ((4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
+# microbatch size and recomputation, largest first: the first that fits is measured
+WAYS = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
+FILLED = {"zeros": 0.0, "ones": 1.0}
 
 
 def configuration(
@@ -36,10 +38,12 @@ def configuration(
     precision: str,
     micro_size: int,
     mode: str,
+    *,
     compiled: bool = False,
     ranks: int = 1,
 ) -> Config:
-    """A step of four microbatches of each rank."""
+    """Return the configuration of a step of four microbatches on each of `ranks` replicas; `mode`
+    is that of recomputation."""
     tree = {
         "run": {"steps": 100, "compile": compiled},
         "model": model,
@@ -52,7 +56,7 @@ def configuration(
 
 
 def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
-    """Random tokens, on the host."""
+    """Return a step's microbatches of random tokens, on the host."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.model.seq_length + 1, config.batch.global_size)
     ids = torch.randint(vocab_size, shape, generator=generator)
@@ -71,6 +75,7 @@ def engine_on(
     wire: str = "auto",
     world: World | None = None,
 ) -> Engine:
+    """Return the engine of a configuration on a device; without a `world`, on all ranks."""
     world = World() if world is None else world
     axes = world.split(grid_of(config), wire_named(wire, device))
     return Engine(config, axes, vocab_size, device)
@@ -78,8 +83,11 @@ def engine_on(
 
 @contextlib.contextmanager
 def drawn_there() -> Iterator[None]:
-    """Initial weights are drawn where they are kept: others than a run's, which are the host's and
-    take it a minute and a half for 6.7e9 of them, but as quick to train."""
+    """Have initial weights drawn on the device where they are kept.
+
+    They are others than a run's, which are drawn on the host and take it a minute and a half for
+    6.7e9 weights, but train at the same speed.
+    """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
 
@@ -88,48 +96,52 @@ def _draw(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
     init = entry.declaration.init
     for _, view in parts:
         if isinstance(init, str):
-            view.fill_({"zeros": 0.0, "ones": 1.0}[init])
+            view.fill_(FILLED[init])
         else:
             view.normal_(0.0, init)
 
 
 def fitting(
-    model: dict[str, Any], vocab_size: int, device: torch.device, compiled: bool = False
+    model: dict[str, Any], vocab_size: int, device: torch.device, *, compiled: bool = False
 ) -> list[Config]:
-    """What fits by the memory model, the largest microbatch first, with full recomputation only
-    where it must be. Raises Skipped where nothing does."""
-    capacity, found = rank_memory_bytes(device, 1), []
+    """Return the configurations of WAYS that fit the device by the memory model, in their order.
+    Raises Skipped if none does."""
+    capacity = rank_memory_bytes(device, 1)
+    configs = []
     for micro_size, mode in WAYS:
-        config = configuration(model, "bf16", micro_size, mode, compiled)
+        config = configuration(model, "bf16", micro_size, mode, compiled=compiled)
         memory = MemoryModel.of(config, vocab_size, on_host=False)
         if memory.fits(config.layout, config.microbatches, capacity):
-            found.append(config)
-    if not found:
+            configs.append(config)
+    if not configs:
         raise Skipped(f"it does not fit into {capacity / 2**30:.0f} GiB, whatever is recomputed")
-    return found
+    return configs
 
 
 def training(
     device: torch.device,
     model: dict[str, Any],
     vocab_size: int,
+    *,
     steps: int = 6,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Steps of a model on the one device: tokens a second, MFU, memory."""
-    found = first_that_fits(
+    """Train a model for some steps on the one device with the largest microbatch that fits, and
+    return tokens per second, MFU and memory."""
+    numbers = first_that_fits(
         device,
-        fitting(model, vocab_size, device, compiled),
+        fitting(model, vocab_size, device, compiled=compiled),
         lambda config: _steps(device, config, vocab_size, steps),
     )
-    if found is None:
+    if numbers is None:
         raise Skipped(OUT_OF_MEMORY)
-    return found
+    return numbers
 
 
 def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) -> dict[str, Any]:
     with drawn_there():
-        engine, placing = engine_on(config, vocab_size, device), Placing(device)
+        engine = engine_on(config, vocab_size, device)
+    placing = Placing(device)
     times = []
     with choice.computing_by({"attention": choice.offered(device)}):
         for step in range(steps):
@@ -138,10 +150,14 @@ def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) ->
             engine.step(step, placed)
             engine.axes.clock.settle()
             times.append(time.perf_counter() - begin)
-    tokens = config.batch.global_size * config.model.seq_length
     way = {"micro_size": config.batch.micro_size, "recompute": config.recompute.mode}
-    step_s = statistics.median(times[2:])
-    return way | rates(device, config.model, vocab_size, tokens, step_s)
+    return way | rates(
+        device,
+        config.model,
+        vocab_size,
+        tokens=config.batch.global_size * config.model.seq_length,
+        step_s=statistics.median(times[2:]),  # the first ones warm up, or compile
+    )
 
 
 def in_turn(
@@ -150,25 +166,45 @@ def in_turn(
     named: dict[str, str],
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
-    """The best way of ours and the best of another trainer, round by round, so that a machine whose
-    speed drifts is the same for both; one row, told anew after each round. `named`: these ways."""
+    """Yield rounds of our quickest way and of another trainer's, alternating, so that a machine
+    whose speed drifts is the same for both.
+
+    All rounds are one row, which is "left" until the last round is done. `named` has the names of
+    the two ways. Raises Left if a side was not measured.
+    """
     rounds_of: list[dict[str, dict[str, Any]]] = []
-    for number in range(rounds):
+
+    def measure(number: int) -> dict[str, Any]:
         rounds_of.append(round_of({"ours": ours, "theirs": theirs}, number))
-        rates_of = {
-            side: [one[side]["tokens_per_s"] for one in rounds_of] for side in ("ours", "theirs")
-        }
-        ratios = [a / b for a, b in zip(*rates_of.values(), strict=True)]
-        yield (
-            "in turn",
-            named
-            | {f"{side}_tokens_per_s": every for side, every in rates_of.items()}
-            | {"ours_over_best": statistics.median(ratios), "ratios": ratios},
-        )
+        row = named | _compared(rounds_of)
+        if number + 1 < rounds:
+            row["left"] = f"{number + 1} of {rounds} rounds"
+        return row
+
+    for number in range(rounds):
+        yield "in turn", partial(measure, number)
+
+
+def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return each side's tokens per second in each round, and the ratios of ours to theirs."""
+    rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for sides in rounds:
+        for side, row in sides.items():
+            if "tokens_per_s" not in row:
+                raise Left(f"{side} was not measured: {row}")
+            rates_of[side].append(row["tokens_per_s"])
+    pairs = zip(rates_of["ours"], rates_of["theirs"], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    return {
+        "ours_tokens_per_s": rates_of["ours"],
+        "theirs_tokens_per_s": rates_of["theirs"],
+        "ours_over_best": statistics.median(ratios),
+        "ratios": ratios,
+    }
 
 
 def quickest(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The row of most tokens a second. Raises Left where none was measured."""
+    """Return the name of the row with the most tokens per second. Raises Left if none has any."""
     measured = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     if not measured:
         raise Left(f"nothing to compare with: {', '.join(rows) or 'no row'} was not measured")

@@ -2,7 +2,6 @@
 mpirun has started: `python -m benchmarks.gpu.wires nccl` prints JSON on rank 0."""
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +10,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from benchmarks.gpu.programs import nccl_refusal
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.nccl.library import loaded
 from ptdmpi.comm.nccl.wire import NcclCarrier, NcclCommunicator
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
@@ -21,104 +20,121 @@ from ptdmpi.inference.model import device_of
 from ptdmpi.plan.layout.grid import training_grid
 
 ELEMENTS = 100_003  # of each rank; no power of two divides it
-SHARING = (2, 30)  # the first libnccl that has several ranks on one GPU
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Check = tuple[str, Callable[[], bool]]
 
 
-def brought(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small whole numbers of a rank: their sums are exact in every type, and in any order."""
+def values_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a rank's values [size]: small whole numbers, whose sums are exact in every type and in
+    any order."""
     return ((torch.arange(size) + 3 * rank) % 5).to(dtype).to(device)
 
 
 def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Each operation on tensors of a device, beside what it must leave."""
-    n, rank = axis.size, axis.rank
-    every = [brought(one, ELEMENTS, dtype, device) for one in range(n)]
-    wide = [brought(one, n * ELEMENTS, dtype, device) for one in range(n)]
-    total, widest = torch.stack(every).sum(0).to(dtype), torch.stack(wide).sum(0).to(dtype)
+    """Yield a check of each collective operation on tensors of a device, by its name."""
+    n = axis.size
+    rank = axis.rank
+    every = [values_of(other, ELEMENTS, dtype, device) for other in range(n)]
+    wide = [values_of(other, n * ELEMENTS, dtype, device) for other in range(n)]
+    total = torch.stack(every).sum(0).to(dtype)
+    greatest = torch.stack(every).amax(0)
+    mine = torch.stack(wide).sum(0).to(dtype).chunk(n)[rank]
+    last = every[n - 1]
+
+    def sums() -> bool:
+        return torch.equal(axis.all_reduce(every[rank].clone()), total)
+
+    def maxima() -> bool:
+        return torch.equal(axis.all_reduce(every[rank].clone(), "max"), greatest)
+
+    def gathers() -> bool:
+        return torch.equal(axis.all_gather(every[rank]), torch.cat(every))
+
+    def scatters() -> bool:
+        return torch.equal(axis.reduce_scatter(wide[rank].clone()), mine)
+
+    def broadcasts() -> bool:
+        return torch.equal(axis.broadcast(every[rank].clone(), n - 1), last)
 
     def begun() -> bool:
-        x, y = every[rank].clone(), wide[rank].clone()
-        summed = axis.all_reduce_begin(x)
-        gathered, arrived = axis.all_gather_begin(every[rank])
-        part, scattered = axis.reduce_scatter_begin(y)
-        for handle in (scattered, summed, arrived):
+        summed = every[rank].clone()
+        sum_handle = axis.all_reduce_begin(summed)
+        gathered, gather_handle = axis.all_gather_begin(every[rank])
+        part, scatter_handle = axis.reduce_scatter_begin(wide[rank].clone())
+        for handle in (scatter_handle, sum_handle, gather_handle):
             handle.wait()
-        same = torch.equal(x, total) and torch.equal(gathered, torch.cat(every))
-        return same and torch.equal(part, widest.chunk(n)[rank])
+        same = torch.equal(summed, total) and torch.equal(gathered, torch.cat(every))
+        return same and torch.equal(part, mine)
 
-    def messages() -> bool:
-        if n == 1:
-            return True
-        right, left = (rank + 1) % n, (rank - 1) % n
-        sizes = (1, 5, ELEMENTS)
-        found = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-        sent = [brought(rank + k, size, dtype, device) for k, size in enumerate(sizes)]
-        # in one order on all ranks, as programs have them: no receive in front of what it needs
-        for there, here in zip(sent, found, strict=True):
-            calls = [
-                lambda one=there: axis.isend(one, right),
-                lambda one=here: axis.irecv(one, left),
-            ]
-            for handle in [call() for call in (calls if rank % 2 == 0 else reversed(calls))]:
-                handle.wait()
-        known = [brought(left + k, size, dtype, device) for k, size in enumerate(sizes)]
-        return all(map(torch.equal, found, known))
-
-    yield "all_reduce", lambda: torch.equal(axis.all_reduce(every[rank].clone()), total)
-    greatest = torch.stack(every).amax(0)
-    yield (
-        "all_reduce max",
-        lambda: torch.equal(axis.all_reduce(every[rank].clone(), "max"), greatest),
-    )
-    yield "all_gather", lambda: torch.equal(axis.all_gather(every[rank]), torch.cat(every))
-    scattered = widest.chunk(n)[rank]
-    yield "reduce_scatter", lambda: torch.equal(axis.reduce_scatter(wide[rank].clone()), scattered)
-    last = every[n - 1]
-    yield "broadcast", lambda: torch.equal(axis.broadcast(every[rank].clone(), n - 1), last)
+    yield "all_reduce", sums
+    yield "all_reduce max", maxima
+    yield "all_gather", gathers
+    yield "reduce_scatter", scatters
+    yield "broadcast", broadcasts
     yield "begun", begun
-    yield "send, receive", messages
+    yield "send, receive", lambda: neighbours_hear(axis, dtype, device)
+
+
+def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device) -> bool:
+    """Send messages of several sizes to the right neighbour of a ring, and return True if those of
+    the left one arrive as they were sent."""
+    if axis.size == 1:
+        return True
+    right = (axis.rank + 1) % axis.size
+    left = (axis.rank - 1) % axis.size
+    sizes = (1, 5, ELEMENTS)
+    received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+    sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
+    for outgoing, incoming in zip(sent, received, strict=True):
+        # In one order on all ranks, as programs have it: no receive comes before the send it needs.
+        if axis.rank % 2 == 0:
+            handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]
+        else:
+            handles = [axis.irecv(incoming, left), axis.isend(outgoing, right)]
+        for handle in handles:
+            handle.wait()
+    expected = [values_of(left + k, size, dtype, device) for k, size in enumerate(sizes)]
+    return all(map(torch.equal, received, expected))
 
 
 def alone(device: torch.device) -> Iterator[Check]:
-    """NCCL with one rank in a communicator, which the trainer never makes: that it is there at all,
-    and leaves what it is given."""
+    """Yield checks of NCCL with one rank in a communicator, which the trainer never makes: that the
+    library works at all, and leaves what it is given."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())
-    given = brought(1, ELEMENTS, torch.float32, device)
+    values = values_of(1, ELEMENTS, torch.float32, device)
 
-    def summed() -> bool:
-        x = given.clone()
+    def sums() -> bool:
+        x = values.clone()
         carrier.all_reduce(x, "sum").wait()
-        return torch.equal(x, given)
+        return torch.equal(x, values)
 
-    def gathered() -> bool:
-        x = torch.empty_like(given)
-        carrier.all_gather(x, given).wait()
-        return torch.equal(x, given)
+    def gathers() -> bool:
+        x = torch.empty_like(values)
+        carrier.all_gather(x, values).wait()
+        return torch.equal(x, values)
 
-    yield "all_reduce of one rank", summed
-    yield "all_gather of one rank", gathered
+    yield "all_reduce of one rank", sums
+    yield "all_gather of one rank", gathers
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """What is wrong of each operation on `wire` ("failed" says so, too), and how long a sum takes;
-    equal on all ranks.
+    """Return which operations are wrong on `wire` (then with "failed", too), and the seconds of a
+    sum of 16 MiB; the same on all ranks.
 
     Raises InputError, on all ranks, where the wire cannot connect them.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
-    axis = axes["pipeline"]  # its neighbours have ways of their own, where a wire gives them any
-    found = [
+    axis = axes["pipeline"]  # its neighbours use the wire's own messages, where it has any
+    every = [
         (f"{name} {str(dtype).removeprefix('torch.')}", check)
         for dtype in TYPES
         for name, check in checks(axis, dtype, device)
     ]
     if world.size == 1 and wire == "nccl":
-        found += alone(device)
-    wrong = [name for name, check in found if not all(axis.all_gather_object(check()))]
+        every += alone(device)
+    wrong = [name for name, check in every if not all(axis.all_gather_object(check()))]
     x = torch.ones(2**22, device=device)
     times = []
     for _ in range(5):
@@ -128,59 +144,50 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
         axis.all_reduce(x)
         axes.clock.settle()
         times.append(time.perf_counter() - begin)
-    return {
+    result: dict[str, object] = {
         "ranks": world.size,
-        "checks": len(found),
+        "checks": len(every),
         "wrong": wrong,
         "all_reduce_16_MiB_s": min(times),
         "said": axes.carried_by,
-    } | ({"failed": f"wrong: {', '.join(wrong)}"} if wrong else {})
-
-
-def too_many(ranks: int, gpus: int) -> str:
-    """Why NCCL has not so many ranks on so many GPUs; empty: it has. Raises ImportError without
-    `nccl4py`, ValueError for a libnccl that cannot serve."""
-    version, path = loaded()
-    numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
-    if ranks <= gpus or numbers >= SHARING:
-        return ""
-    needed = ".".join(map(str, SHARING))
-    return (
-        f"libnccl {version} ({path}) has one rank on a GPU, and here are {ranks} for {gpus}: "
-        f"several need libnccl {needed}"
-    )
+    }
+    if wrong:
+        result["failed"] = f"wrong: {', '.join(wrong)}"
+    return result
 
 
 def refusal(world: World, wire: str, device: torch.device) -> str:
-    """Why a wire does not connect these ranks on their GPUs, in words; empty: nothing is known that
-    is against it. All ranks call it."""
+    """Return why a wire cannot connect these ranks on their GPUs; empty: nothing is known against
+    it. Called by all ranks, and the same on all."""
     if wire != "nccl":
         return ""
     try:
-        gpus = torch.get_device_module(device).device_count()
-        mine = too_many(world.size, gpus)
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
+        mine = nccl_refusal(world.size, torch.get_device_module(device).device_count())
+    except RuntimeError as error:  # the device's module cannot count devices
         mine = f"no NCCL: {error}"
     return next(filter(None, world.control.allgather(mine)), "")
 
 
 def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) -> None:
-    """What several ranks measure on a wire as a line of JSON of rank 0, or why they do not."""
-    found: dict[str, object]
+    """Print what several ranks measure on a wire, or why they do not, as JSON on rank 0."""
     device = device_of(world)
-    if why := refusal(world, wire, device):
-        found = {"skipped": why}
+    why = refusal(world, wire, device)
+    result: dict[str, object]
+    if why:
+        result = {"skipped": why}
     else:
         try:
-            found = measure()
+            result = measure()
         except SharedInputError as error:
-            found = {"failed": str(error)}
+            result = {"failed": str(error)}
     if world.rank == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 def main() -> None:
-    world, wire = World(), sys.argv[1]
+    """Check the wire that the command line names."""
+    world = World()
+    wire = sys.argv[1]
     reported(world, wire, lambda: conformance(world, wire, device_of(world)))
 
 

@@ -2,18 +2,32 @@
 
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import overlap, parts, peers, run, timing, wires
+from benchmarks.gpu import (
+    identity,
+    overlap,
+    parts,
+    peers,
+    process,
+    programs,
+    run,
+    timing,
+    training,
+    wires,
+)
 from benchmarks.gpu.page import page
 from benchmarks.gpu.process import answer, last_words
 from benchmarks.gpu.reasons import Left, done, reasons
 from benchmarks.gpu.training import in_turn, quickest
 from ptdmpi.comm.nccl import library
+from tests.parallel import ROOT
 
 SAID = {"device": "some", "commit": "0", "libraries": {"torch": "2"}, "date": "today"}
 
@@ -66,19 +80,19 @@ def test_every_reason_stands_on_the_page():
     }
     assert reasons(found["wires"]) == {"nccl": "wrong: broadcast", "mpi": "no end"}
     text = page({**SAID, "parts": found})
-    assert "Not done yet, and gone on with by the same command: wires; peers." in text
+    assert "Not done yet; the same command continues with: wires; peers." in text
     assert "| nccl | 21 | wrong: broadcast |" in text and "| mpi |  | no end |" in text
     assert "Not measured: not over after 9 s." in text and "| autocast | 3 |" in text
     assert "## Torchtitan\n\nNot measured: it is not here." in text
 
 
-def test_the_time_is_dealt_out():
+def test_the_time_is_dealt_out(tmp_path):
     """A part that hangs takes twice its share at most, and what is left is said."""
     assert run.share_s(540.0, 10.0, 890.0) == pytest.approx(12.0)
     assert run.share_s(100.0, 50.0, 0.0) == 100.0
     limits, now = [], [0.0]
 
-    def hangs(name: str, limit_s: float) -> dict:
+    def hangs(name: str, limit_s: float, record: run.Record) -> dict:
         limits.append(limit_s)
         now[0] += limit_s
         return {"left": "not over"}
@@ -88,9 +102,7 @@ def test_the_time_is_dealt_out():
         patch.setattr(run, "asked", lambda: dict.fromkeys("abcdefgh", 10.0))
         patch.setattr(run, "measured", hangs)
         patch.setattr(run.time, "monotonic", lambda: now[0])
-        patch.setattr(run, "write_whole", lambda path, text: None)
-        found = run.run(run.RESULTS / "none", run.RESULTS, 80.0, anew=True)
-    run.RESULTS.joinpath("none").rmdir()
+        found = run.run(tmp_path, tmp_path / "gpu.md", 80.0, anew=True)
     assert limits[0] == pytest.approx(20.0) and now[0] <= 80.0 and len(limits) >= 4
     assert found["parts"]["h"]["left"].startswith("no time was left")
 
@@ -103,12 +115,30 @@ def test_what_a_row_was_stays_where_the_next_time_has_none():
 
 
 def test_several_ranks_on_a_gpu_need_a_libnccl_that_has_them(monkeypatch):
-    monkeypatch.setattr(wires, "loaded", lambda: ("2.27.5", "/lib/libnccl.so.2"))
-    assert "libnccl 2.27.5 (/lib/libnccl.so.2) has one rank on a GPU" in wires.too_many(2, 1)
-    assert "several need libnccl 2.30" in wires.too_many(4, 2)
-    assert wires.too_many(2, 2) == ""
-    monkeypatch.setattr(wires, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
-    assert wires.too_many(4, 1) == ""
+    monkeypatch.setattr(programs, "loaded", lambda: ("2.27.5", "/lib/libnccl.so.2"))
+    reason = programs.nccl_refusal(2, 1)
+    assert "libnccl 2.27.5 (/lib/libnccl.so.2) connects one rank on a GPU" in reason
+    assert "several need libnccl 2.30" in programs.nccl_refusal(4, 2)
+    assert programs.nccl_refusal(2, 2) == ""
+    monkeypatch.setattr(programs, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
+    assert programs.nccl_refusal(4, 1) == ""
+
+
+def test_ranks_that_nccl_cannot_connect_are_not_started(monkeypatch):
+    """They would take a minute of the nine to say so."""
+    started = []
+
+    def answered(command: list[str], *arguments: object) -> dict:
+        started.append(command[-1])
+        return {"checks": 21}
+
+    monkeypatch.setattr(programs, "answer", answered)
+    monkeypatch.setattr(programs, "loaded", lambda: ("2.28.9", "/lib/libnccl.so.2"))
+    rows = programs.run_program("wires, 2 ranks", 20.0, 1, lambda rows: None)
+    assert started == ["mpi"] and rows["mpi"] == {"checks": 21}
+    assert "several need libnccl 2.30" in rows["nccl"]["skipped"]
+    assert list(programs.run_program("overlap, 2 ranks", 20.0, 1, lambda rows: None)) == ["nccl"]
+    assert started == ["mpi"]
 
 
 def test_how_much_is_said_under_kernels():
@@ -137,18 +167,39 @@ def test_versions_of_what_stands_under_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91200)
-    monkeypatch.setattr(library, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
-    found = run.identity()
+    monkeypatch.setattr(identity, "loaded", lambda: ("2.30.1", "/lib/libnccl.so.2"))
+    found = identity.identity()
     under = {"CUDA": "13.0", "driver": "580.65.06", "cuDNN": "91200", "libnccl": "2.30.1"}
-    assert run.machinery() == under and found["libraries"].items() >= under.items()
+    assert identity.machinery() == under and found["libraries"].items() >= under.items()
     text = page({**found, "date": "today", "parts": {}})
     assert "CUDA 13.0, driver 580.65.06, cuDNN 91200, libnccl 2.30.1" in text
+
+
+def test_a_library_that_cannot_say_its_version_ends_nothing(monkeypatch):
+    """Such as a cuDNN that is not the one torch was built with."""
+
+    def mismatch() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", mismatch)
+    assert "cuDNN" not in identity.machinery()
+
+
+def test_without_git_other_sources_begin_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "ROOT", tmp_path)
+    source = tmp_path / "src/module.py"
+    source.parent.mkdir()
+    commits = []
+    for text in ("a", "b", "a"):
+        source.write_text(text)
+        commits.append(identity.identity()["commit"])
+    assert commits[0] == commits[2] != commits[1] and commits[0].startswith("sources ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it has a libnccl")
 def test_a_machine_without_libnccl_says_so():
     pytest.importorskip("nccl.core")
-    assert "libnccl" not in run.machinery()
+    assert "libnccl" not in identity.machinery()
     assert library.told().startswith("nccl4py, but no libnccl: ")
     axis = SimpleNamespace(size=2, control=SimpleNamespace(allgather=lambda one: [one, one]))
     refused = wires.refusal(axis, "nccl", torch.device("cpu"))
@@ -172,15 +223,24 @@ def test_ours_and_the_best_other_in_turn():
         return {"tokens_per_s": rates[order.count(name) - 1]}
 
     named = {"ours": "gpt, compiled", "theirs": "bf16 weights"}
-    told = [
-        row
-        for _, row in in_turn(
-            lambda: side("ours", [12.0, 22.0, 9.0]), lambda: side("theirs", [10.0] * 3), named, 3
-        )
-    ]
+    rounds = in_turn(
+        lambda: side("ours", [12.0, 22.0, 9.0]), lambda: side("theirs", [10.0] * 3), named, 3
+    )
+    rows = [measure() for _, measure in rounds]
     assert order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
-    assert told[-1]["ours_over_best"] == pytest.approx(1.2) and len(told[0]["ratios"]) == 1
-    assert told[-1] | named == told[-1]
+    assert rows[-1]["ours_over_best"] == pytest.approx(1.2) and len(rows[0]["ratios"]) == 1
+    assert rows[-1] | named == rows[-1]
+    assert rows[0]["left"] == "1 of 3 rounds" and [done(row) for row in rows] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_side_without_a_rate_is_left():
+    sides = [lambda: {"tokens_per_s": 1.0}, lambda: {"failed": "RuntimeError: no triton"}]
+    (rows,) = timing.measured_rows(in_turn(*sides, {}, 1))
+    assert rows["in turn"]["left"].startswith("theirs was not measured: ")
 
 
 def test_the_ways_in_turn_are_those_that_were_best(tmp_path, monkeypatch):
@@ -190,15 +250,17 @@ def test_the_ways_in_turn_are_those_that_were_best(tmp_path, monkeypatch):
         "small by transformers": {"autocast": {"tokens_per_s": 1.0}, "left": "not over"},
     }
     (tmp_path / "latest.json").write_text(json.dumps({"parts": known}))
-    monkeypatch.setattr(parts, "MODELS", {"small": (parts.SMALL, 97)})
-    monkeypatch.setattr(parts, "_beside", lambda *shape: None)
+    monkeypatch.setattr(parts, "MODELS", {"small": parts.Shape(parts.SMALL, 97)})
+    monkeypatch.setattr(parts, "_workload", lambda *shape: None)
     monkeypatch.setattr(
         parts, "training", lambda *shape, compiled: {"tokens_per_s": 3.0 if compiled else 0.0}
     )
-    side = {"autocast": {"tokens_per_s": 2.0}}
-    monkeypatch.setattr(peers, "transformers_side", lambda asked, only: {only: side[only]}.items())
-    every = {one.name: one.measure for one in parts.parts(torch.device("cpu"), tmp_path)}
-    found = dict(every["small in turn"]())["in turn"]
+    monkeypatch.setattr(
+        peers, "transformers_side", lambda workload, only: [(only, lambda: {"tokens_per_s": 2.0})]
+    )
+    every = {part.name: part.measure for part in parts.parts(torch.device("cpu"), tmp_path)}
+    *_, rows = timing.measured_rows(every["small in turn"]())
+    found = rows["in turn"]
     assert found["ours"] == "small, compiled" and found["theirs"] == "autocast"
     assert found["ours_over_best"] == 1.5
 
@@ -220,10 +282,86 @@ def test_a_microbatch_for_which_there_is_memory(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
     asked = peers.Workload(torch.device("cpu"), None, 97, 8, 2)
     assert peers.sizes(asked) == [(4, "none"), (2, "none"), (1, "none"), (2, "full"), (1, "full")]
-    found = dict(peers.transformers_side(asked))
+    *_, found = timing.measured_rows(peers.transformers_side(asked))
     assert found["autocast"]["micro_size"] == 1 and found["bf16 weights"]["micro_size"] == 4
     assert [size for half, compiled, size in tried if compiled and not half] == [(1, "none")]
     assert found["bf16 weights, compiled"] == {"failed": "RuntimeError: no triton"}
-    assert list(dict(peers.transformers_side(asked, only="bf16 weights"))) == ["bf16 weights"]
+    (only,) = peers.transformers_side(asked, only="bf16 weights")
+    assert only[0] == "bf16 weights"
     nothing = timing.first_that_fits(asked.device, (), lambda one: {})
     assert nothing is None
+
+
+GIB = 2**30
+
+
+def test_models_fit_a_gpu_of_80_gb(monkeypatch):
+    """Where nothing fits, nothing of ours is measured."""
+    monkeypatch.setattr(training, "rank_memory_bytes", lambda device, ranks: 76 * GIB)
+    largest = {
+        name: (configs[0].batch.micro_size, configs[0].recompute.mode)
+        for name, shape in parts.MODELS.items()
+        for configs in [training.fitting(*shape, torch.device("cpu"))]
+    }
+    assert largest == {"gpt 1.3b": (8, "none"), "llama 2.7b": (8, "none")}
+
+
+def test_the_parts_of_most_worth_come_first_within_nine_minutes(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", tmp_path)  # without torchtitan
+    asked = run.asked()
+    first = ["machine", "parity", "gpt 1.3b", "gpt 1.3b, compiled", "llama 2.7b"]
+    assert list(asked)[:5] == first and sum(asked.values()) <= run.LIMIT_S
+    assert len(asked) == 19
+    for name in parts.MODELS:
+        assert list(asked).index(f"{name} by transformers") < list(asked).index(f"{name} in turn")
+
+
+def test_rows_are_measured_once():
+    """A part that was cut short continues with the rows that it has not."""
+
+    def fails() -> dict:
+        raise RuntimeError("no triton\nmore")
+
+    rows = {"known": fails, "bad": fails, "good": lambda: {"s": 1.0}}
+    *_, measured = timing.measured_rows(rows.items(), known={"known": {"s": 2.0}})
+    assert measured == {"bad": {"failed": "RuntimeError: no triton"}, "good": {"s": 1.0}}
+
+
+def test_rows_are_kept_while_their_part_goes_on(tmp_path, monkeypatch):
+    """Whoever ends the measurement from outside loses ten seconds of it at most."""
+    say = 'print(\'{"a": {"s": 1}}\', flush=True); import time; time.sleep(60)'
+    monkeypatch.setattr(process, "EVERY_S", 0.1)
+    seen = []
+    ended = answer([sys.executable, "-c", say], 3.0, so_far=seen.append)
+    assert seen[-1] == {"a": {"s": 1}} and ended["a"] == {"s": 1} and "left" in ended
+
+    results = tmp_path / "results"
+    copies = tmp_path / "copies"
+    record = run.Record({**SAID, "parts": {}}, results, tmp_path / "gpu.md", copies)
+
+    def cut_short(command: list[str], limit_s: float, *, so_far: Callable) -> dict:
+        so_far(seen[-1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "answer", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run.measured("part", 3.0, record)
+    kept = json.loads((copies / "latest.json").read_text())["parts"]["part"]
+    assert kept["a"] == {"s": 1} and not done(kept)
+    assert "| a | 1 |" in (copies / "gpu.md").read_text()
+    own = {key: SAID[key] for key in SAID if key != "date"}
+    assert run.known_parts(results, own) == {"part": kept}
+    assert run.known_parts(results, {**own, "commit": "1"}) == {}
+    assert run.known_rows("part", results) == {"a": {"s": 1}}
+
+
+def test_the_recipe_for_a_bare_machine_names_locked_packages():
+    text = page({**SAID, "parts": {}})
+    assert "## On a machine without a network" in text
+    quoted = re.findall(r"names='([^']+)'|names=\"\$names([^\"]+)\"", text)
+    names = {name for some in quoted for name in "".join(some).split("|") if name}
+    locks = [
+        (ROOT / name).read_text() for name in ("requirements.lock", "requirements-extras.lock")
+    ]
+    locked = {line.partition("==")[0] for lock in locks for line in lock.splitlines()}
+    assert len(names) == 12 and names <= locked

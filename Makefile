@@ -13,7 +13,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 SITE_MPI := $(filter-out $(VIRTUAL_ENV)/%,$(shell type -aP mpirun))$(MPI4PY_LIBMPI)
 READY := .venv/.ready-$(if $(SITE_MPI),site,wheel)
 
-.PHONY: help setup setup-all test test-long test-slurm demo bench parity gpu torture calibrate validate-plan validate-plan-here curves-here figures communicate-less fuzz clean
+.PHONY: help setup setup-all docs docs-serve test test-long test-slurm demo bench parity gpu torture calibrate validate-plan validate-plan-here curves-here figures communicate-less fuzz clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -52,6 +52,18 @@ setup-all: .venv/.ready-extras ## and the extras that have tests (lm_eval, pyarr
 	    --no-compile --no-deps --requirement requirements-extras.lock
 	@touch $@
 
+docs: .venv/.ready-docs ## the documentation site, into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+docs-serve: .venv/.ready-docs ## show the site at http://127.0.0.1:8000, built anew at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
+
+# requirements-docs.lock is complete beside requirements.lock.
+.venv/.ready-docs: $(READY) requirements-docs.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --no-compile --no-deps --requirement requirements-docs.lock
+	@touch $@
+
 # Tests of one process are shared out over two; those of several ranks have all cores to themselves.
 # `make test UNTIL=TIME` begins no test after that time (seconds since 1970), and names what it left.
 UNTIL ?=
@@ -82,7 +94,7 @@ bench: setup ## this project and five other trainers side by side (at most 45 mi
 parity: setup ## the same training in every layout, compared
 	. jobs/mpi-env.sh; mpirun -n 16 $(BIN)/ptdmpi doctor --parity
 
-gpu: setup ## what one GPU does, in nine minutes at most: docs/gpu.md
+gpu: setup ## what one GPU does, in nine minutes at most: docs/reference/gpu.md
 	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.gpu.run
 
 torture: setup ## kill, damage and starve runs, and count what was lost (an hour on two cores)
@@ -100,11 +112,11 @@ validate-plan-here: setup ## predictions for this machine beside measured steps
 curves-here: setup ## the paper's Figures 12 to 18 at 2 and 4 ranks of this machine, predicted beside measured
 	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.curves_here
 
-figures: setup ## the paper's Figures 11 to 18, and docs/questions.md with its answers and pictures
+figures: setup ## the paper's Figures 11 to 18, and docs/explanation/questions.md with its answers and pictures
 	$(BIN)/python -m benchmarks.planning.figures
 	$(BIN)/python -m benchmarks.planning.questions
 
-communicate-less: setup ## methods that communicate less: tables and pictures of docs/less-communication.md
+communicate-less: setup ## methods that communicate less: tables and pictures of docs/explanation/less-communication.md
 	$(BIN)/python -m benchmarks.less.communicate
 
 fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
@@ -112,4 +124,4 @@ fuzz: setup ## 10^5 damaged files for every reader of data (some minutes)
 
 clean: ## remove .venv/ and all caches (runs/ stays)
 	rm -rf .venv .peers .pytest_cache .ruff_cache .import_linter_cache .mypy_cache .hypothesis build src/*.egg-info
-	find src data_prep tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find src data_prep tests benchmarks manual -name __pycache__ -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ TEST = [
 
 setup(
     name="ptdmpi",
-    version="0.1.0",
+    version="0.3.0",
     description="Trains large language models over MPI: tensor, pipeline and data parallelism",
     license="MIT",
     python_requires=">=3.11",
@@ -49,6 +49,8 @@ setup(
     extras_require={
         "corpus": [*DATA, *CORPUS],
         "data": DATA,
+        # the documentation site; locked in requirements-docs.lock, installed by `make docs`
+        "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings-python>=1.12,<3"],
         "eval": [*DATA, "lm_eval>=0.4.5"],
         # without its extra [cu13]: PyTorch's CUDA wheels bring libnccl and cuda-bindings
         "nccl": ["nccl4py>=0.4.1,<0.7"],

@@ -1,15 +1,56 @@
-"""The documents name what is there: every file in the tree, every key of the configuration."""
+"""The documents name what is there: files, folders, keys, messages, the lines of a step."""
 
+import ast
 import re
+from functools import cache
 
-from ptdmpi.config import Config, TrainDataConfig
-from tests._tree import HOUSE, updated
+import pytest
+
+from manual import architecture, configuration, gallery, step, step_path
+from ptdmpi.config.presets import model_presets
 from tests.parallel import ROOT
 
+HOUSE = "docs/explanation/house.md"
+TROUBLES = ROOT / "docs/how-to/troubleshooting.md"
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("jobs/*.md")],
+)
 
-def test_house_has_the_tree_as_it_is():
-    page = HOUSE.read_text(encoding="utf-8")
-    assert page == updated(page), "write it anew: python -m tests._tree"
+
+@cache
+def texts_of_the_source() -> list[str]:
+    """Every string in the source of both programs, with "…" for each value that is put in."""
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")]
+    return [
+        configuration.literal(node)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    ]
+
+
+def is_printed(message: str) -> bool:
+    """Return True if a string of the source has the parts of `message` around "…", in order."""
+    parts = [part.strip() for part in message.split("…")]
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(pattern.search(text) for text in texts_of_the_source())
+
+
+def test_messages_of_troubleshooting_are_in_the_source():
+    messages = re.findall(r"```text\n(.*?)\n```", TROUBLES.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(messages) > 10
+    assert [message for message in messages if not is_printed(message)] == []
+    assert not is_printed("the … has no such message")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_name_files_that_are_there(page):
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    generated = {"architecture.svg", "step.svg"}
+    local = [name for name in targets if not re.match(r"https?:|mailto:", name)]
+    missing = [name for name in local if not (page.parent / name).exists()]
+    assert [name for name in missing if name.rpartition("/")[2] not in generated] == []
 
 
 def test_walks_for_contributors_name_files_that_are_there():
@@ -19,10 +60,56 @@ def test_walks_for_contributors_name_files_that_are_there():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_walks_of_the_house_name_files_that_are_there():
+    text = (ROOT / HOUSE).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert len(named) > 30
+    places = (ROOT / "src" / "ptdmpi", ROOT)
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert missing == []
+
+
+def test_every_folder_has_its_line():
+    text = (ROOT / HOUSE).read_text(encoding="utf-8")
+    folders = [path.parent.name for path in (ROOT / "src" / "ptdmpi").glob("*/__init__.py")]
+    assert [name for name in folders if f"| `src/ptdmpi/{name}/` |" not in text] == []
+    drawn = {name for layer in architecture.layers() for name in layer}
+    assert drawn == architecture.purposes().keys() & drawn
+
+
 def test_every_key_is_documented():
-    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    for section, field in Config.model_fields.items():
-        assert f"[{section}]" in text
-        for key in field.annotation.model_fields:
-            assert f"`{key}`" in text or key == "train", f"{section}.{key}"
-    assert all(f"`{key}`" in text for key in TrainDataConfig.model_fields)
+    words = configuration.words()
+    assert words.keys() == configuration.sections().keys()
+    for section, model in configuration.sections().items():
+        early = {key for part, key in configuration.RESOLVED_EARLY if part == section}
+        assert words[section].keys() == model.model_fields.keys() | early, section
+        assert all(text["meaning"].endswith(".") for text in words[section].values())
+
+
+def test_the_configuration_page_is_drawn():
+    page = configuration.page()
+    assert "`threads` | integer, at least 1, at most 1,024 | `1` | threads per rank" in page
+    assert "run.spare\\_ranks = … needs run.on\\_failure" in page
+    assert "`seq_length` | integer, at least 1 | **required** | tokens" in page
+
+
+def test_pictures_are_drawn():
+    assert "engine" in architecture.drawing()
+    assert "F1.2" in step.drawing() and "F0.0-&gt;1" in step.drawing()
+    named = {picture.file for chapter in gallery.CHAPTERS for picture in chapter.pictures}
+    there = {path.name for path in gallery.PICTURES.iterdir()}
+    assert named == there
+
+
+def test_the_path_of_a_step_is_short_and_counted():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    stated = re.search(r"about ([\d,]+) lines", readme)
+    assert stated is not None
+    lines = int(stated[1].replace(",", ""))
+    assert lines == pytest.approx(step_path.total(), rel=0.05)
+    assert step_path.total() <= 5_000
+
+
+def test_presets_of_the_pages_exist():
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert set(re.findall(r"--preset ([\w.-]+\w)", text)) <= model_presets().keys()

@@ -20,7 +20,7 @@ from tests.parallel import ROOT
 
 MISSING = "ignore_missing_imports"
 
-FOLDERS = ("src", "data_prep", "benchmarks", "tests")
+FOLDERS = ("src", "data_prep", "benchmarks", "manual", "tests")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -53,6 +53,7 @@ SAME_NAMES = {
 
 # Extras that `make setup-all` alone installs, with their own lock.
 UNLOCKED = ("corpus", "eval", "nccl", "peft", "quantize", "tensorboard", "wandb")
+DOCS = "docs"  # the extra of `make docs`, with a lock of its own
 
 BLOCKER = """
 import sys
@@ -250,9 +251,14 @@ def test_locks_satisfy_setup():
     from packaging.requirements import Requirement
 
     light, extras = _locked("requirements.lock"), _locked("requirements-extras.lock")
+    site = _locked("requirements-docs.lock")
     assert light["torch"] == "2.13.0" and not light.keys() & extras.keys()
+    assert not light.keys() & site.keys()
+    shared = extras.keys() & site.keys()
+    assert {name: extras[name] for name in shared} == {name: site[name] for name in shared}
     for extra, lines in declared_requirements().items():
         locked = light | extras if extra in UNLOCKED else light
+        locked = light | site if extra == DOCS else locked
         for line in lines:
             requirement = Requirement(line)
             assert requirement.specifier.contains(locked[requirement.name.lower()]), line

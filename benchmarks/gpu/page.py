@@ -1,4 +1,4 @@
-"""The measurement of one GPU as a page, docs/gpu.md."""
+"""The measurement of one GPU as a page, docs/reference/gpu.md."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`make gpu`: measures one GPU part by part, each in a process of its own, and writes docs/gpu.md.
+"""`make gpu`: measures one GPU part by part, each in a process of its own, and writes docs/reference/gpu.md.
 
 What was measured is kept in results/latest.json, written at least every ten seconds. A run that was
 cut short continues with the rows that are left; with another device, commit or library it begins

@@ -1,7 +1,7 @@
 """`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): less communication,
 measured. Parts: measured, transient, link; without a name all.
 
-Writes the tables between the marks of docs/less-communication.md, and pictures beside it, each
+Writes the tables between the marks of docs/explanation/less-communication.md, and pictures; each
 part as it is over. On 2 cores all take some twenty minutes, most of them for the trainings with
 more ranks than cores.
 """
@@ -21,7 +21,7 @@ from benchmarks.less import theory, transient
 from benchmarks.less.cases import ALL, CHOCO, COMPRESSED, GOSSIP, LOCAL, PLAIN, PSGD, MethodCase
 from ptdmpi.base.disk import write_whole
 
-PAGE, PICTURES = ROOT / "docs/less-communication.md", ROOT / "docs/pictures"
+PAGE, PICTURES = ROOT / "docs/explanation/less-communication.md", ROOT / "docs/pictures"
 DATA = ROOT / "runs/less-data"
 STEPS = 96
 SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
@@ -248,10 +248,10 @@ def measured() -> None:
         print(f"{len(cases)} trainings on {ranks} ranks", flush=True)
         found[ranks] = trained(DATA, ranks, cases, STEPS)
     lines = [f"`make communicate-less`, on {machine()}.", "", *theory_lines(theory.Lengths())]
-    lines += ["![errors on the quadratic problem](pictures/less-quadratic.png)", ""]
+    lines += ["![errors on the quadratic problem](../pictures/less-quadratic.png)", ""]
     lines += trained_lines(found, STEPS)
     picture_trained(found[min(found)])
-    put("measured", [*lines, "![losses of a small GPT](pictures/less-gpt.png)", ""])
+    put("measured", [*lines, "![losses of a small GPT](../pictures/less-gpt.png)", ""])
 
 
 PARTS: Mapping[str, Callable[[], None]] = {

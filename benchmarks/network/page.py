@@ -1,4 +1,4 @@
-"""`python -m benchmarks.network.page`: the tables and pictures of docs/ptd-vs-zero3.md.
+"""`python -m benchmarks.network.page`: the tables and pictures of docs/explanation/ptd-vs-zero3.md.
 
 The simulated part is the planner's; the measured one is what `benchmarks.network.ptd_zero3` left.
 """
@@ -17,7 +17,7 @@ from benchmarks.planning.validate_plan import predicted
 from benchmarks.turns import spread
 from ptdmpi.base.disk import write_whole
 
-PAGE = ROOT / "docs/ptd-vs-zero3.md"
+PAGE = ROOT / "docs/explanation/ptd-vs-zero3.md"
 PICTURES = ROOT / "docs/pictures"
 RESULTS = Path(__file__).parent / "results/ptd_zero3.json"
 COLORS = {PTD_P: "#1f4e8c", ZERO_3: "#c8511b"}
@@ -66,7 +66,7 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
         f"V={case['vocab_size']}, fp32, on {here['cores']} cores ({here['cpu']}), "
         f"{case['rounds']} rounds, {results['measured'][:10]}:"
     )
-    yield from ("", "![tokens/s over the batch](pictures/ptd-vs-zero3.png)", "")
+    yield from ("", "![tokens/s over the batch](../pictures/ptd-vs-zero3.png)", "")
     yield "| ranks | link | batch | PTD-P tokens/s | ZeRO-3 tokens/s | PTD-P / ZeRO-3 |"
     yield "|---|---|---|---|---|---|"
     for run in results["runs"]:

@@ -1,4 +1,4 @@
-"""PTD-P beside ZeRO-3 across a slow link: measured here, and written into docs/ptd-vs-zero3.md.
+"""Measure PTD-P and ZeRO-3 across a slow link, and write docs/explanation/ptd-vs-zero3.md.
 
     python -m benchmarks.network.ptd_zero3
 

@@ -1,4 +1,4 @@
-"""`make figures`: the answers and pictures of docs/questions.md, by the commands that stand there.
+"""`make figures`: answers and pictures of docs/explanation/questions.md, by the page's commands.
 
 Arguments name some of the questions: `python -m benchmarks.planning.questions size days`.
 """
@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from benchmarks.launch import ROOT
 from ptdmpi.commands.ask import command
 
-PAGE = ROOT / "docs/questions.md"
+PAGE = ROOT / "docs/explanation/questions.md"
 # a command as an indented line, and the block of its answer behind it
 EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
 

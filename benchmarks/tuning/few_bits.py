@@ -3,7 +3,7 @@
 Of the demo's model (jobs/demo.toml, `make demo` has made its shards), or of any MODEL with the
 directory DATA of shards (`train` and `valid` in it): int8, int4, uint4 and nf4, rounded and by
 GPTQ, and then after a further training with and without rounded weights. Writes the tables between
-the marks of docs/quantization.md. What was trained or measured already is not done again: it stands
+the marks of docs/how-to/quantization.md. What was trained or measured is not done again: it stands
 in runs/few-bits.
 """
 
@@ -19,7 +19,7 @@ from benchmarks.launch import ROOT, answer
 from benchmarks.tuning import smol
 from ptdmpi.base.disk import write_whole
 
-PAGE = ROOT / "docs/quantization.md"
+PAGE = ROOT / "docs/how-to/quantization.md"
 WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate

@@ -1,7 +1,7 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
 A pretrained model is tuned from the same adapters, on the same data, by each of them.
-MODEL: see `smol`. Writes between the marks of docs/fine-tuning.md a table of the first and the last
+MODEL: see `smol`. Writes between the marks of docs/how-to/fine-tuning.md the first and the last
 loss and of the greatest relative difference to one rank's over all steps; and how far merged
 adapters' logits are from those beside the base. Float32, one thread a rank; of SmolLM2-135M some
 ten minutes on two cores.

@@ -1,8 +1,8 @@
 """`python -m benchmarks.tuning.lora_full MODEL [FOLDER]`: LoRA against full tuning.
 
-MODEL: see `smol`; the task is that of `one_line`, in bfloat16 on two data ranks. Writes what it
-finds between the marks of docs/fine-tuning.md and draws docs/pictures/lora-full.png. What was
-trained already stands in FOLDER and is not done again.
+MODEL: see `smol`; the task is that of `one_line`, in bfloat16 on two data ranks. Writes its results
+between the marks of docs/how-to/fine-tuning.md and draws docs/pictures/lora-full.png. It keeps
+trained runs in FOLDER, and does not repeat them.
 """
 
 import json
@@ -223,7 +223,7 @@ def main(source: Path, work: Path = smol.WORK) -> None:
     first = untuned(base)
     curves = {method: trained(base, method) for method in RATES}
     picture(base, curves, first)
-    lines = [*loss_lines(base, curves, first), f"![curves](pictures/{PICTURE.name})", ""]
+    lines = [*loss_lines(base, curves, first), f"![curves](../pictures/{PICTURE.name})", ""]
     lines += memory_lines(base)
     smol.put("lora", lines)
 

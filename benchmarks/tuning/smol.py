@@ -18,7 +18,7 @@ from benchmarks.launch import ROOT, answer
 from benchmarks.tuning import one_line
 from ptdmpi.base.disk import write_whole
 
-PAGE, WORK = ROOT / "docs/fine-tuning.md", ROOT / "runs/smol"
+PAGE, WORK = ROOT / "docs/how-to/fine-tuning.md", ROOT / "runs/smol"
 LORA = {"method": "lora", "rank": 8, "alpha": 16.0}
 Tree = dict[str, dict[str, Any]]
 

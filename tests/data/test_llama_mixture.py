@@ -1,4 +1,4 @@
-"""LLaMA's Table 1 as docs/data.md has it: its numbers fit together, and as a mixture they hold."""
+"""LLaMA's Table 1 in docs/how-to/data.md: its numbers fit together, and as a mixture they hold."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ from ptdmpi.config import resolve
 from ptdmpi.data.order import Part, SampleOrder
 from tests.parallel import ROOT
 
-DOCUMENT = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs/how-to/data.md").read_text(encoding="utf-8")
 RUN_TOKENS = 1.4e12
 SEQ_LENGTH = 2048
 SIZES = {"TB": 1e12, "GB": 1e9}

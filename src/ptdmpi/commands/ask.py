@@ -73,7 +73,7 @@ def _pricer(model: str, cluster: str, batch: int | None = None) -> Pricer:
 def command() -> None:
     """Answer what is asked before node-hours are spent, by the predictions of ptdmpi plan.
 
-    docs/questions.md has an example of each, with its picture.
+    docs/explanation/questions.md has an example of each, with its picture.
     """
 
 

@@ -28,7 +28,7 @@ TEMPLATE = """\
 # {title}
 # mpirun -n {ranks} ptdmpi train {file}            trains; the same command again goes on
 # mpirun -n {ranks} ptdmpi train {file} --dry-run  checks and shows everything first
-# docs/configuration.md has every key.
+# docs/reference/configuration.md has every key.
 
 [run]
 name = {name}{dir_hint}
@@ -65,7 +65,7 @@ keep = 2                  # the newest ones
 [log]
 every_steps = {log}
 {validate}
-# tensorboard = true      # docs/watching.md
+# tensorboard = true      # docs/how-to/watching.md
 """
 
 
@@ -195,7 +195,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, sampl
     warmup = f"warmup_steps = {max(1, steps // 20)}"
     optimizer = f"learning_rate = 3e-4      # the peak\n{warmup}"
     if preset and recipe(wish.model)["optimizer"]:
-        optimizer = "# as the preset's source states it (docs/models.md)"
+        optimizer = "# as the preset's source states it (docs/reference/models.md)"
     tenth, mode = max(1, steps // 10), config.recompute.mode
     drawn = steps * config.batch.global_size / samples
     valid = data.get("valid")

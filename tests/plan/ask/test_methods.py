@@ -95,7 +95,7 @@ def test_the_table_of_256_gpus():
     partial_s = axis(32, 0.40e-3, **ONE_PEER).method_s(RESNET50, group)
     assert textbook_s(slow) == pytest.approx(0.278, rel=0.05)
     assert partial_s == pytest.approx(0.150, rel=0.05)
-    # at the 25 Gb/s of other measurements of that group (docs/questions.md) it is 28 % too long
+    # at that group's other 25 Gb/s measurements (docs/explanation/questions.md) it is 28 % too long
     assert axis(25, 0.40e-3, **ONE_PEER).method_s(RESNET50, group) == pytest.approx(0.192, rel=0.01)
     # three quarters of the ring's are latency, which grows with n
     assert textbook_s(axis(32, method="ring")) < 0.075

@@ -170,7 +170,7 @@ def test_a_trillion_parameters_are_priced_in_seconds():
 
 
 def test_published_runs():
-    """What docs/planning.md says; the bars are what is reached, with a little room."""
+    """What docs/explanation/planning.md says; the bars are what is reached, with a little room."""
     reached = {row[0]: row[2] for row in error_table()[1:]}
     bars = {"Table 1": 2.1, "Table 2, PTD-P": 2, "Table 2, ZeRO-3": 12.5, "Figures 11 to 18": 6}
     for dataset, bar in bars.items():

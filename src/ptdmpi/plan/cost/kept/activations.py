@@ -3,7 +3,7 @@
 The tables list what the backward pass of one microbatch needs: as autograd keeps it for the code in
 `ptdmpi.model`, or, for programs whose attention writes its scores to memory, the layer of
 Korthikanti et al. 2022 (arXiv 2205.05198). Tensors that share their storage are one item.
-docs/memory.md explains where the two differ.
+docs/explanation/memory.md explains where the two differ.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,46 @@
+"""The hook of mkdocs.yml: fill in what is generated, and show pages of other folders.
+
+A page has `{{ name }}` on a line of its own where the part of that name belongs.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+# mkdocs imports this file by its path.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mkdocs.structure.files import File, Files
+
+from manual import architecture, commands, configuration, gallery, links, step, step_path
+
+PARTS = {
+    "commands": commands.page,
+    "configuration": configuration.page,
+    "gallery": gallery.page,
+    "step path": step_path.page,
+}
+PICTURES = {
+    "pictures/architecture.svg": architecture.drawing,
+    "pictures/step.svg": step.drawing,
+}
+MARK = re.compile(r"^\{\{ ([a-z ]+) \}\}$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pictures that code draws, and the pages that are not in docs/."""
+    for place, draw in PICTURES.items():
+        files.append(File.generated(config, place, content=draw()))
+    for page, place in links.OUTSIDE.items():
+        text = (links.ROOT / page).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=links.for_site(text, page)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return the page with its generated parts, and with links that work on the site."""
+    place = page.file.src_uri
+    if place not in links.OUTSIDE.values():
+        markdown = links.for_site(markdown, f"docs/{place}")
+    return MARK.sub(lambda match: PARTS[match[1]](), markdown)

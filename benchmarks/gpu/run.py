@@ -1,4 +1,6 @@
-"""`make gpu`: measures one GPU part by part, each in a process of its own, and writes docs/reference/gpu.md.
+"""`make gpu`: measure one GPU part by part, and write docs/reference/gpu.md.
+
+Each part runs in a process of its own.
 
 What was measured is kept in results/latest.json, written at least every ten seconds. A run that was
 cut short continues with the rows that are left; with another device, commit or library it begins
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs/reference/gpu.md"
 TABLE = ROOT / "src/ptdmpi/presets/kernels.toml"
 LIMIT_S = 540.0
 LEAST_S = 15.0  # a part is not started with less time than this

@@ -1,7 +1,12 @@
 """Installation. Ranges stand here; requirements.lock has the exact versions that are tested."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
+INIT = Path(__file__).resolve().parent / "src" / "ptdmpi" / "__init__.py"
+VERSION = re.findall(r'^__version__ = "(.*)"$', INIT.read_text(), re.MULTILINE)[0]
 DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
 # More kinds of input for `ptdmpi-data`; not in requirements.lock, and not in `make setup`.
 CORPUS = [
@@ -25,7 +30,7 @@ TEST = [
 
 setup(
     name="ptdmpi",
-    version="0.3.0",
+    version=VERSION,
     description="Trains large language models over MPI: tensor, pipeline and data parallelism",
     license="MIT",
     python_requires=">=3.11",

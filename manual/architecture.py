@@ -9,7 +9,8 @@ from manual.svg import BLUE, GREY, PALE, Drawing, Style
 ROOT = Path(__file__).resolve().parent.parent
 HOUSE = ROOT / "docs" / "explanation" / "house.md"
 CONTRACT = "folders are layers"
-WIDTH, BAND, GAP, NAMES, MARGIN = 980.0, 40.0, 6.0, 330.0, 16.0
+WIDTH, MARGIN, GAP = 980.0, 16.0, 6.0
+BAND, LINE, NAMES = 40.0, 18.0, 330.0
 
 
 def layers() -> list[list[str]]:
@@ -23,34 +24,35 @@ def layers() -> list[list[str]]:
 def purposes() -> dict[str, str]:
     """Return folder of `src/ptdmpi` -> its line in the table of docs/explanation/house.md."""
     rows = re.findall(r"^\| `src/ptdmpi/([\w/.]+?)/?` \| (.*) \|$", HOUSE.read_text("utf-8"), re.M)
-    return {name.removesuffix(".py"): purpose for name, purpose in rows}
+    return {name.removesuffix(".py"): purpose.replace("`", "") for name, purpose in rows}
 
 
 def drawing() -> str:
     """Return the picture as SVG."""
     bands = layers()
     lines = purposes()
-    height = 2 * MARGIN + 28 + len(bands) * (BAND + GAP)
-    picture = Drawing(WIDTH, height)
+    heights = [max(BAND, LINE * len(folders) + 12) for folders in bands]
+    picture = Drawing(WIDTH, 2 * MARGIN + 28 + sum(heights) + GAP * len(bands))
     heading = "A module imports only from bands below its own, or from its own folder."
     picture.text(MARGIN, MARGIN + 14, heading, Style(size=14, weight="bold"))
+    source = Style(size=11, color=GREY, anchor="end")
+    picture.text(WIDTH - MARGIN, MARGIN + 14, "drawn from pyproject.toml", source)
     y = MARGIN + 28
-    for folders in bands:
-        picture.box((MARGIN, y, WIDTH - 2 * MARGIN, BAND), PALE)
-        width = (NAMES - GAP) / len(folders) - GAP
-        for number, folder in enumerate(folders):
-            x = MARGIN + GAP + number * (width + GAP)
-            picture.box((x, y + 6, width, BAND - 12), BLUE)
-            middle = Style(size=13, color="#ffffff", weight="bold", anchor="middle")
-            picture.text(x + width / 2, y + BAND / 2 + 5, folder, middle)
-        purpose = "; ".join(lines[folder].split(":")[0].rstrip(".") for folder in folders)
-        small = Style(size=12 if len(purpose) < 95 else 10.5)
-        picture.text(MARGIN + NAMES + 12, y + BAND / 2 + 4, purpose, small)
-        y += BAND + GAP
-    picture.text(
-        WIDTH - MARGIN,
-        MARGIN + 14,
-        "drawn from pyproject.toml",
-        Style(size=11, color=GREY, anchor="end"),
-    )
+    for folders, height in zip(bands, heights, strict=True):
+        _band(picture, y, height, {folder: lines[folder] for folder in folders})
+        y += height + GAP
     return picture.svg()
+
+
+def _band(picture: Drawing, y: float, height: float, folders: dict[str, str]) -> None:
+    """Draw one layer: a box for each of its folders, and what each is for."""
+    picture.box((MARGIN, y, WIDTH - 2 * MARGIN, height), PALE)
+    width = (NAMES - GAP) / len(folders) - GAP
+    first_line = y + height / 2 - LINE * (len(folders) - 1) / 2 + 4
+    for number, (folder, purpose) in enumerate(folders.items()):
+        x = MARGIN + GAP + number * (width + GAP)
+        picture.box((x, y + 6, width, height - 12), BLUE)
+        name = Style(size=13, color="#ffffff", weight="bold", anchor="middle")
+        picture.text(x + width / 2, y + height / 2 + 5, folder, name)
+        words = f"{folder}: {purpose}" if len(folders) > 1 else purpose
+        picture.text(MARGIN + NAMES + 12, first_line + LINE * number, words, Style(size=12))

@@ -12,6 +12,8 @@ from ptdmpi.cli import group as trainer_group
 PROGRAMS: dict[str, click.Group] = {"ptdmpi": trainer_group, "ptdmpi-data": data_group}
 # Parameters that every command has; the page explains them once.
 EVERYWHERE = ("help", "version", "quiet")
+# How a paragraph of help begins that is a command to type.
+EXAMPLE = re.compile(r"(mpirun|srun|ptdmpi(-data)?|eval) .*[^.,;:]$", re.DOTALL)
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -40,8 +42,7 @@ def _section(name: str, command: click.Command) -> str:
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     parts = [f"## {name}\n", f"    {name} {usage}\n"]
-    text = inspect.cleandoc(command.help or "").replace("\b\n", "\n")
-    parts.append(_paragraphs(text))
+    parts.append(_paragraphs(inspect.cleandoc(command.help or "")))
     rows = list(_rows(command, context))
     if rows:
         parts.append("| option | type | default | meaning |\n|---|---|---|---|")
@@ -52,8 +53,15 @@ def _section(name: str, command: click.Command) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    """Return help text as Markdown: indented blocks stay code, the rest is prose."""
-    return re.sub(r"([<>*_\[\]])", r"\\\1", text).replace("\f", "") + "\n"
+    """Return help text as Markdown: an example becomes a block of code, the rest stays prose."""
+    paragraphs = [part.replace("\b\n", "").strip() for part in re.split(r"\n\s*\n", text)]
+    return "\n\n".join(map(_paragraph, paragraphs)) + "\n"
+
+
+def _paragraph(text: str) -> str:
+    if EXAMPLE.match(text):
+        return "\n".join(f"    {line}" for line in text.splitlines())
+    return re.sub(r"([<>*_\[\]])", r"\\\1", text)
 
 
 def _rows(command: click.Command, context: click.Context) -> Iterator[str]:

@@ -56,3 +56,8 @@ def test_a_job_on_slurm(tmp_path):
 def test_coming_from_another_trainer(tmp_path):
     _page.run("coming-from.md", tmp_path)
     assert (tmp_path / "runs/theirs/done").exists()
+
+
+def test_the_example_in_python(tmp_path):
+    for block in _page.blocks("../reference/python.md"):
+        assert float(_page.run_block(block, tmp_path, _page.prepare(tmp_path))) > 0

@@ -1,0 +1,88 @@
+"""Types of options, and options that several commands have."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ptdmpi.config import InputError
+from ptdmpi.config.section import MOST_BATCH
+
+PATH = click.Path(path_type=Path)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+EMA = click.option("--ema", is_flag=True, help="Take the weights' average (optimizer.ema_decay).")
+
+_OF_A_TRAINED_MODEL = (
+    click.option("--adapter", type=PATH, help="Adapters over RUN: their run or checkpoint."),
+    click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
+    click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"])),
+    EMA,
+    click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
+)
+
+
+def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of every command that loads a trained model and runs it."""
+    for option in reversed(_OF_A_TRAINED_MODEL):
+        function = option(function)
+    return function
+
+
+class Number(click.types.FloatParamType):
+    """A finite number above 0, or with `least` a whole number from `least` to `most`.
+
+    Raises InputError, one line, for anything else. `most` 0 sets no limit.
+    """
+
+    name = "number"
+
+    def __init__(self, least: int | None = None, most: int = 0) -> None:
+        self.least = least
+        self.most = most
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        try:
+            number = float(value) if self.least is None else int(value)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number) and self._within(number):
+            return number
+        legal = "a finite number above 0"
+        if self.least is not None:
+            legal = f"a whole number, {self.least} to {self.most:,}"
+        raise InputError(f"{param.opts[0]} {value}: must be {legal}")
+
+    def _within(self, number: float) -> bool:
+        if self.most and number > self.most:
+            return False
+        if self.least is None:
+            return number > 0
+        return number >= self.least
+
+
+class NumberList(click.ParamType[list[int]]):
+    """Whole numbers from 1, separated by commas; sorted, each once."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        parts = str(value).split(",")
+        if not all(part.isdigit() and 1 <= int(part) <= MOST_BATCH for part in parts):
+            raise InputError(f"{param.opts[0]} {value}: must be numbers from 1, such as 256,512")
+        return sorted({int(part) for part in parts})
+
+
+class ShardGroup(click.ParamType[int | str]):
+    """The size of a group of data ranks that share state: "all", "node" or a number."""
+
+    name = "group"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        if value in ("all", "node"):
+            return str(value)
+        if not str(value).isdigit() or int(value) < 1:
+            raise InputError(f'--shard-group {value}: must be "all", "node" or a number from 1')
+        return int(value)

@@ -1,0 +1,306 @@
+"""Which layout: the fastest of a model on a cluster, or the price of one, with explanations."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ptdmpi.base.words import counted
+from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.errors import InputError
+from ptdmpi.config.layout import Layout, complete, parse
+from ptdmpi.config.legality import CodesName
+from ptdmpi.config.model import QuantizeConfig
+from ptdmpi.plan.ask.defaults import published_batch, usual_precision
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model, preset_and_keys
+from ptdmpi.plan.search.advice import difference, heuristic, improvements, microbatch_model
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import Space, contradiction, of_a_node
+from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.show import draw, draw_memory, table
+from ptdmpi.plan.show.trace import chrome_trace
+from ptdmpi.terminal.say import note
+
+MOST_DRAWN = 10_000  # microbatches of a step
+BASE_BLOCK = 64  # elements of a frozen matrix that share a scale
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """The question of `ptdmpi plan`; its fields are the command's options.
+
+    `layout` is priced instead of searching; `why` is a layout that is compared with the best one.
+    `tokens`: of the whole training, for its days and rank-hours. `lora`: rank of adapters over a
+    frozen model, whose matrices have the codes `base_bits` in blocks of `base_block` elements. The
+    settings of a layout that are None are left to the search; of a given layout, they have
+    `Layout`'s defaults, but the faster of both for `sequence_parallel` and `scatter_gather`.
+    """
+
+    model: str
+    cluster: str
+    ranks: int | None = None
+    batch: int | None = None
+    layout: str | None = None
+    why: str | None = None
+    precision: str | None = None
+    lora: int | None = None
+    base_bits: CodesName | None = None
+    base_block: int | None = None
+    tokens: float | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    recompute_layers: int | None = None
+    sequence_parallel: bool | None = None
+    scatter_gather: bool | None = None
+    first_layers: int | None = None
+    uneven: bool = False
+    zero: int | None = None
+    shard_group: int | Literal["all", "node"] | None = None
+    offload: str | None = None
+    partition_activations: bool = False
+    dp_overlap: bool = False
+
+    def space(self, ranks: int) -> Space:
+        """Return the layouts of `ranks` ranks that this request lets the search choose from."""
+        return Space(
+            ranks,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            recompute_layers=self.recompute_layers,
+            sequence_parallel=self.sequence_parallel,
+            scatter_gather=self.scatter_gather,
+            first_layers=self.first_layers,
+            uneven=self.uneven,
+            zero=Space.zero if self.zero is None else (self.zero,),
+            shard_group=self.shard_group,
+            offload=self.offload,
+            dp_overlap=self.dp_overlap,
+            partition_activations=self.partition_activations,
+        )
+
+    def check(self) -> None:
+        """Raise InputError if options of the search contradict each other."""
+        if self.recompute_layers and self.recompute != "full":
+            raise InputError("--recompute-layers belongs to --recompute full")
+        if self.uneven and (self.layout or self.first_layers):
+            raise InputError(
+                "--uneven searches; a --layout and --first-layers say which: leave one of them out"
+            )
+
+    def adapted(self, model: Model) -> Model:
+        """Return `model` as it is trained: whole, or frozen under adapters.
+
+        Raise InputError if options of adapters contradict each other.
+        """
+        if self.base_bits is not None and self.lora is None:
+            raise InputError("--base-bits belongs to --lora")
+        if self.base_block is not None and (self.base_bits is None or self.base_block % 2):
+            raise InputError(f"--base-block {self.base_block} belongs to --base-bits, and is even")
+        if self.lora is None:
+            return model
+        quantize = None
+        if self.base_bits is not None:
+            block = self.base_block or BASE_BLOCK
+            quantize = QuantizeConfig(weights=self.base_bits, block=block)
+        adapt = AdaptConfig(method="lora", rank=self.lora)
+        return replace(model, config=model.config.adapted(adapt, quantize))
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """The answer to a `LayoutRequest`: its best layout, the pricer, and the numbers of --json."""
+
+    pricer: Pricer
+    layout: Layout
+    numbers: dict[str, Any]
+
+    def draw(self, step: str | None, memory: str | None, trace: str | None) -> None:
+        """Write pictures of the layout's step and memory, and a trace, where a path is given.
+
+        Raise InputError if the step has too many microbatches to be drawn.
+        """
+        if step is None and memory is None and trace is None:
+            return
+        self._require_short_step()
+        if memory is not None:
+            draw_memory.draw(self.pricer, self.layout, memory)
+        if step is None and trace is None:
+            return
+        names = f"{self.pricer.model.name} on {self.pricer.cluster.name}"
+        title = f"{names}: {self.layout}, {self.layout.schedule}"
+        timeline = self.pricer.timeline(self.layout, title)
+        if step is not None:
+            draw.figure([timeline], step)
+        if trace is not None:
+            chrome_trace(timeline, trace)
+
+    def _require_short_step(self) -> None:
+        """Raise InputError if a step has too many microbatches to be drawn."""
+        layout = self.layout
+        microbatches = layout.microbatches(self.pricer.batch)
+        if microbatches > MOST_DRAWN:
+            raise InputError(
+                f"layout {layout}: a step of {microbatches} microbatches is too long to be drawn; "
+                f"give a --batch of at most {MOST_DRAWN * layout.data * layout.micro_size}"
+            )
+
+
+def answer(request: LayoutRequest) -> LayoutPlan:
+    """Return the best layouts for a request, or the price of the one that it names.
+
+    Raise InputError for unknown names, illegal sizes, options that contradict each other, and where
+    no layout fits.
+    """
+    pricer = _pricer(request)
+    asked = request.layout or request.why
+    given = _given_layout(pricer, asked, request) if asked else None
+    request.check()
+    ranks = request.ranks if given is None else given.ranks
+    if ranks is None:
+        raise InputError("give --ranks, or a --layout with d")
+    space = request.space(ranks)
+    where = f"{pricer.model.name} on {counted(ranks, 'rank')} of {pricer.cluster.name}"
+    if request.layout and given is not None:
+        note(f"ptdmpi plan: pricing {given} of {where}, batch {pricer.batch}")
+        prices = [pricer.price(given)]
+    else:
+        if mistakes := contradiction(space):
+            raise InputError(mistakes)
+        note(f"ptdmpi plan: searching layouts of {where}, batch {pricer.batch}")
+        prices = search(pricer, space)
+    best = prices[0]
+    numbers: dict[str, Any] = {
+        "model": pricer.model.name,
+        "parameters": parameter_count(pricer.model.config, pricer.model.vocab_size),
+        "cluster": pricer.cluster.name,
+        "ranks": ranks,
+        "batch": pricer.batch,
+        "seq_length": pricer.model.config.seq_length,
+        "precision": pricer.machine.dtype,
+        "layouts": [table.numbers(price, pricer, request.tokens) for price in prices],
+    }
+    if request.why and given is not None:
+        numbers["why"] = _comparison(pricer, given, best)
+    elif not request.layout:
+        numbers |= _rules_of_thumb(pricer, space, best)
+    numbers["train"] = _training_sections(pricer, best.layout)
+    return LayoutPlan(pricer, best.layout, numbers)
+
+
+def _pricer(request: LayoutRequest) -> Pricer:
+    cluster = load_cluster(request.cluster)
+    model = request.adapted(load_model(request.model))
+    batch = request.batch or published_batch(request.model)
+    return Pricer(cluster, model, batch, request.precision or usual_precision(cluster))
+
+
+def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
+    """Return the layout `text` with the settings of the request. Raise InputError if it is illegal.
+
+    Sequence parallelism and scatter/gather that the request leaves open are those of the fastest
+    that fits.
+    """
+    layout = complete(
+        parse(text),
+        request.ranks,
+        schedule=request.schedule,
+        recompute=request.recompute,
+        recompute_layers=request.recompute_layers,
+        sequence_parallel=request.sequence_parallel,
+        scatter_gather=request.scatter_gather,
+        first_layers=request.first_layers,
+        zero=request.zero,
+        offload=request.offload,
+        partition_activations=request.partition_activations,
+        dp_overlap=request.dp_overlap,
+    )
+    layout = _in_shard_groups(pricer, layout, request.shard_group)
+    mistakes = list(layout.mistakes(pricer.model.config, pricer.batch))
+    if mistakes:
+        raise InputError(f"layout {layout}: {'; '.join(mistakes)}")
+    candidates = [layout]
+    if layout.tensor > 1 and request.sequence_parallel is None:
+        switched = not layout.sequence_parallel
+        candidates += [replace(other, sequence_parallel=switched) for other in candidates]
+    if layout.tensor > 1 and request.scatter_gather is None:
+        switched = not layout.scatter_gather
+        candidates += [replace(other, scatter_gather=switched) for other in candidates]
+    prices = [
+        pricer.price(candidate)
+        for candidate in candidates
+        if candidate.is_legal(pricer.model.config, pricer.batch)
+    ]
+    return min(prices, key=lambda price: (not price.fits, price.step_time_s)).layout
+
+
+def _in_shard_groups(
+    pricer: Pricer, layout: Layout, group: int | Literal["all", "node"] | None
+) -> Layout:
+    """Return the layout with shard groups of `group` data ranks; a group of all is written None."""
+    if group is None:
+        return layout
+    if isinstance(group, int):
+        size = group
+    elif group == "node":
+        size = of_a_node(pricer, layout)
+    else:
+        size = layout.data
+    return replace(layout, shard_group=None if size == layout.data else size)
+
+
+def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
+    """Return the numbers of `layout`, the part of a step that differs most from the best layout's,
+    and the fewest changes at once that make it faster."""
+    price = pricer.price(layout)
+    parts = asdict(price.parts)
+    best_parts = asdict(best.parts)
+    differences = {part: parts[part] - best_parts[part] for part in parts}
+    largest = max(differences, key=lambda part: abs(differences[part]))
+    at_once, improved = improvements(price, pricer)
+    changes = [
+        {"change": difference(layout, other.layout), **table.numbers(other, pricer, None)}
+        for other in improved
+    ]
+    return {
+        "layout": table.numbers(price, pricer, None),
+        "slower_than_best": price.step_time_s / best.step_time_s - 1,
+        "largest_difference": {"part": largest, "seconds": differences[largest]},
+        "changes_at_once": at_once,
+        "changes": changes,
+    }
+
+
+def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
+    """Return the layout by the rules of Narayanan et al. 2021 and the microbatch by their model."""
+    ruled = heuristic(pricer, space)
+    times = microbatch_model(pricer, best.layout)
+    return {
+        "heuristic": None if ruled is None else table.numbers(ruled, pricer, None),
+        "microbatch_model": {
+            "b": min(times, key=lambda size: times[size]),
+            "simulated_b": best.layout.micro_size,
+            "seconds": times,
+        },
+    }
+
+
+def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
+    """Return the sections of a configuration that trains in this layout.
+
+    Return None if `ptdmpi train` cannot.
+    """
+    if layout.dp_overlap:
+        return None
+    preset, keys = preset_and_keys(pricer.model.name)
+    keys.pop("vocab_size", None)  # a run has the vocabulary of its data
+    sections: dict[str, dict[str, Any]] = {}
+    if preset is not None:
+        sections["model"] = {"preset": preset, **keys}
+    adapt = pricer.model.config.adapt
+    if adapt.adapts:
+        sections["adapt"] = {"method": adapt.method, "rank": adapt.rank}
+    quantize = pricer.model.config.quantize
+    if quantize.weights != "none":
+        sections["quantize"] = quantize.model_dump()
+    sections |= {"precision": {"compute": pricer.machine.dtype}, **layout.sections()}
+    sections["batch"] = {"global_size": pricer.batch, **sections["batch"]}
+    return sections

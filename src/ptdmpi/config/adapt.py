@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptdmpi.base.words import counted
-from ptdmpi.config.section import Fraction, NonNegative, PathText, Positive, Section
+from ptdmpi.config.section import (
+    Bound,
+    Fraction,
+    NonNegative,
+    PathText,
+    Positive,
+    Reported,
+    Section,
+)
 
 if TYPE_CHECKING:  # which has a section of this kind
     from ptdmpi.config.model import ModelConfig
@@ -45,18 +53,18 @@ class AdaptConfig(Section):
     "full": nothing is frozen, and all of `base` trains. `resolve` makes of that what it means,
     `checkpoint.initial`, so nobody else meets it."""
 
-    method: AdaptMethod = "none"
-    rank: Positive = 8
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Fraction = 0.0
-    targets: (
+    method: Bound[AdaptMethod] = "none"
+    rank: Bound[Positive] = 8
+    alpha: Bound[Annotated[float, Field(gt=0)]] = 16.0
+    dropout: Reported[Fraction] = 0.0
+    targets: Bound[
         Literal["all"]
         | Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, strict=False)
         ]
-    ) = "all"
-    first_layer: NonNegative = 0
-    base: PathText = ""
+    ] = "all"
+    first_layer: Bound[NonNegative] = 0
+    base: Reported[PathText] = ""
 
     @property
     def adapts(self) -> bool:

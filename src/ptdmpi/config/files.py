@@ -94,7 +94,7 @@ def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[
     for name in tree:
         if name not in Config.model_fields:
             mistakes.append(f"[{name}] is no section{_did_you_mean(name, Config.model_fields)}")
-    for name, kind in _kinds_of_sections():
+    for name, kind in Config.sections().items():
         try:
             sections[name] = kind.model_validate(tree.get(name, {}))
         except ValidationError as error:
@@ -106,13 +106,6 @@ def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[
                 known = {key: value for key, value in rest.items() if key not in keys}
                 sections[name] = kind.model_validate(known)
     return sections, mistakes, wrong
-
-
-def _kinds_of_sections() -> Iterator[tuple[str, type[Section]]]:
-    for name, field in Config.model_fields.items():
-        kind = field.annotation
-        assert isinstance(kind, type) and issubclass(kind, Section), name
-        yield name, kind
 
 
 def synthetic_config(

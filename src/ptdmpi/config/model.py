@@ -8,7 +8,15 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.legality import CodesName
-from ptdmpi.config.section import MOST, Fraction, NonNegative, Positive, Section
+from ptdmpi.config.section import (
+    MOST,
+    Bound,
+    Fraction,
+    NonNegative,
+    Positive,
+    Reported,
+    Section,
+)
 
 # What each kind of model means; a key given explicitly wins over its kind.
 _DECODER = {
@@ -90,54 +98,54 @@ class QuantizeConfig(Section):
     """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
     a scale each: those that train are rounded on the way, those that do not are held so."""
 
-    weights: CodesName | Literal["none"] = "none"
-    block: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 64
+    weights: Reported[CodesName | Literal["none"]] = "none"
+    block: Reported[Annotated[int, Field(ge=2, le=2**20, multiple_of=2)]] = 64
 
 
 class ModelConfig(Section):
     """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
 
-    kind: Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"] = "gpt"
-    layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    hidden: Positive
-    heads: Positive
-    kv_heads: Positive
-    head_size: NonNegative
-    ffn_hidden: Positive
-    seq_length: Positive
-    vocab_size: NonNegative = 0
-    norm: Literal["layernorm", "rmsnorm"]
-    zero_centered_norm: bool = False
-    qk_norm: bool = False
-    activation: Literal["gelu", "gelu_exact", "swiglu", "geglu"]
-    positions: Literal["learned", "rope"]
-    bias: bool | Literal["attention", "qkv", "mlp"]
-    tie_embeddings: bool
-    scale_embedding: bool = False
-    attention: Literal["causal", "bidirectional"]
-    query_scalar: Cap = 0.0
-    attention_softcap: Cap = 0.0
-    logit_softcap: Cap = 0.0
-    sliding_window: NonNegative = 0
-    sliding_layers: (
+    kind: Bound[Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"]] = "gpt"
+    layers: Bound[Annotated[int, Field(ge=1, le=MOST_LAYERS)]]
+    hidden: Bound[Positive]
+    heads: Bound[Positive]
+    kv_heads: Bound[Positive]
+    head_size: Bound[NonNegative]
+    ffn_hidden: Bound[Positive]
+    seq_length: Bound[Positive]
+    vocab_size: Bound[NonNegative] = 0
+    norm: Bound[Literal["layernorm", "rmsnorm"]]
+    zero_centered_norm: Bound[bool] = False
+    qk_norm: Bound[bool] = False
+    activation: Bound[Literal["gelu", "gelu_exact", "swiglu", "geglu"]]
+    positions: Bound[Literal["learned", "rope"]]
+    bias: Bound[bool | Literal["attention", "qkv", "mlp"]]
+    tie_embeddings: Bound[bool]
+    scale_embedding: Bound[bool] = False
+    attention: Bound[Literal["causal", "bidirectional"]]
+    query_scalar: Bound[Cap] = 0.0
+    attention_softcap: Bound[Cap] = 0.0
+    logit_softcap: Bound[Cap] = 0.0
+    sliding_window: Bound[NonNegative] = 0
+    sliding_layers: Bound[
         Literal["all", "even"] | Annotated[tuple[NonNegative, ...], Field(strict=False)]
-    ) = "all"
-    block_norm: Literal["pre", "post", "sandwich"]
-    embedding_norm: bool
-    output_head: Literal["linear", "mlm", "classes"]
-    classes: NonNegative = 0
-    token_types: NonNegative
-    sentence_order: bool
-    norm_eps: Number
-    rope_theta: Number = 10000.0
-    rope_scaling: Literal["none", "llama3"] = "none"
-    rope_factor: Number = 8.0
-    rope_low_factor: Number = 1.0
-    rope_high_factor: Number = 4.0
-    rope_original_length: Positive = 8192
-    dropout: Fraction = 0.0
-    attention_dropout: Fraction = 0.0
-    init_std: Number = 0.02
+    ] = "all"
+    block_norm: Bound[Literal["pre", "post", "sandwich"]]
+    embedding_norm: Bound[bool]
+    output_head: Bound[Literal["linear", "mlm", "classes"]]
+    classes: Bound[NonNegative] = 0
+    token_types: Bound[NonNegative]
+    sentence_order: Bound[bool]
+    norm_eps: Bound[Number]
+    rope_theta: Bound[Number] = 10000.0
+    rope_scaling: Bound[Literal["none", "llama3"]] = "none"
+    rope_factor: Bound[Number] = 8.0
+    rope_low_factor: Bound[Number] = 1.0
+    rope_high_factor: Bound[Number] = 4.0
+    rope_original_length: Bound[Positive] = 8192
+    dropout: Reported[Fraction] = 0.0
+    attention_dropout: Reported[Fraction] = 0.0
+    init_std: Reported[Number] = 0.02
     # of [adapt]: whoever counts or builds the model asks it for its adapters, too
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # of [quantize]: in how few bits products take its matrices, and hold those that do not train

@@ -1,6 +1,7 @@
 """What all sections of a configuration are made of: the frozen table, and bounded numbers."""
 
-from typing import Annotated
+from enum import Enum
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -34,5 +35,47 @@ def _is_below(name: str) -> str:
 RunName = Annotated[str, AfterValidator(_is_below)]
 
 
-class Section(BaseModel):
+class OnResume(Enum):
+    """What a change of a key means for a run that resumes from a checkpoint."""
+
+    BOUND = "refused"
+    BOUND_ORDER = 'refused, unless data.change = "from here" allows it'
+    REPORTED = "reported in the log, in the records and in the report"
+    FREE = "not mentioned: the key changes no number of the training"
+
+
+Value = TypeVar("Value")
+# The annotation of a key says what its change on resume means: `steps: Reported[Positive]`.
+Bound = Annotated[Value, OnResume.BOUND]
+BoundOrder = Annotated[Value, OnResume.BOUND_ORDER]
+Reported = Annotated[Value, OnResume.REPORTED]
+Free = Annotated[Value, OnResume.FREE]
+
+
+class FrozenTable(BaseModel):
+    """A frozen table of a configuration: unknown keys and implicit conversions are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Section(FrozenTable):
+    """A table whose keys declare what a change on resume means. A class with a key that declares
+    nothing, or two things, raises TypeError where it is defined."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        for key in cls.model_fields:
+            cls.on_resume(key)
+
+    @classmethod
+    def on_resume(cls, key: str) -> OnResume:
+        """Return what a change of `key` means for a run that resumes."""
+        metadata = cls.model_fields[key].metadata
+        declared = [item for item in metadata if isinstance(item, OnResume)]
+        if len(declared) != 1:
+            raise TypeError(
+                f"{cls.__name__}.{key} declares {len(declared)} meanings of a change on resume; "
+                "annotate it with one of Bound, BoundOrder, Reported and Free"
+            )
+        return declared[0]

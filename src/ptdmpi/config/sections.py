@@ -14,12 +14,17 @@ from ptdmpi.config.model import MASK_FRACTION, ModelConfig, QuantizeConfig
 from ptdmpi.config.precision import PRECISIONS, PrecisionName
 from ptdmpi.config.section import (
     MOST_BATCH,
+    Bound,
+    BoundOrder,
     DirectoryName,
     FileName,
     Fraction,
+    Free,
+    FrozenTable,
     NonNegative,
     PathText,
     Positive,
+    Reported,
     RunName,
     Section,
 )
@@ -37,25 +42,25 @@ MUON_MOMENTUM = 0.95
 class RunConfig(Section):
     """Which run this is, how long it goes, and the seed of all its randomness."""
 
-    name: RunName = "run"
-    dir: PathText = ""
-    seed: Annotated[int, Field(ge=0)] = 1234
-    steps: Positive
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    reproducible: bool = False
-    compile: bool = False
-    kernels: Literal["kept", "anew"] = "kept"
-    max_minutes: Annotated[float, Field(ge=0)] = 0.0
-    stall_s: Annotated[float, Field(ge=0)] = 600.0
-    max_skips: NonNegative = 3
-    stop_after_worse: NonNegative = 0
-    on_failure: Literal["abort", "shrink"] = "abort"
-    spare_ranks: NonNegative = 0
-    cluster: PathText = ""
-    profile_steps: Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")] = ""
-    profile_ranks: (
+    name: Free[RunName] = "run"
+    dir: Free[PathText] = ""
+    seed: BoundOrder[Annotated[int, Field(ge=0)]] = 1234
+    steps: Reported[Positive]
+    threads: Reported[Annotated[int, Field(ge=1, le=1024)]] = 1
+    reproducible: Reported[bool] = False
+    compile: Reported[bool] = False
+    kernels: Free[Literal["kept", "anew"]] = "kept"
+    max_minutes: Free[Annotated[float, Field(ge=0)]] = 0.0
+    stall_s: Free[Annotated[float, Field(ge=0)]] = 600.0
+    max_skips: Free[NonNegative] = 3
+    stop_after_worse: Free[NonNegative] = 0
+    on_failure: Free[Literal["abort", "shrink"]] = "abort"
+    spare_ranks: Free[NonNegative] = 0
+    cluster: Free[PathText] = ""
+    profile_steps: Free[Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")]] = ""
+    profile_ranks: Free[
         Annotated[tuple[NonNegative, ...], Field(min_length=1, strict=False)] | Literal["all"]
-    ) = (0,)
+    ] = (0,)
 
     @property
     def profiled(self) -> range:
@@ -75,17 +80,17 @@ class ParallelConfig(Section):
     """Sizes of the tensor, pipeline and data axes, how the pipeline is run, and which state the
     data ranks share out among `shard_group` of them (`zero`) or keep off the device (`offload`)."""
 
-    tensor: Positive = 1
-    pipeline: Positive = 1
-    virtual: Positive = 1
-    data: Positive | Literal["auto"] = "auto"
-    schedule: ScheduleName = "1f1b"
-    first_layers: Positive | Literal["auto"] = "auto"
-    sequence_parallel: bool = False
-    scatter_gather: bool = True
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
-    shard_group: Positive | Literal["all", "node"] = "all"
-    offload: OffloadName = "none"
+    tensor: Reported[Positive] = 1
+    pipeline: Reported[Positive] = 1
+    virtual: Reported[Positive] = 1
+    data: Reported[Positive | Literal["auto"]] = "auto"
+    schedule: Reported[ScheduleName] = "1f1b"
+    first_layers: Reported[Positive | Literal["auto"]] = "auto"
+    sequence_parallel: Reported[bool] = False
+    scatter_gather: Reported[bool] = True
+    zero: Reported[Annotated[int, Field(ge=0, le=3)]] = 0
+    shard_group: Reported[Positive | Literal["all", "node"]] = "all"
+    offload: Reported[OffloadName] = "none"
 
     @model_validator(mode="before")
     @classmethod
@@ -100,24 +105,24 @@ class DataParallelConfig(Section):
     """What replicas tell each other, and when. Which keys a method uses, and what a run may ask for
     beside it, stands in `methods`."""
 
-    method: MethodName = "all_reduce"
-    topology: Annotated[str, Field(min_length=1)] = "ring"
-    average_every: NonNegative = 0
-    overlap: bool = False
-    local_steps: Positive = 1
-    average_moments: bool = False
-    outer_learning_rate: Annotated[float, Field(gt=0)] = 1.0
-    outer_momentum: Fraction = 0.0
-    compressor: CompressorName = "none"
-    ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
-    levels: Annotated[int, Field(ge=1, le=2**15 - 1)] = 127
-    block: Positive = 256
-    rank: Positive = 2
-    error_feedback: FeedbackName = "none"
-    rounds: Positive = 2
-    consensus_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
-    checkpoint: Literal["replicas", "average"] = "replicas"
-    consensus_every: NonNegative = 100
+    method: Reported[MethodName] = "all_reduce"
+    topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
+    average_every: Reported[NonNegative] = 0
+    overlap: Reported[bool] = False
+    local_steps: Reported[Positive] = 1
+    average_moments: Reported[bool] = False
+    outer_learning_rate: Reported[Annotated[float, Field(gt=0)]] = 1.0
+    outer_momentum: Reported[Fraction] = 0.0
+    compressor: Reported[CompressorName] = "none"
+    ratio: Reported[Annotated[float, Field(gt=0, le=1)]] = 0.01
+    levels: Reported[Annotated[int, Field(ge=1, le=2**15 - 1)]] = 127
+    block: Reported[Positive] = 256
+    rank: Reported[Positive] = 2
+    error_feedback: Reported[FeedbackName] = "none"
+    rounds: Reported[Positive] = 2
+    consensus_rate: Reported[Annotated[float, Field(gt=0, le=1)]] = 0.05
+    checkpoint: Reported[Literal["replicas", "average"]] = "replicas"
+    consensus_every: Reported[NonNegative] = 100
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -129,16 +134,16 @@ class DataParallelConfig(Section):
 class BatchConfig(Section):
     """Sequences per optimizer step over all ranks, and per microbatch."""
 
-    global_size: Annotated[int, Field(ge=1, le=MOST_BATCH)]
-    micro_size: Positive = 1
+    global_size: BoundOrder[Annotated[int, Field(ge=1, le=MOST_BATCH)]]
+    micro_size: Reported[Positive] = 1
 
 
 class PrecisionConfig(Section):
     """Type of weights and activations; masters and gradients are float32 (fp64: float64)."""
 
-    compute: PrecisionName = "fp32"
-    initial_loss_scale: Annotated[float, Field(ge=1)] = 65536.0
-    loss_scale_window: Positive = 1000
+    compute: Reported[PrecisionName] = "fp32"
+    initial_loss_scale: Reported[Annotated[float, Field(ge=1)]] = 65536.0
+    loss_scale_window: Reported[Positive] = 1000
 
     @property
     def scales_loss(self) -> bool:
@@ -150,18 +155,18 @@ class RecomputeConfig(Section):
     """Which activations are dropped after the forward pass and computed again for the backward, and
     whether those that full recomputation keeps are divided over the tensor axis."""
 
-    mode: RecomputeMode = "none"
-    layers: Positive | Literal["all"] = "all"
-    partition_activations: bool = False
+    mode: Reported[RecomputeMode] = "none"
+    layers: Reported[Positive | Literal["all"]] = "all"
+    partition_activations: Reported[bool] = False
 
 
 class RateGroup(Section):
     """Parameters whose learning rate and weight decay are other ones: `names` are globs of logical
     names (`layers.*.mlp.*`, `*.bias`), and both factors multiply what the optimizer says."""
 
-    names: Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]
-    learning_rate_factor: Annotated[float, Field(ge=0)] = 1.0
-    weight_decay_factor: Annotated[float, Field(ge=0)] = 1.0
+    names: Reported[Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]]
+    learning_rate_factor: Reported[Annotated[float, Field(ge=0)]] = 1.0
+    weight_decay_factor: Reported[Annotated[float, Field(ge=0)]] = 1.0
 
 
 class OptimizerConfig(Section):
@@ -171,22 +176,22 @@ class OptimizerConfig(Section):
     how long an orthogonal update is, by torch.optim.Muon's names. `ema_decay` above 0: the state
     has the weights' moving average, too."""
 
-    kind: Literal["adamw", "sgd", "lion", "muon"] = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: NonNegative = 0
-    decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    decay_steps: Positive | Annotated[float, Field(gt=0, lt=1)] = 0.1
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    momentum: Fraction = 0.0
-    nesterov: bool = False
-    muon_scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0
-    ema_decay: Fraction = 0.0
-    groups: Annotated[tuple[RateGroup, ...], Field(strict=False)] = ()
+    kind: Reported[Literal["adamw", "sgd", "lion", "muon"]] = "adamw"
+    learning_rate: Reported[Annotated[float, Field(gt=0)]] = 3e-4
+    min_learning_rate: Reported[Annotated[float, Field(ge=0)]] = 0.0
+    warmup_steps: Reported[NonNegative] = 0
+    decay: Reported[Literal["cosine", "linear", "constant", "wsd"]] = "cosine"
+    decay_steps: Reported[Positive | Annotated[float, Field(gt=0, lt=1)]] = 0.1
+    beta1: Reported[Fraction] = 0.9
+    beta2: Reported[Fraction] = 0.95
+    eps: Reported[Annotated[float, Field(gt=0)]] = 1e-8
+    momentum: Reported[Fraction] = 0.0
+    nesterov: Reported[bool] = False
+    muon_scale: Reported[Literal["match_rms_adamw", "original"]] = "match_rms_adamw"
+    weight_decay: Reported[Annotated[float, Field(ge=0)]] = 0.1
+    clip_norm: Reported[Annotated[float, Field(ge=0)]] = 1.0
+    ema_decay: Reported[Fraction] = 0.0
+    groups: Reported[Annotated[tuple[RateGroup, ...], Field(strict=False)]] = ()
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -231,9 +236,9 @@ class OptimizerConfig(Section):
 class TrainDataConfig(Section):
     """One dataset of the mixture: a directory of shards, its share, how often it may be seen."""
 
-    path: DirectoryName
-    weight: Decimal = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
-    epochs: Decimal | None = Field(default=None, gt=0, le=10**9, strict=False)
+    path: Free[DirectoryName]
+    weight: BoundOrder[Decimal] = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
+    epochs: Free[Decimal | None] = Field(default=None, gt=0, le=10**9, strict=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -245,20 +250,20 @@ class TrainDataConfig(Section):
 
 
 class DataConfig(Section):
-    train: Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]
-    valid: (
+    train: BoundOrder[Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]]
+    valid: Reported[
         DirectoryName
         | Annotated[tuple[DirectoryName, ...], Field(min_length=1, strict=False)]
         | None
-    ) = None
-    tokenizer_sha256: str | None = None
-    document_boundaries: bool = False
-    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = MASK_FRACTION
-    mask_ngram: Positive = 3
-    whole_words: bool = True
-    reader: Literal["mmap", "pread"] = "mmap"
-    change: Literal["refuse", "from here"] = "refuse"
-    split: Literal["shared", "by_rank"] = "shared"
+    ] = None
+    tokenizer_sha256: Free[str | None] = None
+    document_boundaries: Reported[bool] = False
+    mask_fraction: Reported[Annotated[float, Field(gt=0, lt=1)]] = MASK_FRACTION
+    mask_ngram: Reported[Positive] = 3
+    whole_words: Reported[bool] = True
+    reader: Free[Literal["mmap", "pread"]] = "mmap"
+    change: Free[Literal["refuse", "from here"]] = "refuse"
+    split: BoundOrder[Literal["shared", "by_rank"]] = "shared"
 
     @property
     def valid_paths(self) -> tuple[str, ...]:
@@ -273,10 +278,10 @@ class TaskConfig(Section):
     texts with one of `labels`, or of questions with `choices` candidates each, which are as many
     sequences. The model's head follows from it (`Config.with_head`)."""
 
-    kind: Literal["none", "classification", "choice"] = "none"
-    labels: Annotated[tuple[FileName, ...], Field(strict=False)] = ()
-    choices: NonNegative = 0
-    tokenizer: str = ""
+    kind: Bound[Literal["none", "classification", "choice"]] = "none"
+    labels: Bound[Annotated[tuple[FileName, ...], Field(strict=False)]] = ()
+    choices: Bound[NonNegative] = 0
+    tokenizer: Reported[str] = ""
 
     @property
     def sequences(self) -> int:
@@ -294,14 +299,14 @@ class CheckpointConfig(Section):
     never; `keep = 0` keeps every checkpoint, and `keep_every` those at its multiples besides the
     newest ones; `keep_best` (true: 1) those of so many lowest validation losses."""
 
-    every_steps: NonNegative = 0
-    every_minutes: Annotated[float, Field(ge=0)] = 15.0
-    keep: NonNegative = 2
-    keep_every: NonNegative = 0
-    keep_best: bool | NonNegative = 0
-    asynchronous: bool = False
-    resume: PathText = "auto"
-    initial: PathText | None = None
+    every_steps: Free[NonNegative] = 0
+    every_minutes: Free[Annotated[float, Field(ge=0)]] = 15.0
+    keep: Free[NonNegative] = 2
+    keep_every: Free[NonNegative] = 0
+    keep_best: Free[bool | NonNegative] = 0
+    asynchronous: Free[bool] = False
+    resume: Free[PathText] = "auto"
+    initial: Free[PathText | None] = None
 
 
 class LogConfig(Section):
@@ -309,16 +314,16 @@ class LogConfig(Section):
     do `tasks_every_steps = 0` and `tasks`, files of questions as `ptdmpi evaluate --tasks` has.
     `tensorboard` and `wandb` (true: offline) need the extras of these names."""
 
-    every_steps: Positive = 1
-    validate_every_steps: NonNegative = 0
-    validate_samples: Positive | Literal["all"] = "all"
-    bigram_baseline: bool = False
-    gradient_noise_every_steps: NonNegative = 0
-    tasks: Annotated[tuple[FileName, ...], Field(strict=False)] = ()
-    tasks_every_steps: NonNegative = 0
-    tensorboard: bool = False
-    wandb: bool | Literal["offline", "online"] = False
-    wandb_project: str = "ptdmpi"
+    every_steps: Free[Positive] = 1
+    validate_every_steps: Free[NonNegative] = 0
+    validate_samples: Free[Positive | Literal["all"]] = "all"
+    bigram_baseline: Free[bool] = False
+    gradient_noise_every_steps: Free[NonNegative] = 0
+    tasks: Free[Annotated[tuple[FileName, ...], Field(strict=False)]] = ()
+    tasks_every_steps: Free[NonNegative] = 0
+    tensorboard: Free[bool] = False
+    wandb: Free[bool | Literal["offline", "online"]] = False
+    wandb_project: Free[str] = "ptdmpi"
 
     @property
     def most_validated(self) -> int | None:
@@ -329,10 +334,10 @@ class LogConfig(Section):
 class CommConfig(Section):
     """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
 
-    wire: str = AUTO
+    wire: Reported[str] = AUTO
 
 
-class Config(Section):
+class Config(FrozenTable):
     """A whole run. `resolve` makes one for a given number of ranks."""
 
     run: RunConfig
@@ -350,6 +355,16 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     comm: CommConfig = CommConfig()
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        """Return the class of each section by its name, in the order of the file."""
+        kinds: dict[str, type[Section]] = {}
+        for name, field in cls.model_fields.items():
+            kind = field.annotation
+            assert isinstance(kind, type) and issubclass(kind, Section), name
+            kinds[name] = kind
+        return kinds
 
     @property
     def data_size(self) -> int:

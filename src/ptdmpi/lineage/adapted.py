@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
+from ptdmpi.config.section import OnResume
 
 # In a manifest: the table [adapt] of the run, and which checkpoint of whole weights is beneath.
 KEY = "adapt"
 # In that table: [task] of the run, where it had one.
 TASK = "task"
 NO_TASK = TaskConfig()
-# Of adapters, between one start of a run and the next.
-FREE = {"dropout", "base"}
+# Keys of [adapt] that may change between one start of a run and the next.
+FREE = {key for key in AdaptConfig.model_fields if AdaptConfig.on_resume(key) is not OnResume.BOUND}
 
 
 @dataclass(frozen=True)

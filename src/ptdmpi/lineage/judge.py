@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ptdmpi.config import Config, InputError, ModelConfig
+from ptdmpi.config.section import OnResume
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
 from ptdmpi.plan.layout.topology import file_sha256
 
-# of a model, between one start of a run and the next
-FREE_TO_CHANGE = {"dropout", "attention_dropout", "init_std"}
+# keys of [model] that may change between one start of a run and the next
+FREE_TO_CHANGE = {
+    key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
+}
 # without these the tensors of a checkpoint, whose shapes fit, are another function
 HEADS = ("heads", "kv_heads", "head_size")
 # beneath adapters besides: a name for other keys, what shapes say, and how long texts are
@@ -23,19 +26,9 @@ FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # what `Config.with_head` sets: a head for a task, which trains, stands in place of the base's own
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# What a run may change, and tells: sections, without the keys that change no number.
-_TOLD = {
-    "run": {"steps", "reproducible"},
-    "model": None,
-    "precision": None,
-    "optimizer": None,
-    "data": {"valid", "document_boundaries", "mask_fraction", "mask_ngram", "whole_words"},
-    "task": None,
-    "parallel": None,
-    "data_parallel": None,
-    "recompute": None,
-    "adapt": {"dropout", "base"},
-}
+# Keys whose values a checkpoint records. Those that fix the order of samples are judged by the
+# stretches of `TrainedOn` instead, which know the data by their content.
+RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
@@ -74,17 +67,19 @@ class Answer:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What may change between two starts and is told then: `section.key` -> value. Raises
-    InputError where a file that is named there is gone."""
-    found: dict[str, Any] = {}
-    for section, keys in _TOLD.items():
-        table = getattr(config, section).model_dump(mode="json")
-        found |= {f"{section}.{key}": v for key, v in table.items() if keys is None or key in keys}
-    found["batch.micro_size"] = config.batch.micro_size
+    """Return what a checkpoint records of the configuration: `section.key` -> value as JSON, of
+    every key that is bound or reported on resume. Raises InputError where a file that is named
+    there is gone."""
+    recorded: dict[str, Any] = {}
+    for name, section in Config.sections().items():
+        table = getattr(config, name).model_dump(mode="json")
+        for key, value in table.items():
+            if section.on_resume(key) in RECORDED:
+                recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
     if graph is not None:  # a file is edited under the name that it has
-        found["data_parallel.topology sha256"] = graph[:12]
-    return found
+        recorded["data_parallel.topology sha256"] = graph[:12]
+    return recorded
 
 
 def judge(
@@ -96,6 +91,7 @@ def judge(
     if kind == "resume":
         begin = ", or another run.dir with checkpoint.initial to begin from its weights"
         _require_same_model(before, config, _keys_without(FREE_TO_CHANGE), begin)
+        _require_same_settings(before, config)
     else:
         _require_same_model(before, config, HEADS)
     told = tuple(_told(before, config))
@@ -156,8 +152,24 @@ def _require_same_model(
             )
 
 
+def _require_same_settings(before: Before, config: Config) -> None:
+    """Raise InputError if a bound key outside [model] has another value than in the checkpoint. A
+    checkpoint of an older version may not have recorded the key: then nothing is known of it."""
+    now = settings(config)
+    for name, section in Config.sections().items():
+        for key in section.model_fields:
+            full = f"{name}.{key}"
+            bound = name != "model" and section.on_resume(key) is OnResume.BOUND
+            if bound and full in before.settings and before.settings[full] != now[full]:
+                raise InputError(
+                    f"checkpoint {before.path}: it was trained with {full} = "
+                    f"{before.settings[full]}, this run has {now[full]}; legal: the value of before"
+                )
+
+
 def _told(before: Before, config: Config) -> Iterator[str]:
-    """Settings with other values than before; of an older checkpoint, those of the model."""
+    """Yield the recorded settings that have changed, one text each; of a checkpoint of an older
+    version, those of the model."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key in old and old[key] != value:

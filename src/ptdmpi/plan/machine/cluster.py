@@ -19,14 +19,14 @@ from pydantic import Field, ValidationError, model_validator
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.precision import PrecisionName
 from ptdmpi.config.presets import DEFAULTS, model_presets
-from ptdmpi.config.section import Positive, Section
+from ptdmpi.config.section import FrozenTable, Positive
 from ptdmpi.plan.machine.amounts import Amount, Delay, NotNegative, PositiveNumber, Triple
 from ptdmpi.plan.machine.probed import KernelWays, Measured
 
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
 
 
-class Device(Section):
+class Device(FrozenTable):
     """One accelerator: dense peak in FLOP/s by type, memory, multiprocessors that share the peak.
 
     A multiprocessor moves `shared_bytes_per_clock` through its shared memory and takes so many
@@ -53,7 +53,7 @@ class Device(Section):
         raise InputError(f"{self.name} has no {dtype}; legal are {', '.join(self.peak_flops)}")
 
 
-class Node(Section):
+class Node(FrozenTable):
     """`devices` joined by links (one direction), and the adapters that they share outwards.
 
     `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most;
@@ -73,7 +73,7 @@ class Node(Section):
     power_w: PositiveNumber | None = None
 
 
-class Host(Section):
+class Host(FrozenTable):
     """What a node has beside its devices: memory that they share, a link between it and each device
     (one direction), a disk that they share. What is left out is not known, and nothing that needs
     it is priced."""
@@ -84,7 +84,7 @@ class Host(Section):
     disk_bytes_per_s: Amount | None = None
 
 
-class Software(Section):
+class Software(FrozenTable):
     """What the training program does on this cluster, where programs differ.
 
     `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
@@ -143,7 +143,7 @@ TRAINER = Software(
 )
 
 
-class Efficiency(Section):
+class Efficiency(FrozenTable):
     """What software reaches of the data sheet; each value is calibrated or probed.
 
     `gemm_fraction` of the peak in a product's inner loop, of that `attention_fraction` in those of
@@ -159,7 +159,7 @@ class Efficiency(Section):
     collective_s: Delay
 
 
-class Cluster(Section):
+class Cluster(FrozenTable):
     """All that a prediction needs to know of a machine; `kernels`: how a run computes there."""
 
     name: str
@@ -285,7 +285,7 @@ def model_of(name: str, keys: dict[str, Any]) -> Model:
     return Model(name, config, vocab_size)
 
 
-def _validated(section: type[Section], tree: dict[str, Any], where: str) -> Any:
+def _validated(section: type[FrozenTable], tree: dict[str, Any], where: str) -> Any:
     try:
         return section.model_validate(tree)
     except ValidationError as error:
@@ -293,7 +293,7 @@ def _validated(section: type[Section], tree: dict[str, Any], where: str) -> Any:
         raise InputError(f"{where}: {'; '.join(mistakes)}") from None
 
 
-def _explain(section: type[Section], mistake: Any) -> str:
+def _explain(section: type[FrozenTable], mistake: Any) -> str:
     """What is wrong at a key, and what would be legal."""
     *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
     name = ".".join([*path, key])

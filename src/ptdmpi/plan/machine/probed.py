@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ptdmpi.config.section import Positive, Section
+from ptdmpi.config.section import FrozenTable, Positive
 from ptdmpi.plan.machine.amounts import NotNegative, PositiveNumber
 
 
@@ -22,7 +22,7 @@ Pair = Annotated[tuple[PositiveNumber, PositiveNumber], Field(strict=False)]
 Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
 
 
-class Gemm(Section):
+class Gemm(FrozenTable):
     """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
     k[l]."""
 
@@ -40,7 +40,7 @@ class Gemm(Section):
         return self
 
 
-class Stream(Section):
+class Stream(FrozenTable):
     """Rate of a kernel that moves so many bytes, those read and those written."""
 
     moved_bytes: Ascending
@@ -53,7 +53,7 @@ class Stream(Section):
         return self
 
 
-class AttentionTimes(Section):
+class AttentionTimes(FrozenTable):
     """Seconds per score that is computed, at two sizes of a head."""
 
     head_sizes: Annotated[Pair, AfterValidator(_ascending)]
@@ -61,7 +61,7 @@ class AttentionTimes(Section):
     backward_s_per_score: Pair
 
 
-class Messages(Section):
+class Messages(FrozenTable):
     """Seconds of a collective over `ranks`, which stand on `nodes` (1, or each on its own), by the
     bytes of the whole tensor; "send": of one message, while one comes the other way."""
 
@@ -78,7 +78,7 @@ class Messages(Section):
         return self
 
 
-class Measured(Section):
+class Measured(FrozenTable):
     """What `ptdmpi probe` measured, which then counts in place of the data sheets.
 
     `asynchronous`: the host is ahead of the device, so that launches are hidden behind kernels. A
@@ -97,7 +97,7 @@ class Measured(Section):
     update_s_per_element: NotNegative
 
 
-class KernelWay(Section):
+class KernelWay(FrozenTable):
     """How a processor computes one kind of kernel of one type, as in presets/kernels.toml, whose
     entries come behind these. `capability`: of torch.cpu.get_capabilities(), "" is any; `cpu`: how
     the processor's name begins; `measured`: in words."""
@@ -146,7 +146,7 @@ class LinearWay(KernelWay):
     input_gradient: NotNegative | None = None
 
 
-class KernelWays(Section):
+class KernelWays(FrozenTable):
     """The first entry that fits a processor counts."""
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()

@@ -1,4 +1,4 @@
-"""`ptdmpi-data`: text files to token shards, tokenizers, and what is in a dataset."""
+"""`ptdmpi-data`: make token shards of text files, train tokenizers, inspect datasets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class _NamedPath(click.Path):
-    """A path that is not empty: `--output "$DIR"` with DIR unset would mean the directory here."""
+    """A path that is not empty: `--output "$DIR"` with an unset DIR would mean the current
+    directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if str(value) == "":
@@ -38,7 +39,7 @@ _TEXT_FIELD = click.option(
     help="Field of .jsonl lines, column of .parquet.",
 )
 _SUFFIX = click.option(
-    "--suffix", "suffixes", multiple=True, help="Read files that end so (.py) as .txt."
+    "--suffix", "suffixes", multiple=True, help="Also read files with this ending (.py) as .txt."
 )
 _ERRORS = click.option(
     "--errors",
@@ -56,9 +57,9 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every command that makes shards: the fields of OutputOptions, and --json."""
+    """Add to a command the options that make shards: the fields of OutputOptions, and --json."""
     options = (
-        click.option("--output", required=True, type=_PATH, help="For the shards."),
+        click.option("--output", required=True, type=_PATH, help="Directory for the shards."),
         click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
         click.option(
             "--valid-fraction",
@@ -71,10 +72,10 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.IntRange(1, 1 << 48),
             default=1 << 28,
             show_default=True,
-            help="A shard ends at the first document end from here.",
+            help="A shard ends at the first end of a document after this many tokens.",
         ),
         click.option(
-            "--force", is_flag=True, help="Remove what an earlier run made there, and begin anew."
+            "--force", is_flag=True, help="Remove what an earlier run made there, and start again."
         ),
         _JSON,
     )
@@ -86,7 +87,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _make_shards(
     open_corpus: Callable[[OutputOptions], Corpus], as_json: bool, **given: Any
 ) -> None:
-    """The rest of every command that makes shards; `given` are the fields of OutputOptions."""
+    """Make the shards of a corpus and print the table; `given` are the fields of OutputOptions."""
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.launch import launcher_ranks
 
@@ -94,10 +95,12 @@ def _make_shards(
     ranks = launcher_ranks()
     table = make_shards(lambda: open_corpus(output), output, ranks)
     if ranks.rank == 0:
-        click.echo(json.dumps(table) if as_json else _format_table(table))
+        _print_table(table, as_json)
 
 
 class _Program(CommandGroup):
+    """The commands of `ptdmpi-data`; `in_parallel` are those that several ranks may run."""
+
     in_parallel = frozenset({"tokenize", "import-megatron"})
 
 
@@ -105,10 +108,11 @@ class _Program(CommandGroup):
 def commands() -> None:
     """Prepare training data: files of text become HDF5 token shards.
 
-    INPUTs are .txt files (one document each), .jsonl files (one document a line), either with .gz,
-    .bz2, .xz or .zst, .parquet files (one document a row), or directories of them.
+    INPUTs are .txt files (one document each), .jsonl files (one document per line), .parquet files
+    (one document per row), or directories of them. The first two may be compressed: .gz, .bz2, .xz
+    or .zst.
 
-    Completion of commands and options by the Tab key, in bash (zsh, fish: their names):
+    To complete commands and options with the Tab key in bash (likewise in zsh and fish):
 
     eval "$(_PTDMPI_DATA_COMPLETE=bash_source ptdmpi-data)"
     """
@@ -119,18 +123,18 @@ def commands() -> None:
 @click.option(
     "--tokenizer",
     required=True,
-    help="'bytes', a Hugging Face tokenizer.json (gigatoken:FILE: by that faster library), a "
-    "SentencePiece .model, or tiktoken:NAME.",
+    help="'bytes', a Hugging Face tokenizer.json (gigatoken:FILE reads it with the faster library "
+    "gigatoken), a SentencePiece .model, or tiktoken:NAME.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
-    help="Processes [default: one per core; 1 under MPI].",
+    help="Number of processes [default: one per core; 1 under MPI].",
 )
 @click.option(
     "--deduplicate",
     type=click.Choice(["exact", "near"]),
-    help="Keep the first of documents that are equal, or nearly (MinHash).",
+    help="Keep only the first of equal, or nearly equal (MinHash), documents.",
 )
 @_TEXT_FIELD
 @_SUFFIX
@@ -139,6 +143,7 @@ def commands() -> None:
 @_shard_options
 def tokenize(
     inputs: tuple[str, ...],
+    *,
     suffixes: tuple[str, ...],
     workers: int | None,
     deduplicate: str | None,
@@ -146,12 +151,17 @@ def tokenize(
     text_field: str,
     **given: Any,
 ) -> None:
-    """Make token shards of text files. The same command again goes on where it was stopped."""
+    """Make token shards of text files. A stopped command continues when it is run again."""
     from data_prep.encode import EncodeOptions
     from data_prep.text_corpus import TextCorpus, TextOptions
 
-    errors, skip = given.pop("errors"), given.pop("skip_bad_lines")
-    encode = EncodeOptions(tokenizer, text_field, errors, given["valid_fraction"], skip)
+    encode = EncodeOptions(
+        tokenizer,
+        text_field,
+        errors=given.pop("errors"),
+        valid_fraction=given["valid_fraction"],
+        skip_bad_lines=given.pop("skip_bad_lines"),
+    )
     options = TextOptions(inputs, encode, suffixes, workers, deduplicate)
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
@@ -160,38 +170,48 @@ def tokenize(
 @_INPUTS
 @click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json.")
 @click.option(
-    "--seq-length", required=True, type=int, help="Tokens of a row: model.seq_length of the run."
+    "--seq-length", required=True, type=int, help="Tokens per row: model.seq_length of the run."
 )
 @click.option(
     "--template",
     type=_PATH,
-    help="Chat template, a file of Jinja [default: the tokenizer's own, beside its file].",
+    help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
 )
-@click.option("--messages-field", default="messages", show_default=True, help="A list of messages.")
-@click.option("--prompt-field", default="prompt", show_default=True, help="Or a prompt,")
-@click.option("--answer-field", default="answer", show_default=True, help="and its answer.")
+@click.option(
+    "--messages-field",
+    default="messages",
+    show_default=True,
+    help="Field with the list of messages.",
+)
+@click.option(
+    "--prompt-field", default="prompt", show_default=True, help="Else the field with the prompt,"
+)
+@click.option(
+    "--answer-field", default="answer", show_default=True, help="and the field with its answer."
+)
 @click.option(
     "--too-long",
     type=click.Choice(["truncate", "drop"]),
     default="truncate",
     show_default=True,
-    help="What becomes of conversations longer than a row.",
+    help="What to do with conversations longer than a row.",
 )
 @_SKIP
 @_shard_options
 def chat(
     inputs: tuple[str, ...],
+    *,
     messages_field: str,
     prompt_field: str,
     answer_field: str,
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Make shards of conversations, in which only the assistant's turns count.
+    """Make shards of conversations, in which only the assistant's turns count as labels.
 
     INPUTs are .jsonl files whose lines have {"messages": [{"role": ..., "content": ...}, ...]}, or
-    a prompt and an answer. Several conversations share a row; train with
-    data.document_boundaries = true, so that they do not see each other.
+    a prompt and an answer. Several conversations share a row. Train with
+    data.document_boundaries = true, so that they do not attend to each other.
     """
     from data_prep.chat.conversations import ChatFields
     from data_prep.chat.pack import ChatOptions, make_chat_shards
@@ -200,14 +220,13 @@ def chat(
     names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
     output = OutputOptions(**{name: given.pop(name) for name in names})
     fields = ChatFields(messages_field, prompt_field, answer_field)
-    table = make_chat_shards(ChatOptions(inputs, fields=fields, **given), output)
-    click.echo(json.dumps(table) if as_json else _format_table(table))
+    _print_table(make_chat_shards(ChatOptions(inputs, fields=fields, **given), output), as_json)
 
 
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
-@click.option("--tokenizer", help="What made the tokens: 'bytes', or its file.")
-@click.option("--vocab-size", type=int, help="With --eod-id, where no tokenizer file is at hand.")
+@click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")
+@click.option("--vocab-size", type=int, help="With --eod-id, if there is no tokenizer file.")
 @click.option("--eod-id", type=int, help="Token that ends a document.")
 @_shard_options
 def import_megatron(
@@ -222,46 +241,56 @@ def import_megatron(
 
     if (vocab_size is None) != (eod_id is None):
         raise InputError("--vocab-size and --eod-id belong together")
-    numbers = None if vocab_size is None else given_vocabulary(vocab_size, eod_id)
+    vocabulary = None
+    if vocab_size is not None:
+        vocabulary = given_vocabulary(vocab_size, eod_id)
     _make_shards(
-        lambda output: MegatronCorpus(prefixes, tokenizer, numbers, output.valid_fraction), **given
+        lambda output: MegatronCorpus(prefixes, tokenizer, vocabulary, output.valid_fraction),
+        **given,
     )
 
 
 @commands.command("export-megatron")
 @click.argument("directory", type=_PATH)
-@click.option("--output", required=True, type=_PATH, help="The PREFIX.")
+@click.option("--output", required=True, type=_PATH, help="The PREFIX of the two files.")
 @_JSON
 def export_megatron(directory: Path, output: Path, as_json: bool) -> None:
     """Write a directory of shards as Megatron's PREFIX.bin and PREFIX.idx."""
     from data_prep.megatron import export
 
-    table = export(directory, output)
-    click.echo(json.dumps(table) if as_json else _format_table(table))
+    _print_table(export(directory, output), as_json)
 
 
-def _format_table(table: dict[str, Any]) -> str:
-    return "\n".join(
-        f"{name.replace('_', ' '):<18}{_cell(value):>18}" for name, value in table.items()
-    )
+def _print_table(table: dict[str, Any], as_json: bool) -> None:
+    """Print a table as JSON, or one row per line."""
+    if as_json:
+        click.echo(json.dumps(table))
+        return
+    for name, value in table.items():
+        click.echo(f"{name.replace('_', ' '):<18}{_cell(value):>18}")
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 @commands.command("train-tokenizer")
 @_INPUTS
-@click.option("--output", required=True, type=_PATH, help="The tokenizer.json to make.")
+@click.option("--output", required=True, type=_PATH, help="The tokenizer.json to write.")
 @click.option(
-    "--vocab-size", required=True, type=int, help="Entries, of which 257 are bytes and the end."
+    "--vocab-size",
+    required=True,
+    type=int,
+    help="Number of entries, with the 256 bytes and the end of document.",
 )
 @click.option(
     "--sample-bytes",
     type=click.IntRange(1),
-    help="Learn from about so much of the text, chosen by hash [default: all].",
+    help="Learn from about this many bytes of the text, chosen by hash [default: all].",
 )
 @_TEXT_FIELD
 @_SUFFIX
@@ -275,7 +304,7 @@ def train_tokenizer(
     from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
-    require_writable(output)  # before the work, not after it
+    require_writable(output)  # before the long work, not after it
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -284,39 +313,46 @@ def train_tokenizer(
     write_file(output, content.encode())
     if size < vocab_size:
         note(
-            f"note: the text has too few different pairs for --vocab-size {vocab_size}: {size} "
-            "entries were found; more text, or a larger --sample-bytes, gives more"
+            f"note: the text has too few different pairs for --vocab-size {vocab_size}: the "
+            f"tokenizer has {size} entries; give more text, or a larger --sample-bytes"
         )
-    table = {"output": str(output), "vocab_size": size}
-    click.echo(json.dumps(table) if as_json else f"{output}: {counted(size, 'entry')}")
+    if as_json:
+        click.echo(json.dumps({"output": str(output), "vocab_size": size}))
+    else:
+        click.echo(f"{output}: {counted(size, 'entry')}")
 
 
 def _training_texts(
     inputs: tuple[str, ...],
+    *,
     suffixes: tuple[str, ...],
     sample_bytes: int | None,
     text_field: str,
     errors: str,
     skip_bad_lines: bool,
 ) -> Iterator[str]:
+    """Yield the texts to learn from. Raise InputError as `read_pieces` does, and if there is no
+    text."""
     from data_prep.encode import EncodeOptions, read_pieces
     from data_prep.sources import document_share, find_sources, read_tasks
 
     sources = find_sources(inputs, suffixes)
-    share = (
-        1.0 if sample_bytes is None else sample_bytes / max(1, sum(s.size_bytes for s in sources))
-    )
+    total = sum(source.size_bytes for source in sources)
+    share = 1.0  # of the texts, to learn from
+    if sample_bytes is not None:
+        share = sample_bytes / max(1, total)
     options = EncodeOptions("", text_field, errors, 0.0, skip_bad_lines)
-    nothing, bad = True, list[int]()
-    with progress("reading", sum(source.size_bytes for source in sources), "B") as advance:
+    empty = True
+    bad: list[int] = []
+    with progress("reading", total, "B") as advance:
         for task in read_tasks(0, sources, advance, text_field):
             for piece in read_pieces(task, options, bad):
                 if piece.text and document_share(piece.text.encode()) < share:
-                    nothing = False
+                    empty = False
                     yield piece.text
     if bad:
         note(f"note: {counted(len(bad), 'line')} left out that cannot be read")
-    if nothing:
+    if empty:
         raise InputError(
             "no text to learn from: all documents are empty, or --sample-bytes is too small"
         )
@@ -326,35 +362,40 @@ def _training_texts(
 @click.argument("path", type=_PATH)
 @_JSON
 def inspect(path: Path, as_json: bool) -> None:
-    """Show what a directory of shards, or one shard, holds."""
+    """Show the contents of a directory of shards, or of one shard."""
     from data_prep.examine import describe, format_description
 
     description = describe(path)
-    click.echo(json.dumps(description) if as_json else format_description(description))
+    if as_json:
+        click.echo(json.dumps(description))
+    else:
+        click.echo(format_description(description))
 
 
 @commands.command()
 @click.argument("path", type=_PATH)
 @_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read all of a dataset, or of one shard, and check it. Exit code 2 if anything is wrong."""
+    """Read and check a whole dataset, or one shard. The exit code is 2 if anything is wrong."""
     from data_prep.examine import problems, shard_paths
 
-    found = problems(path)
+    mistakes = problems(path)
+    shards = len(shard_paths(path))
     if as_json:
-        click.echo(
-            json.dumps({"path": str(path), "shards": len(shard_paths(path)), "problems": found})
-        )
+        click.echo(json.dumps({"path": str(path), "shards": shards, "problems": mistakes}))
     else:
-        shards = counted(len(shard_paths(path)), "shard")
-        click.echo("\n".join(found) or f"{path}: {shards}, all sound")
-    if found:
+        click.echo("\n".join(mistakes) or f"{path}: {counted(shards, 'shard')}, all sound")
+    if mistakes:
         sys.exit(2)
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 others."""
-    run(commands, "ptdmpi-data", interrupted="interrupted; the same command again goes on")
+    """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 others."""
+    run(
+        commands,
+        "ptdmpi-data",
+        interrupted="interrupted; run the same command again to continue",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A corpus to token shards: the orders are deterministic, the work is shared, a restart goes on.
+"""Making token shards of a corpus, on several ranks, with restarts.
 
-A corpus consists of groups, which are dealt to ranks; the encoded blocks of a group are written in
+A corpus consists of groups, which are dealt to ranks. The encoded blocks of a group are written in
 their order by one writer. So the bytes of every shard are a pure function of files and options,
-whoever did the work.
+independent of the number of ranks, and a restart continues where the run was stopped.
 """
 
 import os
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where the shards go, and how documents are dealt to them."""
+    """The directories for the shards, and how documents are dealt to them."""
 
     output: Path
     valid_output: Path | None = None
@@ -37,14 +37,17 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        return (self.output,) if self.valid_output is None else (self.output, self.valid_output)
+        """All output directories, the one for training shards first."""
+        if self.valid_output is None:
+            return (self.output,)
+        return (self.output, self.valid_output)
 
     def identity(self) -> dict[str, Any]:
-        """What the bytes of the shards depend on."""
+        """Return the options that the bytes of the shards depend on."""
         return {"valid_fraction": self.valid_fraction, "shard_tokens": self.shard_tokens}
 
     def check(self) -> None:
-        """Raises InputError for options that do not go together."""
+        """Raise InputError for options that cannot be combined, or are illegal."""
         if (self.valid_output is None) != (self.valid_fraction == 0):
             raise InputError("--valid-fraction above 0 and --valid-output belong together")
         if not 0 <= self.valid_fraction < 1:
@@ -55,32 +58,35 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to read: groups, and in each the index of the first block that is needed."""
+    """The groups that a rank reads, and in each group the index of the first block it needs."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
     cores: int  # that this rank may use
-    advance: Callable[[int], object]  # is told the bytes read
+    advance: Callable[[int], object]  # called with the number of bytes read, for progress
     rank: int = 0
 
 
 class Corpus(Protocol):
-    """What shards are made of: groups of documents, each a sequence of encoded blocks."""
+    """A source of shards: groups of documents, each a sequence of encoded blocks."""
 
     vocabulary: Vocabulary
-    tokenizer_file: Path | None  # is copied beside the shards, for those who decode
-    counted: tuple[str, ...]  # which of the CorpusCounters its final table has
-    group_bytes: Sequence[int]  # on disk
+    tokenizer_file: Path | None  # copied into the directories of the shards, for decoding
+    counted: tuple[str, ...]  # names of the CorpusCounters in the final table
+    group_bytes: Sequence[int]  # size of each group on disk
 
     def identity(self) -> dict[str, Any]:
-        """What the tokens depend on: files and options."""
+        """Return the files and options that the tokens depend on."""
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """What must be known of the whole corpus before a block can be encoded: steps that all
-        ranks take together, one after the other, with a folder for what they find out."""
+        """Return the steps that must be done for the whole corpus before a block can be encoded.
+
+        All ranks take the steps together, one after the other; `folder` is for their results.
+        """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """The blocks of some groups, in order: those before the first that is needed may come."""
+        """Yield the blocks of the groups of `work` in order. Blocks before `work.first_block` may
+        be among them."""
 
 
 class _Stopped(InputError):
@@ -97,17 +103,19 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Rank 0 prepares the outputs. Returns the sums if everything is done already."""
-        return self.state.begin(self._options.force) if self._ranks.rank == 0 else None
+        """Prepare the outputs, on rank 0. Return the sums there if everything is done already."""
+        if self._ranks.rank != 0:
+            return None
+        return self.state.begin(self._options.force)
 
     def _writer(self, group: int) -> GroupWriter:
-        vocabulary, shard_tokens = self._corpus.vocabulary, self._options.shard_tokens
-        return GroupWriter(self.state, group, vocabulary, shard_tokens)
+        return GroupWriter(self.state, group, self._corpus.vocabulary, self._options.shard_tokens)
 
     def _first_block(self, group: int) -> int:
         return self.state.load(group).task
 
     def _write_groups(self, work: Work) -> None:
+        """Write the groups of `work`. Raise _Stopped if another rank has failed."""
         encoded = self._corpus.encoded(work)
         with closing(encoded):
             for group, blocks in groupby(encoded, key=lambda block: block.group):
@@ -119,14 +127,16 @@ class _Run:
                         if block.index >= first:
                             writer.add(block)
         for group in work.groups:
-            if not self.state.load(group).complete:  # its files are all empty
+            if not self.state.load(group).complete:  # a group without any block: empty files
                 with self._writer(group):
                     pass
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """The work on some groups, with its progress."""
-        cores = len(os.sched_getaffinity(0)) if self._ranks.size == 1 else 1
+        """Yield the work on some groups, while a progress bar shows it."""
+        cores = 1
+        if self._ranks.size == 1:
+            cores = len(os.sched_getaffinity(0))
         total = sum(self._corpus.group_bytes[group] for group in groups)
         with progress(what, total, "B") as advance:
             yield Work(groups, self._first_block, cores, advance, self._ranks.rank)
@@ -135,7 +145,7 @@ class _Run:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
-        """Find out what must be known of the whole corpus."""
+        """Take the corpus's steps before encoding, together with all ranks."""
         with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
@@ -151,14 +161,15 @@ class _Run:
             raise
 
     def finish(self) -> CorpusCounters | None:
-        """Rank 0 completes the outputs."""
+        """Complete the outputs, on rank 0. Return the sums there."""
         if self._ranks.rank:
             return None
         return self.state.finish(len(self._corpus.group_bytes), self._corpus.tokenizer_file)
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """The result of an action that all ranks do; where one fails, all raise (the first) failure."""
+    """Do an action on all ranks and return its result; if it fails on one, all ranks raise the
+    first failure."""
     try:
         result = action()
     except Exception as error:
@@ -175,15 +186,17 @@ def _together(ranks: Team, action: Callable[[], Result]) -> Result:
 def make_shards(
     open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Team
 ) -> dict[str, int | float]:
-    """Make token shards of a corpus; the final table: sums over documents, seconds, tokens_per_s.
+    """Make token shards of a corpus and return the final table: sums over documents, seconds,
+    tokens_per_s.
 
-    All ranks call it. Raises InputError for bad options or input, an output directory that holds
-    something else, a full disk; then no half-written shard is left, and no directory without a
-    finished one.
+    All ranks call it. Raise InputError for bad options or input, an output directory that holds
+    something else, and a full disk. Then no half-written shard is left, and no directory without a
+    finished shard.
     """
     started = time.perf_counter()
 
     def prepare() -> tuple[Corpus, _Run]:
+        """Open the corpus. Raise InputError for bad options or files."""
         options.check()
         corpus = open_corpus()
         return corpus, _Run(corpus, options, ranks)

@@ -1,9 +1,9 @@
-"""Duplicates: of documents that are equal, or nearly, only the first of the corpus is kept.
+"""Deduplication: among equal, or nearly equal, documents only the first of the corpus is kept.
 
-A corpus is read twice. First every document gets keys, 64-bit numbers: one hash of its bytes
-(exact), or one of each band of its MinHash signature (near). Documents that share a key are
-duplicates, and so is what a chain of such pairs connects. The second reading leaves out all but the
-first of each set, so that the result is a pure function of files and options.
+A corpus is read twice. In the first reading every document gets keys, 64-bit numbers: one hash of
+its bytes (exact), or a hash of each band of its MinHash signature (near). Documents that share a
+key, or are connected by a chain of such pairs, are duplicates. The second reading leaves out all
+but the first document of each set, so that the result is a pure function of files and options.
 
 Source: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
 Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are
@@ -25,13 +25,16 @@ from data_prep.sources import Task
 from data_prep.state import write_file
 from ptdmpi.config import InputError
 
-EXACT, NEAR = "exact", "near"
-_BANDS, _ROWS = 14, 8
+EXACT = "exact"
+NEAR = "near"
+_BANDS = 14
+_ROWS = 8  # hashes of a band
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-_FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}  # type, dims
-_ANEW = "use --force to begin anew"
+# Type and number of dims of the arrays in each kind of file.
+_FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}
+_RESTART = "use --force to start again"
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,17 @@ class TaskKeys:
 
     group: int
     hashes: np.ndarray
-    first: list[bool]
-    last: list[bool]
+    first: list[bool]  # [pieces]: a document begins with it
+    last: list[bool]  # [pieces]: a document ends with it
 
 
 def _exact_hash(text: str) -> np.ndarray:
+    """Return a 64-bit hash of a text, uint64 [1]."""
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<u8")
 
 
 def _signature(text: str) -> np.ndarray:
+    """Return the MinHash signature of a text's shingles, uint32 [112]."""
     from rensa import RMinHash
 
     words = text.lower().split()
@@ -59,7 +64,7 @@ def _signature(text: str) -> np.ndarray:
 
 
 class ExactKeys:
-    """Hashes the pieces of tasks."""
+    """A maker of keys for finding equal documents; `columns` is the number of keys of each."""
 
     columns = 1
 
@@ -67,16 +72,18 @@ class ExactKeys:
         self._options = options
 
     def hash(self, text: str) -> np.ndarray:
+        """Return the hash, or the signature, of a piece of text: a row of `TaskKeys.hashes`."""
         return _exact_hash(text)
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """The keys of a document, from the hashes of its pieces: uint64 [columns]."""
+        """Return the keys of a document, uint64 [columns], from the hashes of its pieces."""
         if len(pieces) == 1:
             return pieces[0]
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
+        """Read a task and hash its pieces, except empty documents."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -88,15 +95,17 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """Takes MinHash signatures of the pieces of tasks."""
+    """A maker of keys for finding nearly equal documents: one key per band of the signature."""
 
     columns = _BANDS
 
     def hash(self, text: str) -> np.ndarray:
+        """Return the MinHash signature of a piece of text, uint32 [112]."""
         return _signature(text)
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
+        """Return a hash of each band of a document's signature, uint64 [14]."""
         bands = np.minimum.reduce(pieces).astype(np.uint64).reshape(_BANDS, _ROWS)
         keys = np.zeros(_BANDS, np.uint64)
         for row in range(_ROWS):
@@ -109,7 +118,7 @@ KINDS: dict[str, type[ExactKeys]] = {EXACT: ExactKeys, NEAR: NearKeys}
 
 
 def check(kind: str) -> None:
-    """Raises InputError where the library for near duplicates is missing."""
+    """Raise InputError if the kind of deduplication needs a library that is missing."""
     if kind == NEAR:
         try:
             import rensa
@@ -119,7 +128,11 @@ def check(kind: str) -> None:
 
 
 class Duplicates:
-    """The state of the first reading, one file of keys and one of duplicates per group."""
+    """The results of the first reading, in a folder with three files per group.
+
+    "keys" has the keys of its documents, "begun" the number of documents that begin before each
+    task, and "dropped" which documents are left out.
+    """
 
     def __init__(self, folder: Path, kind: str):
         self._folder = folder
@@ -134,14 +147,15 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Raises InputError for a file that is gone or is not what `_write` made."""
-        path, (dtype, dims) = self._path(what, group), _FILES[what]
+        """Map a file of a group. Raise InputError if it is missing or not as `_write` made it."""
+        path = self._path(what, group)
+        dtype, dims = _FILES[what]
         try:
             values = np.load(path, mmap_mode="r")
-        except Exception as error:  # of any class: a damaged head goes through a parser of Python
-            raise InputError(f"{path}: cannot be read: {error}; {_ANEW}") from error
+        except Exception as error:  # of any class, since numpy parses the header as Python
+            raise InputError(f"{path}: cannot be read: {error}; {_RESTART}") from error
         if values.dtype != dtype or values.ndim != dims:
-            raise InputError(f"{path}: has {values.dtype} in {values.ndim} dims; {_ANEW}")
+            raise InputError(f"{path}: has {values.dtype} in {values.ndim} dims; {_RESTART}")
         return values
 
     def read_keys(
@@ -151,21 +165,25 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Keys of the groups that have none yet."""
+        """Read the groups that have no keys yet, by `workers` processes, and write their keys.
+
+        `tasks` returns the tasks of a list of groups.
+        """
         missing = [group for group in groups if not self._path("begun", group).exists()]
         hashed = map_in_order(tasks(missing), self._kind, options, workers)
-        found = set()
+        written = set()
         for group, parts in groupby(hashed, key=lambda part: part.group):
-            found.add(group)
+            written.add(group)
             self._write_group(group, parts)
         for group in missing:
-            if group not in found:
+            if group not in written:
                 self._write_group(group, ())
 
     def _write_group(self, group: int, parts: Iterable[TaskKeys]) -> None:
+        """Write the keys of a group's documents, from the hashes of its tasks in order."""
         keys: list[np.ndarray] = []
         begun = [0]  # documents that begin before each task
-        waiting: list[np.ndarray] = []
+        waiting: list[np.ndarray] = []  # hashes of the pieces of an unfinished document
         for part in parts:
             for hashes, last in zip(part.hashes, part.last, strict=True):
                 waiting.append(hashes)
@@ -178,7 +196,8 @@ class Duplicates:
         self._write("begun", group, np.array(begun))
 
     def find(self, groups: int) -> None:
-        """Which documents are left out: of all groups at once, 24 bytes of memory for each."""
+        """Find the documents to leave out, over all groups at once, and write them for each group.
+        Needs 24 bytes of memory per document."""
         tables = [self._read("keys", group) for group in range(groups)]
         ends = np.cumsum([0, *(len(table) for table in tables)])
         dropped = repeated(
@@ -190,23 +209,30 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """For each task of a group: is the document left out that goes on in it, and those that
-        begin in it; bool [1 + documents that begin]."""
-        begun, dropped = self._read("begun", group), self._read("dropped", group)
+        """Return a function from the index of a task of a group to a table of the documents that
+        are left out, bool [1 + documents that begin in the task].
+
+        The first entry is for the document that continues from the task before. Raise InputError
+        for damaged files.
+        """
+        begun = self._read("begun", group)
+        dropped = self._read("dropped", group)
         if not begun.size or begun[-1] != dropped.size or (begun[1:] < begun[:-1]).any():
             raise InputError(
-                f"{self._path('begun', group)}: does not go with {dropped.size} documents; {_ANEW}"
+                f"{self._path('begun', group)}: does not fit {dropped.size} documents; {_RESTART}"
             )
         padded = np.concatenate([[False], dropped])
         return lambda index: padded[begun[index] : begun[index + 1] + 1]
 
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
-    """Which of `size` documents share a key of some column with one before them, or are connected
-    with one by a chain of such pairs: bool [size]. `column` gives a column's keys, uint64 [size].
+    """Return which of `size` documents share a key with an earlier one, or are connected to one by
+    a chain of such pairs, bool [size].
 
-    Every document takes the least number of those with its key, in all columns in turn, until
-    nothing changes: then it is the number of the first that it is connected with.
+    `column` returns the keys of one of `columns` columns, uint64 [size]; only keys of the same
+    column are compared. Every document takes the least number among the documents with its key, in
+    all columns in turn, until nothing changes. Then it has the number of the first document that it
+    is connected to.
     """
     labels = np.arange(size)
     changed = size > 0

@@ -1,4 +1,4 @@
-"""Tasks to tokens, in this process or in several; results always come in the order of the tasks."""
+"""Encoding tasks as tokens, in one process or several; results come in the order of the tasks."""
 
 import json
 import multiprocessing
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import resource_tracker
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,22 +37,23 @@ from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
 _BATCH_BYTES = 1 << 20  # of text that is encoded in one call
-_LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded by parts
+_LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded in parts
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# What can be decoded apart: whole escapes, and both halves of a character that takes two.
+# A part that can be decoded alone: it ends with a whole escape, and with both halves of a character
+# that takes two escapes.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-_PLACE = "place of a string " + secrets.token_hex(8)  # no line says this by chance
-_TASKS_PER_WORKER = 3  # under way: one is encoded, one waits, one is written
+_PLACE = "place of a string " + secrets.token_hex(8)  # a text that no line contains by chance
+_TASKS_PER_WORKER = 3  # at a time: one is encoded, one waits, one is written
 
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How documents are read and encoded."""
+    """The options for reading and encoding documents."""
 
     tokenizer: str
     text_field: str
@@ -63,15 +64,14 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, as segments: documents, or parts of a document that goes on across
-    tasks."""
+    """The tokens of a task, as segments: documents, or parts of a document that spans tasks."""
 
     group: int
     index: int
-    tokens: np.ndarray  # all segments, one after the other
+    tokens: np.ndarray  # int [sum of lengths]: all segments, one after the other
     lengths: np.ndarray  # int64 [segments]
     ended: np.ndarray  # bool [segments]: the document ends here, with its eod
-    held_out: np.ndarray  # bool [segments]; of a document's first segment
+    held_out: np.ndarray  # bool [segments]; decided by a document's first segment
     begins: np.ndarray  # bool [segments]: the document begins here
     counters: CorpusCounters  # documents are counted where they end
 
@@ -88,45 +88,47 @@ class TextPiece:
 
     @property
     def is_nothing(self) -> bool:
-        """An empty document."""
+        """True if this is a whole, empty document."""
         return not self.text and self.first and self.last
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
+    """Decode bytes from offset `start` of a file. Raise InputError if they are not UTF-8 and
+    `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: byte {start + error.start} is not UTF-8 ({error.reason}); "
-            "mend the file, or use --errors replace"
+            "repair the file, or use --errors replace"
         ) from error
 
 
 class _BadLine(ValueError):
-    """What is wrong with a line."""
+    """An error in a line of a .jsonl file; its text says what is wrong."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
-    """The UTF-8 text of one JSON line, which lies at byte `start` of its file."""
+    """Return the UTF-8 text of one JSON line, which is at byte `start` of its file. Raise _BadLine
+    if it has no such text, and InputError as `_decode` does."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
-        del line  # perhaps most of the memory
+        del line  # it may be most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
         raise _BadLine(f"no JSON object with a text in the field {options.text_field!r}")
-    # a lone surrogate, legal in JSON's \u escapes, is no character: UTF-8 has no bytes for it
-    errors = "strict" if options.errors == "strict" else "replace"
+    # JSON's \u escapes may write a lone surrogate, which is no character: UTF-8 has no bytes for it
     try:
-        return record[options.text_field].encode("utf-8", errors)
+        return record[options.text_field].encode("utf-8", options.errors)
     except UnicodeEncodeError as error:
         raise _BadLine("the text has a lone surrogate; use --errors replace") from error
 
 
 def _decoded(string: memoryview) -> Iterator[bytes]:
-    """The UTF-8 text of what stands between the quotes of a JSON string, by parts. Raises
-    ValueError where it is not sound."""
+    """Yield the UTF-8 text of a JSON string, whose content between the quotes is `string`, in
+    parts. Raise ValueError if it is malformed."""
     start = 0
     while start < len(string):
         stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
@@ -139,17 +141,23 @@ def _decoded(string: memoryview) -> Iterator[bytes]:
 
 
 def _long_string(line: memoryview, field: str) -> memoryview | None:
-    """What stands between the quotes of a long text in a JSON line, or None where only reading the
-    line as a whole tells (what is wrong with it, say). Long strings are taken out and the rest is
-    parsed, so that the line is not copied: a character of its text takes up to four bytes in a
-    `str`, and there would be two."""
+    """Return the content between the quotes of the text `field` in a JSON line, if it is long.
+
+    Return None if the line must be parsed as a whole: because the text is short, or because
+    something is wrong with the line.
+
+    Long strings are taken out and the rest is parsed, so that the line is not copied: a character
+    of its text takes up to four bytes in a `str`, and there would be two copies.
+    """
     strings: list[memoryview] = []
-    rest, taken, position = bytearray(), 0, 0
+    rest = bytearray()
+    taken = 0  # bytes of the line that are in `rest` or `strings`
+    position = 0
     while quote := _QUOTE.search(line, position):
-        found = _STRING.match(line, quote.start())
-        if found is None:
+        match = _STRING.match(line, quote.start())
+        if match is None:
             return None
-        start, position = found.span()
+        start, position = match.span()
         if position - start > _PART_BYTES:
             rest += line[taken:start]
             rest += json.dumps([_PLACE, len(strings)]).encode()
@@ -158,10 +166,12 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     rest += line[taken:]
     try:
         record = json.loads(str(rest, "utf-8"))
-        value = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(record, dict):
+            return None
+        value = record.get(field)
         if not isinstance(value, list) or value[:1] != [_PLACE]:
             return None
-        for _ in chain.from_iterable(map(_decoded, strings)):  # all of the line must be sound
+        for _ in chain.from_iterable(map(_decoded, strings)):  # every string must be well-formed
             pass
     except (ValueError, RecursionError):
         return None
@@ -169,8 +179,9 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Lines of the file before the slice that a chunk is of: counted only for an error."""
-    count, left = 0, chunk.source_start
+    """Return the number of lines before the slice that a chunk belongs to, for an error message."""
+    count = 0
+    left = chunk.source_start
     with open(chunk.path, "rb") as stream:
         while left and (block := stream.read(min(left, 1 << 20))):
             count += block.count(b"\n")
@@ -179,11 +190,14 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Where each line starts, and the line: not copied, for it may be most of the memory."""
-    view, start = memoryview(data), 0
+    """Yield the offset of each line of `data`, and the line without a copy, since it may be most of
+    the memory."""
+    view = memoryview(data)
+    start = 0
     while start <= len(data):
         end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
+        if end < 0:
+            end = len(data)
         yield start, view[start:end]
         start = end + 1
 
@@ -191,7 +205,8 @@ def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """The texts of lines, in pieces; the numbers of those that are left out are added to `bad`."""
+    """Yield the text of each line in pieces; add the numbers of lines that are left out to
+    `bad`."""
     for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
@@ -217,6 +232,7 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
+    """Yield the text of each row in pieces; no row is left out."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -226,34 +242,38 @@ def _rows(
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
-    # hashing takes as long as the fastest tokenizer
+    # the first test saves the hash, which takes as long as the fastest tokenizer
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
 def read_pieces(
     task: Task, options: EncodeOptions, bad: list[int] | None = None
 ) -> Iterator[TextPiece]:
-    """The documents of a task in pieces. Raises InputError for text that is not UTF-8 and for a
-    line that is no JSON object with the text field, naming file and byte or line; but leaves such
-    lines out if that is asked for, and adds their numbers to `bad`."""
-    bad = [] if bad is None else bad
+    """Yield the documents of a task in pieces.
+
+    Raise an InputError with file and byte, or file and line, for text that is not UTF-8 and for a
+    line that is no JSON object with the text field. With `options.skip_bad_lines` such lines are
+    left out, and their numbers are added to `bad`.
+    """
+    if bad is None:
+        bad = []
     for chunk in task.chunks:
-        if chunk.kind != TEXT:
-            read = _documents if chunk.kind == JSONL else _rows
-            for document in read(chunk, options, bad):
-                first = True
-                for data, last in document:
-                    held_out = first and _held_out(data, options)
-                    yield TextPiece(data.decode(), len(data), held_out, first, last)
-                    first = False
-        else:
+        if chunk.kind == TEXT:
             text = _decode(chunk.data, chunk.path, chunk.start, options.errors)
             held_out = chunk.first and _held_out(chunk.data, options)
             yield TextPiece(text, len(chunk.data), held_out, chunk.first, chunk.last)
+            continue
+        read = _documents if chunk.kind == JSONL else _rows
+        for document in read(chunk, options, bad):
+            first = True
+            for data, last in document:
+                held_out = first and _held_out(data, options)
+                yield TextPiece(data.decode(), len(data), held_out, first, last)
+                first = False
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Pieces in lists of some _BATCH_BYTES."""
+    """Yield pieces in lists of about _BATCH_BYTES; the last list may be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -261,12 +281,22 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         size_bytes += piece.size_bytes
         if size_bytes >= _BATCH_BYTES:
             yield batch
-            batch, size_bytes = [], 0
+            batch = []
+            size_bytes = 0
     yield batch
 
 
+class _Segment(NamedTuple):
+    """A document, or the part of one that is in a task: a row of the arrays of `Encoded`."""
+
+    length: int
+    begins: bool
+    ended: bool
+    held_out: bool
+
+
 class Encoder:
-    """Encodes tasks with one tokenizer."""
+    """An encoder of tasks with one tokenizer."""
 
     def __init__(self, options: EncodeOptions):
         self._options = options
@@ -275,12 +305,15 @@ class Encoder:
         self._eod = np.array([self._tokenizer.eod_id], self._dtype).tobytes()
 
     def __call__(self, task: Task) -> Encoded:
-        """Raises InputError as read_pieces does. Of a long document, text and tokens are together
-        in memory for a batch of its pieces only."""
+        """Encode a task. Raise InputError as `read_pieces` does.
+
+        Text and tokens of a long document are in memory together only for a batch of its pieces.
+        """
         bad: list[int] = []
-        tokens, counters = bytearray(), CorpusCounters()
-        segments: list[tuple[int, bool, bool, bool]] = []  # length, begins, ended, held out
-        document = 0  # of the task; 0: goes on here
+        tokens = bytearray()
+        counters = CorpusCounters()
+        segments: list[_Segment] = []
+        document = 0  # counted in the task; 0 is the one that continues from the task before
         for batch in _batches(read_pieces(task, self._options, bad)):
             kept: list[TextPiece] = []
             empty = duplicates = 0
@@ -296,9 +329,10 @@ class Encoder:
             arrays = self._tokenizer.encode([piece.text for piece in kept])
             for piece, ids in zip(kept, arrays, strict=True):
                 tokens += ids.astype(self._dtype, copy=False).tobytes()
-                tokens += self._eod if piece.last else b""
+                if piece.last:
+                    tokens += self._eod
                 length = ids.size + piece.last
-                segments.append((length, piece.first, piece.last, piece.held_out))
+                segments.append(_Segment(length, piece.first, piece.last, piece.held_out))
             counters += CorpusCounters(
                 documents=sum(piece.last for piece in kept),
                 empty_documents=empty,
@@ -322,7 +356,7 @@ Result = TypeVar("Result")
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]  # a class whose objects take tasks
 
 
-@lru_cache(1)
+@lru_cache(1)  # so that a worker process makes its object once
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 
@@ -332,36 +366,37 @@ def _do(make: Worker[Result], options: EncodeOptions, task: Task) -> Result:
 
 
 def _exit_with_parent() -> None:
+    """Wait for the end of the parent process, and end this one."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C is met when the block ends, and not at all by a process that is started in it: half
-    started, it would print a traceback of its own.
+    """Delay Ctrl-C to the end of the block, and mask it for processes that are started in the
+    block: a process that is just starting would print its own traceback.
 
-    The mask is what processes inherit; the handler is for threads of libraries (BLAS), to which
-    the kernel hands a signal that this thread has masked. Python calls it in the main thread.
+    Processes inherit the mask. The handler is for threads of libraries (BLAS), to which the kernel
+    delivers a signal that this thread has masked; Python calls it in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # where it starts, it leaves the signal unmasked
-    met: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: met.append(number))
+    resource_tracker.ensure_running()  # starting it unmasks the signal, so it is started before
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if met:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
 def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
-    """Runs first in a worker: leave Ctrl-C to the parent, and end with it even if it is killed."""
+    """Begin a worker process: leave Ctrl-C to the parent, and end with it even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker(make, options)
@@ -370,11 +405,11 @@ def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
 def map_in_order(
     tasks: Iterable[Task], make: Worker[Result], options: EncodeOptions, workers: int
 ) -> Iterator[Result]:
-    """What `make(options)` returns for each task, by `workers` processes (1: in this one), a
-    bounded number of them at a time.
+    """Yield what `make(options)` returns for each task, in order, from `workers` processes (1: from
+    this one).
 
-    An error of a task is raised when its turn comes, so it does not depend on the number of
-    workers.
+    A bounded number of tasks is read ahead. An error of a task is raised in its turn, so it does
+    not depend on the number of workers. Raise ChildProcessError if a worker dies.
     """
     if workers == 1:
         yield from map(make(options), tasks)
@@ -392,7 +427,7 @@ def map_in_order(
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a worker process died (killed for memory?): run the same command again to go on"
+            "a worker process died (killed for memory?): run the same command again to continue"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

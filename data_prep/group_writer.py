@@ -1,4 +1,4 @@
-"""Encoded blocks to shards: where a shard ends, what is held out, how far a group has come."""
+"""Writing the encoded tasks of a group to shards, with the group's progress on disk."""
 
 from typing import Self
 
@@ -11,10 +11,11 @@ from ptdmpi.data.shard_writer import ShardWriter
 
 
 class GroupWriter:
-    """Writes the encoded tasks of one group to shards, in order, and keeps its progress on disk.
+    """A writer of the encoded tasks of one group to shards, in order, with restarts.
 
-    A shard (with its held-out twin) ends at the first document end at which both together have
-    `shard_tokens` tokens, or inside a document that would double that.
+    Up to two shards are written at a time, one for training and one for held-out documents. Both
+    end at the first document end at which they have `shard_tokens` tokens together, or inside a
+    document that would double that number.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -23,19 +24,20 @@ class GroupWriter:
         self._vocabulary = vocabulary
         self._shard_tokens = shard_tokens
         self._progress = state.load(group)
-        self._held_out = self._progress.held_out  # of the document that goes on in the next task
+        # for the document that continues in the next task
+        self._held_out = self._progress.held_out
         self._counters = self._progress.counters  # of all tasks before the present one
         self._writers: list[ShardWriter | None] = [None for _ in state.outputs]
         self._tokens = 0  # in the shards being written
 
     def add(self, encoded: Encoded) -> None:
-        """Write a task's tokens, but those that finished shards have."""
-        # A document's later segments are on the side of its first one, perhaps of a task before.
+        """Write a task's tokens, except those that are in finished shards."""
+        # A document's first segment, which may be in an earlier task, decides for all its segments.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        # bool [tokens]; None: all are on one side
-        split = sides.any() and not sides.all()
-        mixed = np.repeat(sides, encoded.lengths) if split else None
+        mixed = None  # bool [tokens]: held out; None: all tokens are on one side
+        if sides.any() and not sides.all():
+            mixed = np.repeat(sides, encoded.lengths)
         ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
         position = self._progress.token if encoded.index == self._progress.task else 0
         while position < encoded.tokens.size:
@@ -49,7 +51,8 @@ class GroupWriter:
             inside = ends[(ends > position) & (ends <= stop)]
             if full and not (inside.size and inside[-1] == stop):
                 inside = np.append(inside, stop)  # the shard ends inside a document
-            tokens, inside = encoded.tokens[position:stop], inside - position
+            tokens = encoded.tokens[position:stop]
+            inside = inside - position
             if mixed is None:
                 self._write(int(sides[0]), tokens, inside)
             else:
@@ -63,9 +66,11 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """`ends` counts from the first of `tokens`; a document lies wholly on one side."""
-        for side in range(len(self._writers)):
-            chosen = held_out if side else ~held_out
+        """Write tokens (int [n]) to both sides: to the second one if `held_out` (bool [n]).
+
+        `ends` (int [documents]) counts from the first token; a document is wholly on one side.
+        """
+        for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():
                 counts = np.cumsum(chosen)
                 self._write(side, tokens[chosen], counts[ends[chosen[ends - 1]] - 1])
@@ -86,7 +91,11 @@ class GroupWriter:
         )
 
     def _close(self, task: int, token: int, complete: bool = False) -> None:
-        """Finish the shards being written, then say so on disk: a kill in between repeats them."""
+        """Finish the shards being written, then write the progress; a process that is killed in
+        between writes them again at its restart.
+
+        The next shard begins with token `token` of task number `task`.
+        """
         tokens = [0, 0]
         for side, writer in enumerate(self._writers):
             if writer is not None:
@@ -105,8 +114,8 @@ class GroupWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The group has no more tasks: finish it; after an exception, remove what is
-        half-written."""
+        """Finish the group, which has no more tasks; after an exception, remove half-written
+        shards."""
         try:
             if kind is None:
                 self._close(0, 0, complete=True)

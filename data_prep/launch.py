@@ -1,4 +1,4 @@
-"""The one place of data_prep that knows of MPI: which of how many ranks this process is."""
+"""The ranks that prepare data together; the only module of data_prep that uses MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from ptdmpi.terminal.launched import launched_size
 
 @dataclass(frozen=True)
 class Team:
-    """This process among those that work together; one process alone is rank 0 of 1."""
+    """The place of this process among those that work together; a single process is rank 0 of 1."""
 
     rank: int
     size: int
-    allgather: Callable[[Any], list[Any]]  # everyone's value, in rank order; waits for everyone
+    allgather: Callable[[Any], list[Any]]  # the values of all ranks, in rank order; collective
 
 
 def launcher_ranks() -> Team:
-    """The ranks of this launch. MPI is imported only when a launcher started more than one process.
+    """Return the ranks of this launch. MPI is imported only if a launcher started several
+    processes.
 
-    Raises InputError where MPI sees one rank only, so that each would do all the work.
+    Raise InputError if MPI sees only one rank then, since each process would do all the work.
     """
     if launched_size() == 1:
         return Team(0, 1, lambda value: [value])

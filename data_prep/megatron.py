@@ -1,10 +1,11 @@
-"""Megatron-LM's indexed datasets: `PREFIX.bin` has the tokens, `PREFIX.idx` says where they are.
+"""Megatron-LM's indexed datasets: `PREFIX.bin` has the tokens, `PREFIX.idx` their places.
 
 The index (all little-endian): `MMIDIDX` and two zero bytes; the version, 1, as uint64; a code of
 the type of a token, uint8; the numbers of sequences S and of document bounds D + 1, uint64 each;
 then int32 [S] lengths in tokens, int64 [S] byte offsets into the .bin, int64 [D + 1] document
-bounds as sequence numbers, from 0 to S. A document of GPT is usually one sequence, of BERT one
-sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
+bounds as sequence numbers, from 0 to S. A document of GPT is usually one sequence; a document of
+BERT has one sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py,
+`_IndexWriter`.
 """
 
 import struct
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,19 +29,21 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-_WINDOW_SEQUENCES = 1 << 18  # whose places are looked at together, but at least one document's
+_WINDOW_SEQUENCES = 1 << 18  # read together; at least those of one document
 _MAX_LENGTH = (1 << 31) - 1  # of a sequence: its length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
-    return _beside(prefix, ".bin")
+    """Return the path of the tokens. Raise InputError if `prefix` has no file name."""
+    return _with_suffix(prefix, ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    return _beside(prefix, ".idx")
+    """Return the path of the index. Raise InputError if `prefix` has no file name."""
+    return _with_suffix(prefix, ".idx")
 
 
-def _beside(prefix: Path, suffix: str) -> Path:
+def _with_suffix(prefix: Path, suffix: str) -> Path:
     if prefix.name in ("", ".."):
         raise InputError(f"{prefix}: is no PREFIX; the name of a file is needed, without .bin")
     return prefix.with_name(prefix.name + suffix)
@@ -51,19 +54,23 @@ class TokenBlock:
     """Tokens of whole documents, or a piece of one that is longer than BLOCK_TOKENS."""
 
     tokens: np.ndarray
-    lengths: np.ndarray  # int64 [documents], 0 of an empty one; of a piece: its own
+    lengths: np.ndarray  # int64 [documents], 0 for an empty one; of a piece: its own length
     first: bool  # the (first) document begins here
     last: bool  # the (last) document ends here
 
 
-class MegatronIndex:
-    """An opened index, mapped; nothing of it is read but where it is needed.
+class _Places(NamedTuple):
+    """The first tokens in the .bin, and the lengths, of some sequences: int64 [n] each."""
 
-    Raises InputError for files that are missing, of another kind or version, cut short, and (while
-    its blocks are read) for lengths, offsets and bounds that are impossible.
-    """
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+class MegatronIndex:
+    """An opened dataset. Index and tokens are mapped, and read only when they are needed."""
 
     def __init__(self, prefix: Path):
+        """Raise InputError for files that are missing, of another kind or version, or truncated."""
         self.prefix = prefix
         self.path = idx_path(prefix)
         for path in (self.path, bin_path(prefix)):
@@ -75,13 +82,15 @@ class MegatronIndex:
             raise self._failure("is no index of Megatron (it does not begin with MMIDIDX)")
         _, version, code, sequences, bounds = _HEADER.unpack(header)
         if version != 1:
-            raise self._failure(f"has version {version}; 1 is known")
+            raise self._failure(f"has version {version}; legal: 1")
+        if code in _FLOATS:
+            raise self._failure("has floating-point numbers; legal: integers")
         if code not in _TYPES:
-            kind = "floating-point numbers" if code in _FLOATS else f"unknown type {code}"
-            raise self._failure(f"has {kind}; legal: integers")
+            raise self._failure(f"has unknown type {code}; legal: integers")
         self.dtype = np.dtype(_TYPES[code])
         self.bin_bytes = bin_path(prefix).stat().st_size
-        size, whole = self.path.stat().st_size, _HEADER.size + 12 * sequences + 8 * bounds
+        size = self.path.stat().st_size
+        whole = _HEADER.size + 12 * sequences + 8 * bounds
         if size != whole:
             raise self._failure(f"has {size} bytes; {sequences} sequences need {whole}")
         if bounds < 2 or sequences < 1:
@@ -95,22 +104,23 @@ class MegatronIndex:
                 f"they must run from 0 to {sequences}"
             )
         count = self.bin_bytes // self.dtype.itemsize
-        self.tokens = (
-            np.memmap(bin_path(prefix), self.dtype, "r", 0, (count,)).view(np.ndarray)
-            if count
-            else np.empty(0, self.dtype)
-        )
+        self.tokens = np.empty(0, self.dtype)
+        if count:  # an empty file cannot be mapped
+            mapped = np.memmap(bin_path(prefix), self.dtype, "r", 0, (count,))
+            self.tokens = mapped.view(np.ndarray)
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        # the header makes the arrays unaligned, which numpy can read
+        """Map one of the index's arrays."""
+        # mapped as bytes, because the header's size leaves the arrays unaligned
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)
 
     def _failure(self, reason: str) -> InputError:
         return InputError(f"{self.path}: {reason}")
 
-    def _places(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """First tokens and lengths of some sequences, int64 [n] each, inside the .bin."""
+    def _places(self, start: int, stop: int) -> _Places:
+        """Return the places of sequences [start, stop). Raise InputError if one is not inside the
+        .bin."""
         lengths = self.lengths[start:stop].astype(np.int64)
         offsets = self.offsets[start:stop].astype(np.int64)
         width = self.dtype.itemsize
@@ -122,16 +132,18 @@ class MegatronIndex:
                 f"sequence {start + at} has {lengths[at]} tokens of {width} bytes at byte "
                 f"{offsets[at]} of {bin_path(self.prefix).name}, which has {self.bin_bytes} bytes"
             )
-        return offsets // width, lengths
+        return _Places(offsets // width, lengths)
 
     def _windows(self) -> Iterator[np.ndarray]:
-        """Document bounds in consecutive windows, the last of one being the first of the next."""
-        start, documents = 0, len(self.bounds) - 1
+        """Yield document bounds in consecutive windows; the last bound of a window is the first one
+        of the next. Raise InputError for bounds that are not sorted or too large."""
+        start = 0
+        documents = len(self.bounds) - 1
         while start < documents:
             window = self.bounds[start : start + _WINDOW_SEQUENCES + 1].astype(np.int64)
             wrong = np.flatnonzero(window[1:] < window[:-1])
             if wrong.size or window[-1] > len(self.lengths):
-                at = start + (int(wrong[0]) if wrong.size else len(window) - 2)
+                at = start + int(next(iter(wrong), len(window) - 2))
                 raise self._failure(f"document {at} ends before its start, or after all sequences")
             fitting = int(np.searchsorted(window, window[0] + _WINDOW_SEQUENCES, "right"))
             window = window[: max(2, fitting)]
@@ -139,8 +151,12 @@ class MegatronIndex:
             start += len(window) - 1
 
     def blocks(self) -> Iterator[TokenBlock]:
-        """All documents, in order, in blocks of at most BLOCK_TOKENS: a pure function of the
-        documents, whatever the sequences that they consist of and where in the .bin these lie."""
+        """Yield all documents, in order, in blocks of at most BLOCK_TOKENS.
+
+        The blocks are a pure function of the documents, independent of their division in sequences
+        and of the order of sequences in the .bin. Raise InputError for impossible lengths, offsets
+        and bounds.
+        """
         for window in self._windows():
             base = int(window[0])
             starts, lengths = self._places(base, int(window[-1]))
@@ -156,30 +172,37 @@ class MegatronIndex:
     def _block(
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
+        """Yield one block of whole documents of the lengths `documents`, or the blocks of a single
+        one that is longer. `starts` and `lengths` are of its sequences."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
             tokens = runs[0] if len(runs) == 1 else np.concatenate([self.tokens[:0], *runs])
             yield TokenBlock(tokens, documents, True, True)
             return
-        done, parts, waiting = 0, [], 0
+        done = 0  # tokens in earlier blocks
+        parts = []
+        waiting = 0  # tokens in `parts`
         for start, stop in _runs(starts, lengths):
             while start < stop:
                 end = min(stop, start + BLOCK_TOKENS - waiting)
                 parts.append(self.tokens[start:end])
                 waiting += end - start
                 start = end
-                if waiting == BLOCK_TOKENS or done + waiting == total:
-                    first, last = done == 0, done + waiting == total
+                last = done + waiting == total
+                if waiting == BLOCK_TOKENS or last:
                     tokens = np.concatenate(parts)
-                    yield TokenBlock(tokens, np.array([waiting]), first, last)
-                    done, parts, waiting = done + waiting, [], 0
+                    yield TokenBlock(tokens, np.array([waiting]), done == 0, last)
+                    done += waiting
+                    parts = []
+                    waiting = 0
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Sequences that lie one after the other, joined: (first token, end) of each run."""
+    """Return the (first token, end) of each run of sequences that directly follow each other."""
     full = lengths > 0
-    starts, lengths = starts[full], lengths[full]
+    starts = starts[full]
+    lengths = lengths[full]
     if not starts.size:
         return []
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + lengths[:-1])
@@ -189,14 +212,16 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
-    """Whether each shard's first document is the rest of the last one of the shard before."""
+    """Return for each shard whether its first document continues the last one of the shard
+    before."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
-    """Tokens of all documents, int64, in pieces; what goes on in the next shard is whole again."""
-    carried = 0
+    """Yield the lengths in tokens of all documents, int64 [n] at a time. A document that continues
+    in the next shard counts as one. Raise InputError for one that is too long for Megatron."""
+    carried = 0  # tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
     for number, header in enumerate(headers):
         offsets = map_documents(header)
@@ -206,16 +231,19 @@ def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[n
             lengths[0] += carried
             carried = 0
             if start + BLOCK_TOKENS >= header.documents and joined[number + 1]:
-                carried, lengths = int(lengths[-1]), lengths[:-1]
+                carried = int(lengths[-1])
+                lengths = lengths[:-1]
             if lengths.size and not 0 < lengths.min() <= lengths.max() <= _MAX_LENGTH:
                 raise InputError(
-                    f"{header.path}: a document of {lengths.max()} tokens, or one without: a "
-                    f"sequence of Megatron has at most {_MAX_LENGTH}"
+                    f"{header.path}: has a document of {lengths.max()} tokens, or one of 0; a "
+                    f"sequence of Megatron has 1 to {_MAX_LENGTH}"
                 )
             yield lengths
 
 
 def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -> None:
+    """Write the .bin. Raise InputError for a token id outside the vocabulary, or outside
+    `dtype`."""
     with open(path, "wb") as stream:
         for header in headers:
             tokens = map_tokens(header)
@@ -230,7 +258,7 @@ def _write_tokens(headers: Sequence[ShardHeader], dtype: np.dtype, path: Path) -
 
 
 def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, path: Path) -> int:
-    """Returns the number of documents, each of which is one sequence."""
+    """Write the .idx and return the number of documents, each of which is one sequence."""
     documents = sum(header.documents for header in headers) - sum(_joined(headers, eod_id))
     starts = [_HEADER.size, _HEADER.size + 4 * documents, _HEADER.size + 12 * documents]
     with open(path, "wb") as stream:
@@ -248,7 +276,8 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
                 stream.seek(start + done * column.itemsize)
                 stream.write(column)
             done += lengths.size
-            offset = int(ends[-1]) if ends.size else offset
+            if ends.size:
+                offset = int(ends[-1])
         stream.seek(starts[2] + 8 * done)
         stream.write(np.array([done], "<i8"))
     return documents
@@ -256,8 +285,8 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
-    """Keeps a second command from the names under which the first one writes. Raises InputError."""
-    path = _beside(prefix, ".lock")
+    """Hold the lock of a PREFIX during the block. Raise InputError if another process has it."""
+    path = _with_suffix(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():
             raise InputError(
@@ -265,7 +294,7 @@ def _alone(prefix: Path) -> Iterator[None]:
                 "--output"
             )
         if not lock.still_there():
-            raise InputError(f"{prefix}: another process was at its end with it; run this again")
+            raise InputError(f"{prefix}: another process has just finished it; run this again")
         try:
             yield
         finally:
@@ -273,11 +302,12 @@ def _alone(prefix: Path) -> Iterator[None]:
 
 
 def export(directory: Path, prefix: Path) -> dict[str, Any]:
-    """Write a dataset as PREFIX.bin and PREFIX.idx, a sequence per document with its eod; a table.
+    """Write a dataset as PREFIX.bin and PREFIX.idx, one sequence per document with its eod, and
+    return the final table.
 
-    Tokens are uint16 where the shards have that, else int32. A document that was cut by the end of
-    a shard is whole again. Raises InputError for a directory that is no dataset, for files that
-    exist, a full disk, a document or an id that is too large; then neither file is there.
+    Tokens are uint16 if the shards' are, else int32. A document that was cut by the end of a shard
+    is joined again. Raise InputError for a directory that is no dataset, for files that exist, for
+    a full disk, and for a document or an id that is too large; then neither file is written.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]
@@ -296,7 +326,7 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             put_in_place(temporary[0], paths[0])
-            undo.callback(paths[0].unlink)  # of no use without the other
+            undo.callback(paths[0].unlink)  # it is useless without the other file
             put_in_place(temporary[1], paths[1])
             undo.pop_all()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets as a corpus: tokens that are ready become shards."""
+"""Megatron-LM's indexed datasets as a corpus, whose documents are already tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary of which no file is at hand."""
+    """A vocabulary without a tokenizer's file."""
 
     name: str
     sha256: str
@@ -28,8 +28,11 @@ class GivenVocabulary:
 
 
 def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
-    """Two numbers in place of a tokenizer. Its hash is of zeros and the numbers, so that datasets
-    with the same two go together. Raises InputError for numbers that do not go together."""
+    """Return a vocabulary of two numbers, in place of a tokenizer's file.
+
+    Its hash consists of zeros and the numbers, so that datasets with the same two numbers can be
+    used together. Raise InputError for numbers that contradict each other.
+    """
     if not 0 <= eod_id < vocab_size <= 1 << 32:
         raise InputError(
             f"--eod-id {eod_id} and --vocab-size {vocab_size}: 0 <= eod-id < vocab-size <= 2^32"
@@ -39,9 +42,9 @@ def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
 
 
 class MegatronCorpus:
-    """Indexed datasets, each a group. Raises InputError for prefixes and vocabularies that are bad.
+    """A corpus of indexed datasets, each of which is a group.
 
-    Every document gets the end of document (eod) that it lacks.
+    A document without an end of document (eod) gets one.
     """
 
     counted = ("documents", "empty_documents", "eods_added", "train_tokens", "valid_tokens")
@@ -53,8 +56,10 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
+        """Open the datasets; the vocabulary is a `tokenizer`, or is `given`. Raise InputError for a
+        prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
-            raise InputError("either --tokenizer, or --vocab-size and --eod-id: one of them")
+            raise InputError("give either --tokenizer, or --vocab-size and --eod-id")
         self.vocabulary: Vocabulary = given or load_tokenizer(str(tokenizer))
         self.tokenizer_file = None if tokenizer is None else tokenizer_file(tokenizer)
         self._valid_fraction = valid_fraction
@@ -66,6 +71,7 @@ class MegatronCorpus:
         self.group_bytes = [MegatronIndex(prefix).bin_bytes for prefix in self._prefixes]
 
     def identity(self) -> dict[str, Any]:
+        """Return the vocabulary and the files that the tokens depend on."""
         paths = [path for prefix in self._prefixes for path in (bin_path(prefix), idx_path(prefix))]
         states = [(path.name, path.stat()) for path in paths]
         return {
@@ -76,11 +82,15 @@ class MegatronCorpus:
         }
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        """Return no step: the documents are encoded one by one."""
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
+        """Yield the needed blocks of the groups of `work`. Raise InputError for a damaged dataset
+        and for an id outside the vocabulary."""
         for group in work.groups:
-            first, start = work.first_block(group), 0
+            first = work.first_block(group)
+            start = 0  # the block's first token, counted over the documents
             index = MegatronIndex(self._prefixes[group])
             for number, block in enumerate(index.blocks()):
                 work.advance(block.tokens.size * index.dtype.itemsize)
@@ -90,8 +100,10 @@ class MegatronCorpus:
                 start += block.tokens.size
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
-        """Ids are compared before they are put into the narrower type of the shards."""
-        tokens, size = block.tokens, self.vocabulary.vocab_size
+        """Raise InputError for an id outside the vocabulary, while the ids have their own type; the
+        shards' type may be narrower."""
+        tokens = block.tokens
+        size = self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
             at = int(np.argmax((tokens < 0) | (tokens >= size)))
             raise InputError(
@@ -103,13 +115,16 @@ class MegatronCorpus:
         tokens = block.tokens.astype(token_dtype(self.vocabulary.vocab_size), copy=False)
         full = block.lengths > 0
         lengths = block.lengths[full]
-        begins, ended = np.ones(lengths.size, bool), np.ones(lengths.size, bool)
+        begins = np.ones(lengths.size, bool)
+        ended = np.ones(lengths.size, bool)
         held_out = np.zeros(lengths.size, bool)
         if lengths.size:
-            begins[0], ended[-1] = block.first, block.last
+            begins[0] = block.first
+            ended[-1] = block.last
         ends = np.cumsum(lengths)
         bare = tokens[ends - 1] != self.vocabulary.eod_id
-        texts = ends - (ended & ~bare)  # without its eod, a document is on the same side
+        # the hash leaves out the eod, so that a document with it and one without are equal
+        texts = ends - (ended & ~bare)
         if self._valid_fraction:
             bounds = zip((ends - lengths).tolist(), texts.tolist(), strict=True)
             shares = [document_share(tokens[start:end]) for start, end in bounds]
@@ -134,6 +149,8 @@ class MegatronCorpus:
 
 
 def _prefix(text: str) -> Path:
-    """PREFIX, also where one of its two files is named."""
+    """Return the PREFIX in `text`, which may also name one of the two files."""
     path = Path(text)
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if path.suffix in (".bin", ".idx"):
+        return path.with_suffix("")
+    return path

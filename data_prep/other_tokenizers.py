@@ -1,4 +1,4 @@
-"""Tokenizers of other libraries, which are extras: tiktoken's encodings, SentencePiece's models."""
+"""Tokenizers of two libraries that are extras: tiktoken's encodings and SentencePiece's models."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,23 +9,26 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-_PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "  # where split patterns differ
-MISSING = "pip install 'ptdmpi[corpus]' brings it"
+# A text that differs by the pattern that splits it.
+_PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
+MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
     """An encoding that tiktoken knows by name: OpenAI's, from its cache (TIKTOKEN_CACHE_DIR), or
-    those of installed `tiktoken_ext` packages. Names of special tokens in the text are text."""
+    one of an installed `tiktoken_ext` package. Names of special tokens in texts are plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
+        """Take as end of document the first special token in `end_of_document`, else a new id after
+        the vocabulary. Raise InputError if the library or the encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        except Exception as error:  # of its cache, its download, its registry: no common class
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        except Exception as error:  # cache, download and registry have no common class of errors
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(
                 f"tokenizer tiktoken:{encoding}: {reason}; legal: {tiktoken.list_encoding_names()} "
                 "with their files in TIKTOKEN_CACHE_DIR"
@@ -42,8 +45,8 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """The hash of every token's bytes and of how a text is split, whichever files they come
-        from."""
+        """Return a hash of all tokens' bytes and of the encoding of a text, which does not depend
+        on the files of the encoding."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)
@@ -53,17 +56,21 @@ class TiktokenTokenizer:
         return digest.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text."""
         arrays = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of token ids; a new id for the end of document has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file. The end of document is its </s>, else a new id behind it."""
+    """A SentencePiece `.model` file. The end of document is its </s>, else a new id after the
+    vocabulary."""
 
     def __init__(self, path: Path):
+        """Raise InputError if the library is missing, or the file is no model."""
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:
@@ -76,17 +83,21 @@ class SentencePieceTokenizer:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
         known = self._model.get_piece_size()
-        self.eod_id = self._model.eos_id() if self._model.eos_id() >= 0 else known
+        self.eod_id = self._model.eos_id()
+        if self.eod_id < 0:  # the model has none
+            self.eod_id = known
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text."""
         lists = self._model.encode(list(texts), out_type=int, num_threads=1)
         return [np.array(ids, dtype=self._dtype) for ids in lists]
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of token ids, with </s> for an end of document."""
         pieces = np.split(ids, np.flatnonzero(ids == self.eod_id))
         texts = [self._model.decode(piece[piece != self.eod_id].tolist()) for piece in pieces]
         return "</s>".join(texts)

@@ -1,8 +1,8 @@
-"""Finding and reading corpus files: everything here is a pure function of the files and their
-order.
+"""Finding corpus files and reading them as tasks.
 
 A corpus is read as a sequence of tasks of about a megabyte, each made of chunks: whole lines of a
-.jsonl file, or a piece of a text file. Tasks never depend on who works on them or how fast.
+.jsonl file, or a piece of a text file. Tasks are a pure function of the files and their order,
+independent of the number of processes and their speed.
 """
 
 import bz2
@@ -21,9 +21,11 @@ import zstandard
 from data_prep.parquet import read_rows
 from ptdmpi.config import InputError
 
-TEXT, JSONL, PARQUET = ".txt", ".jsonl", ".parquet"
+TEXT = ".txt"
+JSONL = ".jsonl"
+PARQUET = ".parquet"
 _COMPRESSED = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: a gzip header and trailer are expected
+    ".gz": lambda: zlib.decompressobj(wbits=31),  # 31: with a gzip header and trailer
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
@@ -31,36 +33,35 @@ _COMPRESSED = {
 PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
 TASK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30  # a line of a .jsonl file must fit into memory
-_BLOCK_BYTES = 1 << 16  # of compressed bytes
-_INFLATED_BYTES = 1 << 20  # that a block is inflated to at a time, where the library can be told
+_BLOCK_BYTES = 1 << 16  # bytes read from the disk at a time, perhaps compressed
+_INFLATED_BYTES = 1 << 20  # bytes decompressed at a time, for libraries that take a limit
 _SPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One corpus file."""
+    """A corpus file, or a slice of one: the lines, or row groups, that begin in its bytes
+    [start, stop)."""
 
     path: Path
-    name: str  # as given, or relative to the directory given: names the file in the corpus identity
-    kind: str  # TEXT (one document), JSONL (one document a line) or PARQUET (one a row)
+    name: str  # as given, or relative to the given directory; it is part of the corpus's identity
+    kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
     size_bytes: int  # on disk
     modified_ns: int
-    start: int = (
-        0  # the lines (row groups of Parquet) that begin in bytes [start, stop) of the file
-    )
-    stop: int | None = None  # None: to its end
+    start: int = 0
+    stop: int | None = None  # None: to the end of the file
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive bytes of a source, decompressed: whole lines (JSONL), texts of rows (PARQUET) or
-    a piece of a document (TEXT)."""
+    """Consecutive decompressed bytes of a source: whole lines (JSONL), texts of rows (PARQUET) or a
+    piece of a document (TEXT)."""
 
     path: str
     kind: str
     data: bytes
     start: int  # byte offset of `data` in the decompressed file
-    line: int  # number of its first line, from 1 where its source starts (JSONL)
+    line: int  # number of its first line in its source, from 1 (JSONL)
     first: bool  # a document begins at its start
     last: bool  # a document ends at its end
     source_start: int = 0  # byte at which its source's first line begins (JSONL)
@@ -74,11 +75,13 @@ class Task:
     group: int
     index: int
     chunks: tuple[Chunk, ...]
-    # bool: is the document left out that goes on from the task before, and each that begins here
+    # bool [1 + documents that begin here]: left out as duplicates; the first entry is for the
+    # document that continues from the task before. None: no document is.
     dropped: np.ndarray | None = None
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
+    """Return how a file is read, by its name; None if it is not."""
     name = path.name
     if name.endswith(PARQUET):
         return PARQUET
@@ -90,6 +93,8 @@ def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
+    """Yield all files in a directory tree, sorted. Raise InputError for one that cannot be read."""
+
     def unreadable(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
@@ -99,38 +104,37 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
-    """The corpus files: `inputs` in the order given, directories walked in sorted order.
+    """Return the corpus files: `inputs` in the given order, directories in sorted order.
 
-    Taken are .txt and .jsonl, files that end in one of `suffixes` (read as .txt), each of them also
-    followed by .gz, .bz2, .xz or .zst, and .parquet. Raises InputError for a missing input, a file
-    of another kind, a directory with no usable file, a file that is named twice.
+    Usable files end in .txt, .jsonl or one of `suffixes` (read as .txt), also followed by .gz,
+    .bz2, .xz or .zst, or in .parquet. Raise InputError for a missing input, a file of another kind,
+    a directory without a usable file, and a file that is given twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
     if "" in map(str, inputs):
         raise InputError("an input without a name; give files or directories")
     if "" in suffixes:
-        raise InputError("--suffix: it is empty, and every file ends so; give one such as .py")
+        raise InputError("--suffix: is empty; give the end of a file's name, such as .py")
     for given in map(Path, inputs):
         if given.is_dir():
             paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]
             if not paths:
-                raise InputError(f"{given}: no usable file in this directory; taken are {legal}")
+                raise InputError(f"{given}: no usable file in this directory; usable are {legal}")
+            names = [str(path.relative_to(given)) for path in paths]
         elif not given.exists():
             raise InputError(f"{given}: no such file or directory")
         elif not given.is_file():
             raise InputError(f"{given}: is no regular file")
         elif _kind(given, suffixes):
             paths = [given]
+            names = [given.name]
         else:
             raise InputError(
-                f"{given}: unknown kind of file; taken are {legal}; name more by --suffix"
+                f"{given}: unknown kind of file; usable are {legal}; --suffix adds others"
             )
-        for path in paths:
-            status, name = (
-                path.stat(),
-                str(path.relative_to(given) if path != given else given.name),
-            )
+        for path, name in zip(paths, names, strict=True):
+            status = path.stat()
             kind = _kind(path, suffixes) or TEXT
             sources.append(CorpusFile(path, name, kind, status.st_size, status.st_mtime_ns))
     seen: set[Path] = set()
@@ -143,9 +147,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
-    """Files of rows, and those of lines that are not compressed, in slices of `slice_bytes`; other
-    files whole. A line (or a group of rows) belongs to the slice in which it begins.
-    """
+    """Divide files of rows, and uncompressed files of lines, into slices of `slice_bytes`, and keep
+    other files whole. A line (or a group of rows) belongs to the slice in which it begins."""
     slices: list[CorpusFile] = []
     for source in sources:
         if source.kind == TEXT or source.path.suffix in _COMPRESSED:
@@ -157,15 +160,19 @@ def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[Corpu
 
 
 def size_on_disk(source: CorpusFile) -> int:
-    """Bytes of a file, or of its slice."""
-    stop = source.size_bytes if source.stop is None else min(source.stop, source.size_bytes)
-    return stop - source.start
+    """Return the bytes of a file, or of its slice, on disk."""
+    if source.stop is None:
+        return source.size_bytes - source.start
+    return min(source.stop, source.size_bytes) - source.start
 
 
 def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[CorpusFile]]:
-    """Consecutive files (or slices) in groups of at least `group_bytes` on disk (but the last).
-    Shards never hold tokens of two groups, so that groups can be dealt to ranks without knowing
-    their token counts."""
+    """Group consecutive files (or slices) so that each group, except the last, has at least
+    `group_bytes` on disk.
+
+    A shard never has tokens of two groups, so that groups can be dealt to ranks before their
+    numbers of tokens are known.
+    """
     groups: list[list[CorpusFile]] = []
     size_bytes = group_bytes
     for source in sources:
@@ -178,32 +185,35 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
 
 
 def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
-    """Decompress one or more concatenated streams; EOFError where the last one is not complete."""
+    """Decompress one or more concatenated streams. Raise EOFError if the last one is not complete,
+    and the library's error if one is damaged."""
     decompressor = None
     for block in blocks:
         while block:
             decompressor = decompressor or _COMPRESSED[suffix]()
-            if hasattr(decompressor, "needs_input"):  # bz2 and xz inflate up to 20,000 times
+            if hasattr(decompressor, "needs_input"):  # bz2 and xz, which inflate up to 20,000 times
                 yield decompressor.decompress(block, _INFLATED_BYTES)
                 while not (decompressor.eof or decompressor.needs_input):
                     yield decompressor.decompress(b"", _INFLATED_BYTES)
             else:
                 yield decompressor.decompress(block)
-            block = decompressor.unused_data if decompressor.eof else b""
+            block = b""
             if decompressor.eof:
+                block = decompressor.unused_data
                 decompressor = None
     if decompressor is not None:
         raise EOFError("the compressed stream is truncated")
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """The decompressed bytes of a file (from one byte before a slice), in blocks. `advance` is told
-    the bytes read from the disk.
+    """Yield the decompressed bytes of a file (from one byte before a slice), in blocks.
 
-    Raises InputError for a file that cannot be read or decompressed.
+    `advance` is called with the numbers of bytes read from the disk. Raise InputError for a file
+    that cannot be read or decompressed.
     """
 
     def raw() -> Iterator[bytes]:
+        """Yield the bytes on the disk."""
         with open(source.path, "rb") as stream:
             stream.seek(max(0, source.start - 1))
             while block := stream.read(_BLOCK_BYTES):
@@ -220,15 +230,16 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
 
 def _cut(window: bytes) -> int:
-    """Where to cut a document of more than PIECE_BYTES; `window` is its first PIECE_BYTES + 1
-    bytes.
+    """Return where to cut a document of more than PIECE_BYTES; `window` is its first
+    PIECE_BYTES + 1 bytes.
 
-    Preferred, in the second half: after the last single line end between two characters that are no
-    spaces, since the usual pre-tokenizers (GPT-2's and its successors') have a boundary there on
-    either side whatever follows, so that the tokens stay those of the whole document. Else after
-    the last line end; else before the last whole UTF-8 character.
+    The cut is, in the second half, after the last single line end between two characters that are
+    no spaces. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on both sides
+    of such a line end, so that the tokens are those of the whole document. If there is none, the
+    cut is after the last line end, or else before the last whole UTF-8 character.
     """
-    low, end = PIECE_BYTES // 2, PIECE_BYTES
+    low = PIECE_BYTES // 2
+    end = PIECE_BYTES
     while (at := window.rfind(b"\n", low, end)) >= 0:
         if window[at - 1] not in _SPACE and window[at + 1] not in _SPACE:
             return at + 1
@@ -242,8 +253,11 @@ def _cut(window: bytes) -> int:
 
 
 def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """A document's pieces of at most PIECE_BYTES, and whether each is the last: a pure function of
-    its bytes, not of the blocks they come in. An empty document is one empty piece."""
+    """Yield a document's pieces of at most PIECE_BYTES, and whether each is the last.
+
+    The pieces are a pure function of its bytes, independent of the division in blocks. An empty
+    document is one empty piece.
+    """
     buffer = bytearray()
     for block in blocks:
         buffer += block
@@ -255,7 +269,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The pieces of `split_document`, of a document that is there as a whole: no copy of it."""
+    """Yield the pieces of `split_document` for a document that is one block; a short one is not
+    copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -265,6 +280,7 @@ def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]:
+    """Yield the pieces of a text file, which is one document."""
     start = 0
     for data, last in split_document(blocks):
         yield Chunk(str(source.path), TEXT, data, start, 1, start == 0, last)
@@ -272,11 +288,12 @@ def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]
 
 
 def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
-    """Where the first line begins that begins in the slice or behind, and the bytes from there."""
+    """Return the offset of the first line that begins in or after the slice, and the bytes from
+    there; `blocks` begin one byte before the slice."""
     position = source.start
     if not position:
         return 0, blocks
-    position -= 1  # a line begins after each line end, the one before the slice included
+    position -= 1  # a line end there means that a line begins with the slice
     for block in blocks:
         at = block.find(b"\n") + 1
         if at:
@@ -286,7 +303,8 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
 
 
 def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The blocks from `start` to the end of the last line that begins in the slice."""
+    """Yield the bytes from `start`, where `blocks` begin, to the end of the last line that begins
+    in the slice."""
     if source.stop is None:
         yield from blocks
         return
@@ -303,22 +321,28 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Whole lines: each chunk ends at the first line end at or after TASK_BYTES."""
+    """Yield chunks of whole lines; each ends at the first line end at or after TASK_BYTES. Raise
+    InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
-    buffer, line, searched = bytearray(), 1, TASK_BYTES - 1
+    buffer = bytearray()
+    line = 1
+    searched = TASK_BYTES - 1  # bytes of `buffer` in which the chunk does not end
 
     def chunk(data: bytes) -> Chunk:
+        """Return a chunk of lines from `start`."""
         return Chunk(str(source.path), JSONL, data, start, line, True, True, source_start)
 
     for block in _lines_of_slice(source, start, blocks):
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                data = bytes(view[:end])  # one copy of what may be one long line
+                data = bytes(view[:end])  # the only copy, since it may be one long line
             del buffer[:end]
             yield chunk(data)
-            start, line, searched = start + end, line + data.count(b"\n"), TASK_BYTES - 1
+            start += end
+            line += data.count(b"\n")
+            searched = TASK_BYTES - 1
         searched = max(searched, len(buffer))
         if len(buffer) > MAX_LINE_BYTES:
             raise InputError(
@@ -331,21 +355,24 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 def _row_chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
-    """Whole texts: each chunk ends at the first one's end at or after TASK_BYTES."""
+    """Yield chunks of whole texts; each ends at the first end of a text at or after TASK_BYTES."""
     texts: list[bytes] = []
     size_bytes = first = 0
 
     def chunk() -> Chunk:
+        """Return a chunk of `texts`."""
         lengths = tuple(map(len, texts))
         return Chunk(str(source.path), PARQUET, b"".join(texts), 0, first, True, True, 0, lengths)
 
     for row, text in read_rows(source.path, text_field, source.start, source.stop):
-        first = first if texts else row
+        if not texts:
+            first = row
         texts.append(text)
         size_bytes += len(text)
         if size_bytes >= TASK_BYTES:
             yield chunk()
-            texts, size_bytes = [], 0
+            texts = []
+            size_bytes = 0
     if texts:
         yield chunk()
     advance(size_on_disk(source))
@@ -357,7 +384,9 @@ def _chunks(
     if source.kind == PARQUET:
         return _row_chunks(source, text_field, advance)
     blocks = read_blocks(source, advance)
-    return _line_chunks(source, blocks) if source.kind == JSONL else _text_chunks(source, blocks)
+    if source.kind == JSONL:
+        return _line_chunks(source, blocks)
+    return _text_chunks(source, blocks)
 
 
 def read_tasks(
@@ -366,7 +395,8 @@ def read_tasks(
     advance: Callable[[int], object],
     text_field: str = "text",
 ) -> Iterator[Task]:
-    """The tasks of one group, in order. Raises InputError for a file that cannot be read."""
+    """Yield the tasks of one group, in order; `advance` is called with the numbers of bytes read.
+    Raise InputError for a file that cannot be read."""
     chunks: list[Chunk] = []
     index = size_bytes = 0
     for source in sources:
@@ -375,12 +405,15 @@ def read_tasks(
             size_bytes += len(chunk.data)
             if size_bytes >= TASK_BYTES:
                 yield Task(group, index, tuple(chunks))
-                chunks, index, size_bytes = [], index + 1, 0
+                chunks = []
+                index += 1
+                size_bytes = 0
     if chunks:
         yield Task(group, index, tuple(chunks))
 
 
 def document_share(first_piece: bytes) -> float:
-    """A number in [0, 1) that depends only on the first piece of a document (BLAKE2b, 8 bytes)."""
+    """Return a number in [0, 1) that depends only on the first piece of a document (its BLAKE2b
+    digest of 8 bytes)."""
     digest = hashlib.blake2b(first_piece, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,9 +1,9 @@
-"""What makes a tokenization restartable: who it was for, and how far each group of files has come.
+"""The state of a tokenization on disk, so that it can be restarted: inputs, options and progress.
 
 While shards are made, each output directory holds a folder `.unfinished`, so that nobody trains on
-a part of a corpus by mistake; it says in `identity.json` whose it is, and the main one's has one
-small file per group. At the end the folder goes and `tokenize.json` tells what was made of what.
-"""
+a part of a corpus by mistake. Its `identity.json` records the inputs and options; in the main
+output it also has one small file per group with the group's progress. At the end the folder is
+removed, and `tokenize.json` records what the shards were made of."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.lock import FileLock
 from ptdmpi.data.shards import UNFINISHED
 
-TOKENIZER_COPY = "tokenizer"  # with the suffix of the file: .json or .model
+TOKENIZER_COPY = "tokenizer"  # and the suffix of the tokenizer's file: .json or .model
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
 LOCK = "lock"
@@ -41,27 +41,29 @@ class CorpusCounters:
     train_tokens: int = 0
     valid_tokens: int = 0
     bad_lines: int = 0  # left out
-    eods_added: int = 0  # to documents of ready tokens that had no end
-    answers: int = 0  # from here on of conversations
+    eods_added: int = 0  # to imported documents without an end
+    answers: int = 0  # this and the following are of conversations only
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
     padding_tokens: int = 0
 
     def __add__(self, other: "CorpusCounters") -> "CorpusCounters":
-        mine, others = asdict(self), asdict(other)
+        mine = asdict(self)
+        others = asdict(other)
         return CorpusCounters(**{name: mine[name] + others[name] for name in mine})
 
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """Where the next shard of a group begins: all before is in shards that have their names."""
+    """The place at which the next shard of a group begins; all tokens before are in shards."""
 
-    shards: int = 0  # finished
-    task: int = 0  # in which the next shard begins
-    token: int = 0  # of that task
-    held_out: bool = False  # whether the document that goes on there is held out
-    counters: CorpusCounters = CorpusCounters()  # tokens of finished shards, else of tasks before
+    shards: int = 0  # number of finished shards
+    task: int = 0  # index of the task in which the next shard begins
+    token: int = 0  # token of that task
+    held_out: bool = False  # True if the document that continues there is held out
+    # Tokens are those of finished shards; all else is counted for the tasks before `task`.
+    counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
 
@@ -69,9 +71,10 @@ Record = TypeVar("Record", CorpusCounters, GroupProgress)
 
 
 def _restored(kind: type[Record], known: Any, path: Path) -> Record:
-    """A record that `asdict` made JSON of. Raises InputError for anything else."""
+    """Return the record whose `asdict` is the JSON value `known`. Raise InputError, with `path`,
+    for any other value."""
     if kind is CorpusCounters and isinstance(known, dict):
-        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions have none
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack them
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)
@@ -82,12 +85,13 @@ def _restored(kind: type[Record], known: Any, path: Path) -> Record:
 
 def _foreign(path: Path) -> InputError:
     return InputError(
-        f"{path}: is not what this version of ptdmpi-data writes there; use --force to begin anew"
+        f"{path}: is not a file of this version of ptdmpi-data; use --force to start again"
     )
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError where a file could not be made, as far as one can tell beforehand."""
+    """Raise InputError if the file `path` cannot be made, as far as this can be known
+    beforehand."""
     if path.is_dir():
         raise InputError(f"{path}: is a directory; the name of a file is needed")
     folder = path.parent
@@ -102,7 +106,7 @@ def _unknown(output: Path) -> InputError:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole. Raises InputError if it cannot be written."""
+    """Replace a small file as a whole. Raise InputError if it cannot be written."""
     try:
         write_whole(path, content)
     except OSError as error:
@@ -110,26 +114,29 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small JSON file as a whole. Raises InputError if it cannot be written."""
+    """Replace a small JSON file as a whole. Raise InputError if it cannot be written."""
     write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if there is no such file. Raises InputError if it is damaged."""
+    """Return the JSON object in a file; None if there is no such file. Raise InputError if it is
+    damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read: {error}; use --force to begin anew") from error
+        raise InputError(f"{path}: cannot be read: {error}; use --force to start again") from error
     if not isinstance(value, dict):
         raise _foreign(path)
     return value
 
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
-    """What a restart must have in common with its beginning: files by name, size and time (ns)."""
-    digest, count = hashlib.sha256(), 0
+    """Return the number of input files and a SHA-256 of their names, sizes and times (ns), which a
+    restart compares."""
+    digest = hashlib.sha256()
+    count = 0
     for file in files:
         digest.update(json.dumps(file).encode())
         count += 1
@@ -137,35 +144,40 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
 
 
 def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
+    """Raise InputError if the shards of an output (`known`) were made of other inputs, or with
+    other options, than `identity`."""
     for name, value in identity.items():
         if known.get(name) != value:
-            what = "other input files" if name == "inputs_sha256" else f"{name} {known.get(name)}"
+            other = f"{name} {known.get(name)}"
+            if name == "inputs_sha256":
+                other = "other input files"
             raise InputError(
-                f"{output}: holds shards made with {what}: give an empty directory, or use "
-                "--force to begin anew"
+                f"{output}: holds shards made with {other}: give an empty directory, or use "
+                "--force to start again"
             )
 
 
 def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
-    """Raises InputError if a finished output lacks what was made there."""
+    """Raise InputError if a finished output lacks its summary or a shard that this lists."""
     if summary is None:
-        raise InputError(f"{output}: {SUMMARY} is gone; use --force to begin anew")
+        raise InputError(f"{output}: {SUMMARY} is missing; use --force to start again")
     shards = summary.get("shards")
     if not isinstance(shards, dict | list):
         raise _foreign(output / SUMMARY)
     gone = [name for name in shards if not (output / str(name)).is_file()]
     if gone:
         raise InputError(
-            f"{output}: {gone[0]}, made by an earlier run, is gone; use --force to begin anew"
+            f"{output}: {gone[0]}, made by an earlier run, is missing; use --force to start again"
         )
 
 
 def _nothing_held_out(documents: int) -> str:
-    # at five over their number, less than one corpus in a hundred has none again: exp(-5)
+    """Return the message for a corpus of which no document is held out."""
+    # with a share of five over their number, less than one corpus in a hundred (exp(-5)) has none
     enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
     return (
-        f"no document was held out of {counted(documents, 'document')}, for the hash of each "
-        f"decides; give more documents, or --valid-fraction {enough:g}"
+        f"none of {counted(documents, 'document')} was held out, which is decided by the hash of "
+        f"each; give more documents, or --valid-fraction {enough:g}"
     )
 
 
@@ -176,11 +188,12 @@ class _OutputLocks:
         self._held: dict[Path, FileLock] = {}
 
     def take(self, output: Path) -> None:
-        """Keep others out of an output. Raises InputError if somebody is at work in it."""
+        """Lock an output. Raise InputError if another process writes to it."""
         if output in self._held:
             if self._held[output].still_there():
                 return
-            # the folder went with its lock (--force): whoever made it anew may hold that one
+            # --force removed the folder with its lock: a process that made it again may hold a new
+            # lock
             self._held.pop(output).close()
         try:
             lock = FileLock(output / UNFINISHED / LOCK)
@@ -195,21 +208,24 @@ class _OutputLocks:
         self._held[output] = lock
 
     def release(self) -> None:
-        """Let others work in the outputs; more than once, if need be."""
+        """Unlock all outputs. May be called more than once."""
         while self._held:
             self._held.popitem()[1].close()
 
 
 class RunState:
-    """The state of one tokenization, in its output directories (the main one first)."""
+    """The state of one tokenization, in its output directories.
+
+    The first output is the main one, for training documents; a second one is for held-out
+    documents. `identity` has the inputs and options that the shards depend on."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
         main, *others = outputs
-        # The held-out shards belong to these training shards, wherever both are moved together.
-        beside = [os.path.relpath(other.resolve(), main.resolve()) for other in others]
+        # relative paths, so that both directories can be moved together
+        valid_outputs = [os.path.relpath(other.resolve(), main.resolve()) for other in others]
         self._identities = [
-            {"holds": "training documents", **identity, "valid_outputs": beside},
+            {"holds": "training documents", **identity, "valid_outputs": valid_outputs},
             *({"holds": "held-out documents", **identity} for _ in others),
         ]
         self.folder = main / UNFINISHED
@@ -217,11 +233,11 @@ class RunState:
         self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
-        """Make or check the output directories; the sums if everything is done already.
+        """Make or check the output directories. Return the sums if everything is done already.
 
-        Raises InputError where they hold something else: shards of other inputs or options (unless
-        `force`, which removes them), or files that ptdmpi-data did not make; and where another
-        process writes to them.
+        Raise InputError if they hold something else: shards of other inputs or options (unless
+        `force`, which removes them), or files that ptdmpi-data did not make; and if another process
+        writes to them.
         """
         try:
             done = self._begin(force)
@@ -235,18 +251,18 @@ class RunState:
     def _begin(self, force: bool) -> CorpusCounters | None:
         for output in self.outputs:
             if output.exists() and not output.is_dir():
-                raise InputError(f"{output}: is no directory; shards go into one")
+                raise InputError(f"{output}: is no directory; a directory for shards is needed")
             if (output / UNFINISHED).is_dir():
                 self._locks.take(output)
         if force:
             self._remove_all()
         known = [self._known(output) for output in self.outputs]
-        for output, identity, found in zip(self.outputs, self._identities, known, strict=True):
-            if found is not None:
-                _compare(output, identity, found)
+        for output, identity, own in zip(self.outputs, self._identities, known, strict=True):
+            if own is not None:
+                _compare(output, identity, own)
             elif any(output.glob("*.h5")):
                 if self._belongs(output, known[0]):
-                    _require_shards(output, found)
+                    _require_shards(output, own)
                 raise _unknown(output)
         summaries = [self._summary(output) for output in self.outputs]
         if summaries[0] is not None:
@@ -255,6 +271,11 @@ class RunState:
             return _restored(
                 CorpusCounters, summaries[0].get("counters"), self.outputs[0] / SUMMARY
             )
+        self._make_outputs()
+        return None
+
+    def _make_outputs(self) -> None:
+        """Make and lock the output directories. Raise InputError if they cannot be written."""
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -273,18 +294,21 @@ class RunState:
         except InputError:
             self.clean()
             raise
-        return None
 
     def release(self) -> None:
-        """Let others work in the outputs."""
+        """Unlock the outputs for other processes."""
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
-        """What a finished run left in an output; None: there is none, or it is not finished."""
-        return None if (output / UNFINISHED).exists() else read_json(output / SUMMARY)
+        """Return the summary of a finished run in an output; None if there is none, or the run is
+        not finished."""
+        if (output / UNFINISHED).exists():
+            return None
+        return read_json(output / SUMMARY)
 
     def _known(self, output: Path) -> dict[str, Any] | None:
-        """Whose shards an output holds; None where ptdmpi-data has not been."""
+        """Return the identity of the shards in an output; None if ptdmpi-data has written nothing
+        there. Raise InputError if it is damaged."""
         for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
             known = read_json(path)
             if known is not None and "holds" not in known:
@@ -294,35 +318,38 @@ class RunState:
         return None
 
     def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
-        """Whether the main output, of which so much is known, has this one for its held-out shards:
-        then they are ours even where nothing beside them says so."""
-        beside = self._identities[0]["valid_outputs"]
+        """Return True if the main output, with the identity `main`, names this output for its
+        held-out shards. Then ptdmpi-data made them, even if the output itself has no identity."""
+        valid_outputs = self._identities[0]["valid_outputs"]
         return (
-            output != self.outputs[0] and main is not None and main.get("valid_outputs") == beside
+            output != self.outputs[0]
+            and main is not None
+            and main.get("valid_outputs") == valid_outputs
         )
 
     def _remove_all(self) -> None:
-        """Remove what earlier runs made. Raises InputError, before anything goes, where there is
-        something that is not theirs."""
+        """Remove the results of earlier runs. Raise InputError, before anything is removed, if an
+        output has shards of another origin."""
         ours = []
         main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
             try:
                 known = self._known(output)
             except InputError:
-                known = identity  # damaged, so nobody's
+                known = identity  # damaged, so it may be removed
             main = main or known
             if known is not None and known.get("holds") != identity["holds"]:
                 raise InputError(
-                    f"{output}: holds {known.get('holds')}, and {identity['holds']} would go "
-                    "there: give another directory"
+                    f"{output}: holds {known.get('holds')}, but is given for {identity['holds']}: "
+                    "give another directory"
                 )
-            mine = known is not None or (output / UNFINISHED).exists()
-            mine = mine or self._belongs(output, main)
-            foreign = set(output.glob("*.h5")) - (set(output.glob(SHARDS)) if mine else set())
+            foreign = set(output.glob("*.h5"))
+            unfinished = (output / UNFINISHED).exists()
+            if known is not None or unfinished or self._belongs(output, main):
+                ours.append(output)
+                foreign -= set(output.glob(SHARDS))
             if foreign:
                 raise _unknown(output)
-            ours += [output] if mine else []
         for output in ours:
             for path in [*output.glob(SHARDS), *output.glob(f"{SHARDS}.tmp"), output / SUMMARY]:
                 path.unlink(missing_ok=True)
@@ -332,26 +359,31 @@ class RunState:
         return self.folder / f"group-{group:05d}.json"
 
     def load(self, group: int) -> GroupProgress:
-        """How far a group has come."""
+        """Return the progress of a group. Raise InputError if its file is damaged."""
         known = read_json(self._group_path(group))
         if known is None:
             return GroupProgress()
         return _restored(GroupProgress, known, self._group_path(group))
 
     def save(self, group: int, progress: GroupProgress) -> None:
+        """Write the progress of a group. Raise InputError if that fails."""
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Tell the other ranks to stop."""
+        """Make `someone_failed` true for the other ranks, so that they stop."""
         if self.folder.is_dir():
             self._failed.touch()
 
     def someone_failed(self) -> bool:
+        """Return True if a rank has called `mark_failed`."""
         return self._failed.exists()
 
     def finish(self, groups: int, tokenizer: Path | None) -> CorpusCounters:
-        """Everything is in shards: copy the tokenizer's file beside them, write the summary, remove
-        the state; the sums over all groups. Raises InputError for an output without a token."""
+        """Complete the outputs when all shards are written, and return the sums over all groups.
+
+        The tokenizer's file is copied into each output, the summary is written and the state is
+        removed. Raise InputError if shards are missing, or an output would have no token.
+        """
         sums = sum((self.load(group).counters for group in range(groups)), CorpusCounters())
         headers = [
             [read_header(path) for path in sorted(output.glob(SHARDS))] for output in self.outputs
@@ -359,7 +391,9 @@ class RunState:
         self._require_all(sums, headers)
         reason = None
         if sums.train_tokens == 0:
-            reason = "the corpus yields no token to train on: all are empty, held out or too long"
+            reason = (
+                "the corpus has no token to train on: all documents are empty, held out or too long"
+            )
         elif len(self.outputs) > 1 and sums.valid_tokens == 0:
             reason = _nothing_held_out(sums.documents)
         if reason is not None:
@@ -379,18 +413,19 @@ class RunState:
         return sums
 
     def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
-        """Raises InputError if a shard that was finished has gone since; perhaps none holds out."""
-        counted = (sums.train_tokens, sums.valid_tokens)
-        for output, shards, tokens in zip(self.outputs, headers, counted, strict=False):
-            there = sum(header.tokens for header in shards)
-            if there != tokens:
+        """Raise InputError if the shards of an output do not have all tokens of `sums`."""
+        expected = (sums.train_tokens, sums.valid_tokens)
+        for output, shards, tokens in zip(self.outputs, headers, expected, strict=False):
+            present = sum(header.tokens for header in shards)
+            if present != tokens:
                 raise InputError(
-                    f"{output}: its shards have {there} of {tokens} tokens: some that an earlier "
-                    "start made are gone; use --force to begin anew"
+                    f"{output}: its shards have {present} of {tokens} tokens: some shards of an "
+                    "earlier start are missing; use --force to start again"
                 )
 
     def clean(self) -> None:
-        """After a failure: leave finished shards for a restart; without any, leave nothing."""
+        """Clean up after a failure: leave finished shards for a restart; if there are none, leave
+        nothing."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

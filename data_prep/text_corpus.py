@@ -1,4 +1,4 @@
-"""Files of text as a corpus: found, grouped, read as tasks, encoded by processes."""
+"""Text files as a corpus: finding, grouping and reading them, and encoding by several processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from data_prep.sources import (
 from data_prep.state import files_identity
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
-_TEXT_BYTES_PER_TOKEN = 4  # a usual rate of large vocabularies: makes a group about one shard
-_BYTES_PER_WORKER = 1 << 21  # starting a process for less costs more than it saves
+_TEXT_BYTES_PER_TOKEN = 4  # usual for large vocabularies, so that a group is about one shard
+_BYTES_PER_WORKER = 1 << 21  # starting a process for less text costs more than it saves
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is read by `ptdmpi-data tokenize`, and how."""
+    """The inputs and options of `ptdmpi-data tokenize`, without those of the output."""
 
     inputs: tuple[str, ...]
     encode: EncodeOptions
@@ -35,9 +35,10 @@ class TextOptions:
 
 
 class TextCorpus:
-    """Files of text under a tokenizer. Raises InputError for options or files that are bad."""
+    """A corpus of text files, encoded with a tokenizer."""
 
     def __init__(self, options: TextOptions, output: OutputOptions):
+        """Find the files and group them. Raise InputError for bad options or files."""
         self._options = options
         if options.deduplicate is not None:
             check(options.deduplicate)
@@ -64,18 +65,23 @@ class TextCorpus:
         self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
 
     def identity(self) -> dict[str, Any]:
+        """Return the tokenizer, the files and the options that the tokens depend on."""
+        skipping = {}
+        if self._options.encode.skip_bad_lines:
+            # absent unless it is set, so that restarts of older versions' outputs still work
+            skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,
             "tokenizer_sha256": self.vocabulary.sha256,
             "text_field": self._options.encode.text_field,
             "errors": self._options.encode.errors,
             "deduplicate": self._options.deduplicate,
-            # only where it is asked for: what older versions have begun goes on
-            **({"skip_bad_lines": True} if self._options.encode.skip_bad_lines else {}),
+            **skipping,
             **self._files,
         }
 
     def _workers(self, work: Work) -> int:
+        """Return the number of processes to use for some groups."""
         size_bytes = sum(self.group_bytes[group] for group in work.groups)
         return self._options.workers or max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
 
@@ -84,29 +90,42 @@ class TextCorpus:
         return read_tasks(group, self._groups[group], work.advance, field)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
+        """Return the steps that find duplicates: every rank reads its groups, then rank 0 compares
+        all of them."""
         if self._options.deduplicate is None:
             return ()
-        found = self._duplicates = Duplicates(folder, self._options.deduplicate)
+        duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)
 
         def tasks(groups: list[int]) -> Iterator[Task]:
+            """Return the tasks of some groups."""
             return (task for group in groups for task in self._read(work, group))
 
         def read_keys() -> None:
-            found.read_keys(work.groups, tasks, self._options.encode, self._workers(work))
+            """Write the keys of this rank's documents."""
+            duplicates.read_keys(work.groups, tasks, self._options.encode, self._workers(work))
 
         def find() -> None:
+            """Write the duplicates, on rank 0."""
             if work.rank == 0:
-                found.find(len(self._groups))
+                duplicates.find(len(self._groups))
 
         return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
+        """Yield the needed tasks, with their duplicates marked."""
         for group in work.groups:
             first = work.first_block(group)
-            dropped = self._duplicates.of_task(group) if self._duplicates else None
+            dropped = None
+            if self._duplicates:
+                dropped = self._duplicates.of_task(group)
             for task in self._read(work, group):
-                if task.index >= first:
-                    yield replace(task, dropped=dropped(task.index)) if dropped else task
+                if task.index < first:
+                    continue
+                if dropped:
+                    task = replace(task, dropped=dropped(task.index))
+                yield task
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
+        """Yield the needed tasks of `work`, encoded by several processes. Raise InputError for a
+        file that cannot be read."""
         return map_in_order(self._tasks(work), Encoder, self._options.encode, self._workers(work))

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, Hugging Face `tokenizer.json` files (read and trained), others by name."""
+"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (read and trained), and others."""
 
 import hashlib
 import os
@@ -15,23 +15,24 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# Where nothing else says. Gemma's vocabulary has "</s>", too, which is HTML there. The last one is
-# BERT's: a model of its vocabulary has no room for a new id.
+# The texts that may be the end of document, if no file of the model names it. Gemma's vocabulary
+# also has "</s>", which is HTML there, so <eos> is before it. The last one is BERT's: a model with
+# its vocabulary has no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
-# Beside a tokenizer.json, they name ends by their ids.
+# Files in the folder of a tokenizer.json that name the end of a text by its id.
 NAMING = ("config.json", "generation_config.json")
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
-GIGATOKEN = "gigatoken:"  # and the name of a tokenizer.json
+GIGATOKEN = "gigatoken:"  # followed by the name of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
-_RENEWED_CHARACTERS = 1 << 26  # after so many, gigatoken's memory of the words it met begins anew
+_RENEWED_CHARACTERS = 1 << 26  # gigatoken's cache of words is emptied after so many characters
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
 MIN_VOCAB_SIZE = 257  # every byte and the end of document
-MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for so many before it begins
+MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number before it begins
 
 
 class Vocabulary(Protocol):
-    """What a shard says of the tokens in it."""
+    """The description of tokens that a shard has in its header."""
 
     name: str
     sha256: str
@@ -40,39 +41,48 @@ class Vocabulary(Protocol):
 
 
 class Tokenizer(Vocabulary, Protocol):
-    """Text to token ids."""
+    """A vocabulary that encodes texts as token ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, in `token_dtype(vocab_size)`, without any added token."""
+        """Return the token ids of each text, in `token_dtype(vocab_size)`, without any added token.
+        Raise InputError for a text that cannot be encoded."""
 
     def decode(self, ids: np.ndarray) -> str:
-        """The text of some tokens, special ones included."""
+        """Return the text of token ids, including special tokens."""
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """One that also takes texts in which the names of special tokens mean these tokens, as what a
-    chat template writes does."""
+    """A tokenizer that also encodes texts in which the names of special tokens mean these tokens,
+    such as a chat template writes."""
 
     special: frozenset[str]  # names of its special tokens
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids of each text, and where each begins in it: int64, in characters."""
+        """Return the token ids of each text, and the character at which each token begins
+        (int64)."""
 
 
 class ByteTokenizer:
-    """The bytes of the UTF-8 text: ids 0 to 255, and 256 for the end of a document."""
+    """The tokenizer whose tokens are the bytes of the UTF-8 text: ids 0 to 255, and 256 for the end
+    of a document."""
 
-    name, sha256, vocab_size, eod_id = BYTES, BYTES_SHA256, 257, 256
+    name = BYTES
+    sha256 = BYTES_SHA256
+    vocab_size = 257
+    eod_id = 256
     special = frozenset(END_OF_DOCUMENT[:1])
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The end of document is what it is decoded to."""
+        """Return the ids of each text and their first characters. The end of document is written as
+        `decode` writes it."""
         return [self._marked(text) for text in texts]
 
     def _marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        ids, starts, at = list[int](), list[int](), 0
+        ids: list[int] = []
+        starts: list[int] = []
+        at = 0
         for piece in text.split(END_OF_DOCUMENT[0]):
-            if at:  # an end stands before it
+            if at:  # an end of document is before it
                 ids.append(self.eod_id)
                 starts.append(at - len(END_OF_DOCUMENT[0]))
             for character in piece:
@@ -84,9 +94,11 @@ class ByteTokenizer:
         return np.array(ids, "<u2"), np.array(starts, np.int64)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the bytes of each text as uint16."""
         return [np.frombuffer(text.encode(), np.uint8).astype("<u2") for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of token ids, with <|endoftext|> for an end of document."""
         pieces = np.split(ids, np.flatnonzero(ids == self.eod_id))
         texts = [
             bytes(piece[piece < 256].astype(np.uint8)).decode(errors="replace") for piece in pieces
@@ -95,13 +107,16 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file. The end of document is what the files of its model beside it name as
-    the end of a text, else the first of END_OF_DOCUMENT that its vocabulary has, else a new id
-    behind it. Special tokens' names inside the text are ordinary text."""
+    """A `tokenizer.json` file.
+
+    The end of document is the end of a text according to the model's files in the same folder, else
+    the first of END_OF_DOCUMENT in the vocabulary, else a new id after the vocabulary. Names of
+    special tokens in texts are plain text, except in `encode_marked`.
+    """
 
     def __init__(self, path: str | Path):
-        # The parallelism is that of our processes; rayon's threads on top would oversubscribe the
-        # cores.
+        """Raise InputError if the file is no tokenizer.json, or a file of its model is damaged."""
+        # several processes encode in parallel; rayon's threads would oversubscribe the cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
@@ -109,7 +124,7 @@ class HuggingFaceTokenizer:
         try:
             content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises plain Exception for a malformed file
+        except Exception as error:  # the library raises the class Exception for a malformed file
             raise InputError(
                 f"tokenizer {path}: {error}; legal: '{BYTES}', '{TIKTOKEN}NAME', a Hugging Face "
                 "tokenizer.json or a SentencePiece .model"
@@ -121,9 +136,10 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise InputError(f"tokenizer {path}: its vocabulary is empty")
         known = max(vocabulary.values()) + 1
-        listed = (vocabulary[text] for text in END_OF_DOCUMENT if text in vocabulary)
-        named = _named_end(path.parent, vocabulary)
-        self.eod_id = next(listed, known) if named is None else named
+        end = _named_end(path.parent, vocabulary)
+        if end is None:
+            end = next((vocabulary[text] for text in END_OF_DOCUMENT if text in vocabulary), known)
+        self.eod_id = end
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name
         self.sha256 = hashlib.sha256(content).hexdigest()
@@ -132,36 +148,45 @@ class HuggingFaceTokenizer:
         self.special = frozenset(token.content for token in added if token.special)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the ids of each text, with special tokens for their names, and the characters at
+        which the tokens begin. Raise InputError for a text that cannot be encoded."""
         self._tokenizer.encode_special_tokens = False
         try:
-            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # plain Exception, for a character without a token, say
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the class Exception, for a character without a token, say
             raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
         finally:
             self._tokenizer.encode_special_tokens = True
-        return [
-            (np.array(one.ids, self._dtype), np.array([a for a, _ in one.offsets], np.int64))
-            for one in found
-        ]
+        marked = []
+        for encoding in encodings:
+            starts = np.array([start for start, _ in encoding.offsets], np.int64)
+            marked.append((np.array(encoding.ids, self._dtype), starts))
+        return marked
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the token ids of each text. Raise InputError for one that cannot be encoded."""
         try:
-            # "fast": without the offsets, which nobody reads here
+            # "fast" computes no offsets, which are not needed here
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # plain Exception, for a character without a token, say
+        except Exception as error:  # the class Exception, for a character without a token, say
             raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
+        """Return the text of token ids, including special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A `tokenizer.json` by the library gigatoken, which remembers the words that it met: the same
-    tokens, many times as fast. Texts that name a special token, which it would take for one, go the
-    slow way; the beginning of each batch goes both ways and is compared."""
+    """A `tokenizer.json` read with the library gigatoken, which caches words: it gives the same
+    tokens, many times as fast.
+
+    Texts with the name of a special token, which gigatoken would encode as that token, are encoded
+    by `tokenizers`. The beginning of each batch is encoded by both and compared.
+    """
 
     def __init__(self, path: str | Path):
+        """Raise InputError if the library is missing or does not support this tokenizer."""
         super().__init__(path)
         try:
             import gigatoken
@@ -169,19 +194,18 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             raise InputError(f"tokenizer {GIGATOKEN}{path} needs gigatoken: {MISSING}") from error
         self._open = partial(gigatoken.Tokenizer.from_json, self._tokenizer.to_str())
         special = sorted(map(re.escape, self.special))
-        self._special = re.compile(
-            "|".join(special) or r"(?!)"
-        )  # without any: what matches nowhere
+        # without special tokens, (?!) matches nowhere
+        self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
-        except Exception as error:  # of no common class, for kinds of tokenizers that it lacks
+        except Exception as error:  # errors for unsupported tokenizers have no common class
             raise InputError(
-                f"tokenizer {GIGATOKEN}{path}: {error}; without {GIGATOKEN} it may be read"
+                f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
             ) from error
-        self._characters = 0
+        self._characters = 0  # that the cache has words of
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Raises InputError where the two ways differ."""
+        """Return the token ids of each text. Raise InputError if the two libraries differ."""
         slow = [number for number, text in enumerate(texts) if self._special.search(text)]
         ids = dict(zip(slow, super().encode([texts[number] for number in slow]), strict=True))
         fast = [number for number in range(len(texts)) if number not in ids]
@@ -189,13 +213,13 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             self._compare(texts[number][:_COMPARED_CHARACTERS])
         self._characters += sum(map(len, texts))
         if self._characters > _RENEWED_CHARACTERS:
-            self._fast, self._characters = self._open(), 0
+            self._fast = self._open()
+            self._characters = 0
         ids |= {number: self._fast.encode(texts[number]).astype(self._dtype) for number in fast}
         return [ids[number] for number in range(len(texts))]
 
     def _compare(self, text: str) -> None:
-        mine, theirs = self._fast.encode(text), super().encode([text])[0]
-        if not np.array_equal(mine, theirs):
+        if not np.array_equal(self._fast.encode(text), super().encode([text])[0]):
             raise InputError(
                 f"tokenizer {GIGATOKEN}{self.name}: gives other tokens than without {GIGATOKEN}, "
                 f"for the text that begins with {text[:40]!r}; use it without"
@@ -203,49 +227,56 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """`bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or a file: SentencePiece's `.model`, else a
-    `tokenizer.json`.
+    """Return the tokenizer `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or that of a file: a
+    SentencePiece `.model`, else a `tokenizer.json`.
 
-    Raises InputError for what is none of these, and where an extra library is missing.
+    Raise InputError if it is none of these, or an extra library is missing.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
     if str(name).startswith(TIKTOKEN):
         return TiktokenTokenizer(str(name).removeprefix(TIKTOKEN), END_OF_DOCUMENT)
     path = tokenizer_file(str(name))
-    assert path is not None, "only names that are handled above have no file"
-    read = (path, *(path.parent / one for one in (TOKENIZER_CONFIG, *NAMING)))
-    at = tuple((one.stat().st_size, one.stat().st_mtime_ns) for one in read if one.is_file())
-    return _load_file(path, str(name).startswith(GIGATOKEN), at)
+    assert path is not None, "the names without a file are handled above"
+    files = (path, *(path.parent / file for file in (TOKENIZER_CONFIG, *NAMING)))
+    state = tuple(
+        (file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()
+    )
+    return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a large vocabulary takes half a second, and is asked for twice in a process
+@lru_cache(1)  # a large vocabulary takes half a second, and a process loads it twice
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """`state`: sizes and times of all files, so that a changed one is read anew."""
+    """Load a tokenizer; `state`, the sizes and times of all files, is a key of the cache."""
     if fast:
         return GigatokenTokenizer(path)
-    return SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path)
+    return HuggingFaceTokenizer(path)
 
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
-    """The id in a vocabulary that files beside its tokenizer name as the end of a text:
-    `eos_token`, else the first `eos_token_id`. Raises InputError for a damaged one."""
+    """Return the id that files in a tokenizer's folder name as the end of a text: `eos_token`, else
+    the first `eos_token_id`, if it is in the vocabulary. Raise InputError for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text in vocabulary:
-            return vocabulary[text]
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str) and token in vocabulary:
+            return vocabulary[token]
     known = set(vocabulary.values())
     for path in (folder / name for name in NAMING if (folder / name).is_file()):
         ids = json_object(path).get("eos_token_id")
-        for one in ids if isinstance(ids, list) else [ids]:
-            if isinstance(one, int) and one in known:
-                return one
+        if not isinstance(ids, list):
+            ids = [ids]
+        for number in ids:
+            if isinstance(number, int) and number in known:
+                return number
     return None
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """The file of a tokenizer, if it has one."""
+    """Return the file of a tokenizer, or None if it has none."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     return Path(name.removeprefix(GIGATOKEN))
@@ -255,9 +286,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Returns the content of its tokenizer.json and its size, smaller than asked for where the texts
-    do not have enough pairs. The same texts give the same tokenizer. Raises InputError for a size
-    outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
+    Return the content of its tokenizer.json and its size, which is below `vocab_size` if the texts
+    have too few pairs. The same texts give the same tokenizer. Raise InputError for a size outside
+    MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,1 +1,1 @@
-"""`ptdmpi-data chat`: conversations to shards, of which only answers count."""
+"""`ptdmpi-data chat`: shards of conversations, in which only answers count as labels."""

@@ -1,4 +1,4 @@
-"""Lines of JSON to conversations, and these to tokens of which only answers count as labels."""
+"""Reading conversations from JSON lines, and encoding them with weights for their answers."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message
 
 @dataclass(frozen=True)
 class ChatFields:
-    """In which fields of a line a conversation stands: `messages`, a list of {"role", "content"},
-    or a `prompt` and its `answer`."""
+    """The names of the fields with a conversation in a JSON line: `messages`, a list of {"role",
+    "content"}, or a `prompt` and its `answer`."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -25,8 +25,8 @@ class ChatFields:
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens: ids [n]; weights bool [n], whether each counts as a label; answers
-    [a], where each of its answers begins; and its text."""
+    """A conversation as tokens: their ids [n]; their weights as labels, bool [n]; the first token
+    of each of its answers, int [answers]; and its text."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -35,12 +35,12 @@ class Conversation(NamedTuple):
 
 
 class BadConversation(ValueError):
-    """What is wrong with a line."""
+    """An error in a line of a .jsonl file; its text says what is wrong."""
 
 
 class Conversations:
-    """Reads tasks of .jsonl lines as conversations. `skip_bad_lines`: they are left out, and
-    `bad_lines` counts them."""
+    """A reader of conversations from .jsonl lines. With `skip_bad_lines` it leaves out lines that
+    cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
         self,
@@ -49,33 +49,38 @@ class Conversations:
         fields: ChatFields,
         skip_bad_lines: bool,
     ) -> None:
-        self._tokenizer, self._template, self._fields = tokenizer, template, fields
+        self._tokenizer = tokenizer
+        self._template = template
+        self._fields = fields
         self._skip_bad_lines = skip_bad_lines
         self.bad_lines = 0
 
     def __call__(self, task: Task) -> list[Conversation]:
-        """Those of a task, in their order. Raises InputError that names file and line."""
+        """Return the conversations of a task, in order. Raise an InputError with file and line for
+        a line that cannot be used."""
         rendered = []
         for chunk in task.chunks:
             for number, (_, line) in enumerate(lines(chunk.data), chunk.line):
                 if not bytes(line).strip():
                     continue
                 try:
-                    found = self._template.rendered(self._messages(bytes(line)))
-                    if not found.answers:
+                    conversation = self._template.rendered(self._messages(bytes(line)))
+                    if not conversation.answers:
                         raise BadConversation(f"no turn of the role {ANSWER!r}: nothing to learn")
-                    rendered.append(found)
+                    rendered.append(conversation)
                 except (BadConversation, InputError) as error:
                     if not self._skip_bad_lines:
                         raise InputError(f"{chunk.path}:{number}: {error}") from None
                     self.bad_lines += 1
-        encoded = self._tokenizer.encode_marked([one.text for one in rendered])
+        encoded = self._tokenizer.encode_marked([text for text, _ in rendered])
         return [
-            Conversation(ids, counted(starts, one.answers), firsts(starts, one.answers), one.text)
-            for one, (ids, starts) in zip(rendered, encoded, strict=True)
+            Conversation(ids, counted(starts, answers), firsts(starts, answers), text)
+            for (text, answers), (ids, starts) in zip(rendered, encoded, strict=True)
         ]
 
     def _messages(self, line: bytes) -> list[Message]:
+        """Return the messages in a line. Raise BadConversation if there are none, or one has the
+        text of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -84,42 +89,47 @@ class Conversations:
             raise BadConversation("no JSON object")
         messages = _messages(record, self._fields)
         for message in messages:
-            named = [one for one in sorted(self._tokenizer.special) if one in message["content"]]
+            named = [text for text in sorted(self._tokenizer.special) if text in message["content"]]
             if named:
                 raise BadConversation(
-                    f"a message has the text {named[0]}, which the template would make a special "
-                    "token of"
+                    f"a message has the text {named[0]}, which would become a special token"
                 )
         return messages
 
 
 def _messages(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
+    """Return the messages of a record. Raise BadConversation if it has none, or one is
+    malformed."""
     if fields.messages in record:
-        found = record[fields.messages]
+        messages = record[fields.messages]
     elif isinstance(record.get(fields.prompt), str) and isinstance(record.get(fields.answer), str):
-        texts = zip(("user", ANSWER), (fields.prompt, fields.answer), strict=True)
-        found = [{"role": role, "content": record[name]} for role, name in texts]
+        messages = [
+            {"role": "user", "content": record[fields.prompt]},
+            {"role": ANSWER, "content": record[fields.answer]},
+        ]
     else:
         raise BadConversation(
             f"neither {fields.messages!r} nor texts in {fields.prompt!r} and {fields.answer!r}"
         )
-    if not isinstance(found, list) or not found:
+    if not isinstance(messages, list) or not messages:
         raise BadConversation(f"{fields.messages!r} is no list of messages")
-    for message in found:
-        known = isinstance(message, dict)
-        texts_of = [message.get(key) for key in ("role", "content")] if known else [None]
-        if not all(isinstance(text, str) for text in texts_of):
+    for message in messages:
+        texts: list[Any] = [None]
+        if isinstance(message, dict):
+            texts = [message.get("role"), message.get("content")]
+        if not all(isinstance(text, str) for text in texts):
             raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
-        for text in texts_of:
+        for text in texts:
             try:
                 text.encode()
             except UnicodeEncodeError:
                 raise BadConversation("a message has a lone surrogate") from None
-    return found
+    return messages
 
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """bool [n]: which tokens, that begin at characters `starts`, begin inside an answer."""
+    """Return which tokens begin inside an answer, bool [n]; token i begins at character
+    `starts[i]`."""
     weights = np.zeros(starts.size, dtype=bool)
     for begin, end in answers:
         weights |= (starts >= begin) & (starts < end)
@@ -127,11 +137,12 @@ def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
 
 
 def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """int [answers]: the first token of each, of tokens that begin at characters `starts`."""
+    """Return the first token of each answer, int [answers]; token i begins at character
+    `starts[i]`."""
     return np.searchsorted(starts, [begin for begin, _ in answers])
 
 
 def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Conversation]:
-    """The conversations of all tasks, in their order."""
+    """Yield the conversations of all tasks, in order."""
     for task in tasks:
         yield from read(task)

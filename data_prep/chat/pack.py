@@ -1,4 +1,4 @@
-"""Conversations to shards: packed in rows of one length, none of them cut by the end of a row."""
+"""Writing conversations to shards, packed in rows of one length; no row cuts a conversation."""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +35,8 @@ from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_templa
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.terminal.progress import progress
 
-OPEN_ROWS = 64  # a conversation goes into the first of so many that has room for it
+OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
+# The CorpusCounters in the final table.
 COUNTED = (
     "documents",
     "answers",
@@ -53,8 +54,11 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What is read by `ptdmpi-data chat`, and how. `too_long`: a conversation of more than
-    `seq_length` tokens loses its end ("truncate"), or is left out ("drop")."""
+    """The inputs and options of `ptdmpi-data chat`, without those of the output.
+
+    `too_long` says whether a conversation of more than `seq_length` tokens loses its end
+    ("truncate") or is left out ("drop").
+    """
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -67,63 +71,68 @@ class ChatOptions:
 
 @dataclass
 class _Row:
-    """Conversations that stand together; `size`: their tokens."""
+    """The conversations of a row, and the number of their tokens."""
 
-    held: list[Conversation] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     size: int = 0
 
 
 class RowWriter:
-    """Packs conversations into rows, first fit, and writes them to the shards of one directory.
+    """A writer that packs conversations into rows, first fit, for the shards of one directory.
 
-    A row is `seq_length` tokens: conversations, each a document, and ends of document as one more,
-    which do not count. Sample j of a shard is row j, with the first token of the next one as its
-    last label, which never counts; so one token more ends each shard.
+    A row has `seq_length` tokens: conversations, each of which is a document, and as padding a
+    document of ends of document, which do not count. Sample j of a shard is row j. Its last label
+    is the first token of the next row, which never counts, so each shard ends with an extra token.
     """
 
     def __init__(
         self, output: Path, vocabulary: Vocabulary, seq_length: int, shard_tokens: int
     ) -> None:
-        self._output, self._vocabulary, self._length = output, vocabulary, seq_length
+        self._output = output
+        self._vocabulary = vocabulary
+        self._length = seq_length
         self._shard_rows = max(1, shard_tokens // seq_length)
         self._rows: list[_Row] = []
         self._writer: ShardWriter | None = None
         self._shards = self._written = 0
         self.tokens = self.padding = 0
 
-    def add(self, one: Conversation) -> None:
-        """One of at most `seq_length` tokens."""
+    def add(self, conversation: Conversation) -> None:
+        """Add a conversation of at most `seq_length` tokens. Raise InputError as `ShardWriter`
+        does."""
+        size = conversation.ids.size
         for row in self._rows:
-            if row.size + one.ids.size <= self._length:
+            if row.size + size <= self._length:
                 break
         else:
             row = _Row()
             self._rows.append(row)
             if len(self._rows) > OPEN_ROWS:
                 self._write(self._rows.pop(0))
-        row.held.append(one)
-        row.size += one.ids.size
+        row.conversations.append(conversation)
+        row.size += size
 
     def finish(self) -> None:
-        """Write all that is left."""
+        """Write the rows that are still open, and complete the last shard."""
         while self._rows:
             self._write(self._rows.pop(0))
         self._close()
 
     def discard(self) -> None:
-        """Leave no half-written shard."""
+        """Remove a half-written shard."""
         if self._writer is not None:
             self._writer.discard()
 
     def _write(self, row: _Row) -> None:
         self._writer = self._writer or self._open()
         padding = self._length - row.size
-        end = self._vocabulary.eod_id
-        ids = [*(one.ids for one in row.held), np.full(padding, end, row.held[0].ids.dtype)]
-        weights = [*(one.weights for one in row.held), np.zeros(padding, dtype=bool)]
-        for one in weights[: len(row.held)]:
-            one[0] = False  # nothing stands before it in its conversation
-        sizes = [one.size for one in ids if one.size]
+        ids = [conversation.ids for conversation in row.conversations]
+        ids.append(np.full(padding, self._vocabulary.eod_id, ids[0].dtype))
+        weights = [conversation.weights for conversation in row.conversations]
+        for own in weights:
+            own[0] = False  # the first token is not predicted from its own conversation
+        weights.append(np.zeros(padding, dtype=bool))
+        sizes = [part.size for part in ids if part.size]
         self._writer.write_row(np.concatenate(ids), np.cumsum(sizes), np.concatenate(weights))
         self.padding += padding
         self._written += 1
@@ -141,18 +150,49 @@ class RowWriter:
         )
 
     def _close(self) -> None:
+        """Complete the present shard, if there is one, with an extra token."""
         if self._writer is not None:
-            one = np.ones(1, dtype=np.int64)
-            self._writer.write_row(one * self._vocabulary.eod_id, one, np.zeros(1, dtype=bool))
+            extra = np.array([self._vocabulary.eod_id])
+            self._writer.write_row(extra, np.array([1]), np.array([False]))
             self.padding += 1
             self._writer.close()
             self.tokens += self._writer.tokens
-            self._writer, self._written, self._shards = None, 0, self._shards + 1
+            self._writer = None
+            self._written = 0
+            self._shards += 1
+
+
+@dataclass(frozen=True)
+class _ChatCorpus:
+    """The opened inputs of `ptdmpi-data chat`."""
+
+    options: ChatOptions
+    tokenizer: MarkedTokenizer
+    template: ChatTemplate
+    sources: list[CorpusFile]
+
+    def identity(self) -> dict[str, Any]:
+        """Return the files and options that the tokens depend on."""
+        files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
+        return {
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": self.tokenizer.sha256,
+            "chat_template": self.template.source,
+            "special": dict(self.template.special),
+            "seq_length": self.options.seq_length,
+            "too_long": self.options.too_long,
+            "fields": asdict(self.options.fields),
+            "skip_bad_lines": self.options.skip_bad_lines,
+            **files_identity(files),
+        }
 
 
 def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, Any]:
-    """Make shards of conversations; the final table. The same files and options give the same
-    bytes; stopped, it begins anew. Raises InputError for what is bad, and then leaves nothing."""
+    """Make shards of conversations and return the final table.
+
+    The same files and options give the same bytes. A stopped command starts again from the
+    beginning. Raise InputError for bad options, files or lines; then nothing is left.
+    """
     started = time.perf_counter()
     output.check()
     if options.seq_length < 2:
@@ -160,7 +200,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     tokenizer = _tokenizer(options.tokenizer)
     file = tokenizer_file(options.tokenizer)
     eod = tokenizer.decode(np.array([tokenizer.eod_id]))
-    eod = eod if eod in tokenizer.special else ""
+    if eod not in tokenizer.special:
+        eod = ""
     template = find_template(file, options.template, eod)
     if template.source == PLAIN and not eod:
         raise InputError(
@@ -170,13 +211,14 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     sources = find_sources(options.inputs)
     other = [source.path for source in sources if source.kind != JSONL]
     if other:
-        raise InputError(f"{other[0]}: conversations are lines of .jsonl files")
-    state = RunState(output.outputs, _identity(options, output, tokenizer, template, sources))
+        raise InputError(f"{other[0]}: is no .jsonl file; conversations are lines of .jsonl files")
+    corpus = _ChatCorpus(options, tokenizer, template, sources)
+    state = RunState(output.outputs, {**corpus.identity(), **output.identity()})
     done = state.begin(output.force)
     if done is None:
         try:
-            state.save(0, _written(options, output, tokenizer, template, sources))
-            for directory in output.outputs:  # for whoever asks what was trained on them
+            state.save(0, _write(corpus, output))
+            for directory in output.outputs:  # for those who talk to a model trained on the shards
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
         except BaseException:
@@ -192,36 +234,15 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
 
 
 def _tokenizer(name: str) -> MarkedTokenizer:
+    """Load a tokenizer that encodes special tokens by their names. Raise InputError for one of
+    another kind."""
     if name.startswith((GIGATOKEN, TIKTOKEN)) or name.endswith(".model"):
         raise InputError(
-            f"--tokenizer {name}: a chat template writes special tokens, which only 'bytes' and a "
-            "Hugging Face tokenizer.json are read with here"
+            f"--tokenizer {name}: a chat template writes special tokens, which need 'bytes' or a "
+            "Hugging Face tokenizer.json"
         )
     tokenizer: Any = load_tokenizer(name)
     return tokenizer
-
-
-def _identity(
-    options: ChatOptions,
-    output: OutputOptions,
-    tokenizer: Vocabulary,
-    template: ChatTemplate,
-    sources: list[CorpusFile],
-) -> dict[str, Any]:
-    """What the bytes of the shards depend on."""
-    files = ((one.name, one.size_bytes, one.modified_ns) for one in sources)
-    return {
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
-        "chat_template": template.source,
-        "special": dict(template.special),
-        "seq_length": options.seq_length,
-        "too_long": options.too_long,
-        "fields": asdict(options.fields),
-        "skip_bad_lines": options.skip_bad_lines,
-        **output.identity(),
-        **files_identity(files),
-    }
 
 
 def _tasks(sources: list[CorpusFile], advance: Any) -> Iterator[Task]:
@@ -229,37 +250,56 @@ def _tasks(sources: list[CorpusFile], advance: Any) -> Iterator[Task]:
         yield from read_tasks(0, [source], advance, "")
 
 
-def _written(
-    options: ChatOptions,
-    output: OutputOptions,
-    tokenizer: MarkedTokenizer,
-    template: ChatTemplate,
-    sources: list[CorpusFile],
-) -> GroupProgress:
-    """Read, pack and write everything."""
-    read = Conversations(tokenizer, template, options.fields, options.skip_bad_lines)
-    length, counts = options.seq_length, CorpusCounters()
+def _kept(conversation: Conversation, options: ChatOptions) -> Conversation | None:
+    """Return the part of a conversation that fits into a row; None if the conversation is left out,
+    because it is too long or no token of an answer could count."""
+    length = options.seq_length
+    if conversation.ids.size > length and options.too_long == "drop":
+        return None
+    kept = conversation._replace(
+        ids=conversation.ids[:length],
+        weights=conversation.weights[:length].copy(),
+        answers=conversation.answers[conversation.answers < length],
+    )
+    if not kept.weights[1:].any():
+        return None
+    return kept
+
+
+def _counts(conversation: Conversation, kept: Conversation | None, length: int) -> CorpusCounters:
+    """Count a conversation, of which the part `kept` is written in a row of `length` tokens."""
+    cut = conversation.ids.size > length
+    text_bytes = len(conversation.text.encode())
+    if kept is None:
+        return CorpusCounters(
+            text_bytes=text_bytes, too_long=int(cut), empty_documents=int(not cut)
+        )
+    return CorpusCounters(
+        documents=1,
+        text_bytes=text_bytes,
+        truncated=int(cut),
+        answers=kept.answers.size,
+        answer_tokens=int(kept.weights[1:].sum()),
+    )
+
+
+def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
+    """Read all conversations, pack them into rows and write the shards. Raise InputError for a bad
+    line or a full disk; then no half-written shard is left."""
+    options = corpus.options
+    read = Conversations(corpus.tokenizer, corpus.template, options.fields, options.skip_bad_lines)
+    counts = CorpusCounters()
     writers = [
-        RowWriter(directory, tokenizer, length, output.shard_tokens) for directory in output.outputs
+        RowWriter(directory, corpus.tokenizer, options.seq_length, output.shard_tokens)
+        for directory in output.outputs
     ]
     try:
-        with progress("packing", sum(map(size_on_disk, sources)), "B") as advance:
-            for one in pieces(_tasks(sources, advance), read):
-                cut = one.ids.size > length
-                kept = one._replace(ids=one.ids[:length], weights=one.weights[:length].copy())
-                nothing = not kept.weights[1:].any()  # of an answer that could count
-                left_out = nothing or (cut and options.too_long == "drop")
-                counts += CorpusCounters(
-                    documents=not left_out,
-                    empty_documents=left_out and not cut,
-                    answers=0 if left_out else int((one.answers < length).sum()),
-                    text_bytes=len(one.text.encode()),
-                    truncated=cut and not left_out,
-                    too_long=left_out and cut,
-                    answer_tokens=0 if left_out else int(kept.weights[1:].sum()),
-                )
-                if not left_out:
-                    share = document_share(one.text.encode())
+        with progress("packing", sum(map(size_on_disk, corpus.sources)), "B") as advance:
+            for conversation in pieces(_tasks(corpus.sources, advance), read):
+                kept = _kept(conversation, options)
+                counts += _counts(conversation, kept, options.seq_length)
+                if kept is not None:
+                    share = document_share(conversation.text.encode())
                     writers[share < output.valid_fraction].add(kept)
         for writer in writers:
             writer.finish()

@@ -50,7 +50,7 @@ CONTENTS = {
     "b.txt.zst": (b"no zstd at all", "b.txt.zst: cannot be read"),
     "empty.txt": (b"", "no token to train on"),
     "empty.jsonl": (b'\n{"text": ""}\n', "no token to train on"),
-    "x.bin": (b"text", "x.bin: unknown kind of file; taken are .txt, .jsonl"),
+    "x.bin": (b"text", "x.bin: unknown kind of file; usable are .txt, .jsonl"),
 }
 
 
@@ -140,7 +140,7 @@ def test_bad_arguments(good, monkeypatch, capsys):
     empty.mkdir()
     (good.parent / "bad.json").write_text("{}")
     assert "none.txt: no such file" in error(good / "none.txt", "--tokenizer", "bytes")
-    assert "taken are .txt, .jsonl, .py" in error(empty, "--tokenizer", "bytes", "--suffix", ".py")
+    assert "usable are .txt, .jsonl, .py" in error(empty, "--tokenizer", "bytes", "--suffix", ".py")
     assert "given twice" in error(good, good / "a.txt", "--tokenizer", "bytes")
     assert "none.json" in error(good, "--tokenizer", "none.json")
     assert "bad.json" in error(good, "--tokenizer", good.parent / "bad.json")
@@ -172,7 +172,7 @@ def test_nothing_held_out_leaves_nothing(good, monkeypatch, capsys):
         "--valid-output",
         valid,
     )
-    assert "no document was held out" in error
+    assert "was held out, which is decided by the hash" in error
     assert error.endswith("or --valid-fraction 0.5\n")
     assert not output.exists() and not valid.exists()
 
@@ -330,7 +330,7 @@ def test_held_out_shards_belong_to_their_training_shards(split, monkeypatch, cap
     error = fail(monkeypatch, capsys, "tokenize", *split[:-1], other)
     assert "o: holds shards made with valid_outputs ['../v']" in error and not other.exists()
     next(split[-1].glob("*.h5")).unlink()
-    assert "shard-00000-00000.h5, made by an earlier run, is gone" in fail(
+    assert "shard-00000-00000.h5, made by an earlier run, is missing" in fail(
         monkeypatch, capsys, "tokenize", *split
     )
     tokenize(monkeypatch, *split, "--force")
@@ -357,7 +357,7 @@ def test_a_finished_shard_that_goes_before_the_end_is_missed(split, monkeypatch,
 
     monkeypatch.setattr(RunState, "finish", lose_one)
     words = [*split, "--shard-tokens", "40"]
-    assert "an earlier start made are gone" in fail(monkeypatch, capsys, "tokenize", *words)
+    assert "of an earlier start are missing" in fail(monkeypatch, capsys, "tokenize", *words)
 
 
 def test_inputs_that_are_no_files(tmp_path, monkeypatch, capsys):

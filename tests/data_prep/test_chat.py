@@ -179,7 +179,7 @@ BAD = {
     '{"messages": [{"role": "user"}]}': "a message is no",
     '{"messages": [1]}': "a message is no",
     '{"messages": [{"role": "user", "content": "x"}]}': "no turn of the role 'assistant'",
-    '{"prompt": "<|endoftext|>", "answer": "x"}': "would make a special token of",
+    '{"prompt": "<|endoftext|>", "answer": "x"}': "would become a special token",
     '{"prompt": "\\ud800", "answer": "x"}': "a lone surrogate",
 }
 
@@ -215,7 +215,7 @@ def test_conversations_of_which_nothing_counts_are_left_out(
     arguments += ("--template", tmp_path / "t.jinja", "--output", tmp_path / "o")
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, capsys, *arguments)
-    assert "yields no token to train on" in f"{stopped.value.code} {capsys.readouterr().err}"
+    assert "has no token to train on" in f"{stopped.value.code} {capsys.readouterr().err}"
     assert not (tmp_path / "o").exists()
 
 

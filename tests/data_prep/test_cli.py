@@ -169,7 +169,7 @@ def test_stopping_ends_the_workers_too(tmp_path, sent, code):
     gone, alive = psutil.wait_procs(children, timeout=30)
     assert len(gone) == 3 and not alive
     if sent == signal.SIGINT:
-        assert error.strip() == "ptdmpi-data: interrupted; the same command again goes on"
+        assert error.strip() == "ptdmpi-data: interrupted; run the same command again to continue"
         assert not (tmp_path / "o").exists()
 
 
@@ -182,7 +182,7 @@ def test_too_little_text_is_noted(corpus, tmp_path, monkeypatch, capsys):
     out, error = capsys.readouterr()
     entries = int(out.split()[-2])
     assert 257 <= entries < 1000
-    assert f"too few different pairs for --vocab-size 100000: {entries} entries" in error
+    assert f"--vocab-size 100000: the tokenizer has {entries} entries" in error
 
 
 def test_bad_lines_are_left_out_and_counted(tmp_path, monkeypatch, capsys):

@@ -148,11 +148,11 @@ def test_damaged_files_between_the_two_readings(tmp_path):
                 path.write_bytes(content)
             if content == good:  # "begun" has neither of the types
                 continue
-            with pytest.raises(InputError, match="--force to begin anew") as caught:
+            with pytest.raises(InputError, match="--force to start again") as caught:
                 read(0 if name != "keys" else 1)
             assert str(path) in str(caught.value)
         path.write_bytes(good)
     for begun in ([], [0, 3], [0, 6], [0, 4, 3, 5]):
         found._write("begun", 0, np.array(begun, np.int64))
-        with pytest.raises(InputError, match="does not go with 5 documents"):
+        with pytest.raises(InputError, match="does not fit 5 documents"):
             found.of_task(0)

@@ -246,10 +246,10 @@ def test_vocabularies_and_outputs_that_do_not_do(tmp_path, monkeypatch, capsys):
     write_megatron(tmp_path / "a", [[[1] * 5]])
     common = ("import-megatron", tmp_path / "a", "--output", tmp_path / "o", "--quiet")
     for options, message in {
-        (): "either --tokenizer",
+        (): "give either --tokenizer",
         ("--vocab-size", 9): "belong together",
         ("--vocab-size", 9, "--eod-id", 9): "0 <= eod-id",
-        ("--vocab-size", 9, "--eod-id", 8, "--tokenizer", "bytes"): "one of them",
+        ("--vocab-size", 9, "--eod-id", 8, "--tokenizer", "bytes"): "give either --tokenizer",
     }.items():
         assert message in fail(monkeypatch, capsys, *common, *options)
     run(monkeypatch, *common, "--tokenizer", "bytes")

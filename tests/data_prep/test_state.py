@@ -84,7 +84,7 @@ def test_a_damaged_summary(tmp_path, words, monkeypatch, capsys, content):
     run(monkeypatch, *words)
     capsys.readouterr()
     (tmp_path / "o" / SUMMARY).write_text(content)
-    assert "--force to begin anew" in refused(monkeypatch, capsys, *words)
+    assert "--force to start again" in refused(monkeypatch, capsys, *words)
     run(monkeypatch, *words, "--force")
 
 
@@ -100,7 +100,7 @@ def test_damaged_progress(tmp_path, words, monkeypatch, capsys, change):
     known = json.loads(path.read_text())
     path.write_text(json.dumps([] if change is None else {**known, **change}))
     error = refused(monkeypatch, capsys, *words)
-    assert "group-00000.json: is not what" in error and "--force to begin anew" in error
+    assert "group-00000.json: is not a file of" in error and "--force to start again" in error
     run(monkeypatch, *words, "--force")
 
 
@@ -123,6 +123,6 @@ def test_held_out_shards_whose_summary_is_gone(tmp_path, words, monkeypatch, cap
     run(monkeypatch, *split)
     capsys.readouterr()
     (tmp_path / "v" / SUMMARY).unlink()
-    assert "v: tokenize.json is gone; use --force" in refused(monkeypatch, capsys, *split)
+    assert "v: tokenize.json is missing; use --force" in refused(monkeypatch, capsys, *split)
     run(monkeypatch, *split, "--force")
     assert (tmp_path / "v" / SUMMARY).exists()

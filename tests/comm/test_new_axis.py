@@ -13,7 +13,7 @@ import pytest
 from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.layout.grid import ORDER, Grid, training_grid
+from ptdmpi.plan.layout.grid import AXES, Axis, Grid, training_grid
 from ptdmpi.plan.layout.seats import seats
 from ptdmpi.train.live import Account, live_step, routes
 from ptdmpi.watch import whereabouts
@@ -23,7 +23,7 @@ from tests._engines import VOCAB_SIZE, build, steps_of
 from tests.parallel import parallel
 
 NEW = "context"
-PLACES = range(len(ORDER) + 1)
+PLACES = range(len(AXES) + 1)
 new_axis = pytest.mark.parametrize(
     ("place", "new"), [(place, new) for place in PLACES for new in (1, 2)]
 )
@@ -31,7 +31,7 @@ new_axis = pytest.mark.parametrize(
 
 def with_new_axis(place: int, new: int, sizes: dict[str, int]) -> Grid:
     """The axes of the trainer, and a new one before the one at `place` of their order."""
-    names = [*ORDER[:place], NEW, *ORDER[place:]]
+    names = [*list(AXES)[:place], NEW, *list(AXES)[place:]]
     return Grid({name: new if name == NEW else sizes.get(name, 1) for name in names})
 
 
@@ -62,8 +62,9 @@ def test_its_name_in_the_order_makes_its_size_legal(place, new):
     """The first of the two places to touch: `grid_of` hands the size to `training_grid`."""
     with pytest.raises(ValueError, match=f'"{NEW}" is no axis'):
         training_grid(**{NEW: new})
-    longer = (*ORDER[:place], NEW, *ORDER[place:])
-    with patch("ptdmpi.plan.layout.grid.ORDER", longer):
+    rows = list(AXES.items())
+    rows.insert(place, (NEW, Axis()))
+    with patch("ptdmpi.plan.layout.grid.AXES", dict(rows)):
         grid = training_grid(**{"tensor": 2, NEW: new})
     assert grid == with_new_axis(place, new, {"tensor": 2})
 

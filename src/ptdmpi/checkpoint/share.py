@@ -16,7 +16,8 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
     # those that the fewest ranks hold come first
-    for cut_by in sorted({piece.cut_by for piece in owned}, key=len, reverse=True):
+    ways = sorted({piece.cut_by for piece in owned})
+    for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]
         alike = grid.group(rank, *(axis for axis in grid.axes if axis not in cut_by))
         shapes = [piece.box.size for piece in pieces]

@@ -33,6 +33,7 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
+from ptdmpi.plan.layout.grid import DATA, LOSSES
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
@@ -120,10 +121,10 @@ class Engine:
         }
         portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
         # the sum of all alone is begun place by place: other methods have their state as one
-        begun = config.data_parallel.method == "all_reduce" and axes["data"].overlaps
+        begun = config.data_parallel.method == "all_reduce" and axes[LOSSES].overlaps
         # one rank may be what is left of several: it takes their state as it stands
         shrinks = config.run.on_failure == "shrink"
-        overlaps = begun and (axes["data"].size > 1 or shrinks)
+        overlaps = begun and (axes[LOSSES].size > 1 or shrinks)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
         self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
@@ -139,7 +140,7 @@ class Engine:
                 "run.reproducible = true needs sums in ascending rank order, which "
                 f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
             )
-        policy = data_parallel(Replica(config, axes, self.buffer, self.stages, self.schedule))
+        policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
         # a tied table on two ranks is one parameter: the first stage's counts
         tied = any(stage.tied for stage in self.stages.values())
@@ -260,13 +261,13 @@ class Engine:
     def _valid_tokens(self, batches: Sequence[Batch]) -> float:
         """Valid tokens (weights, where labels have some) of the global batch; equal on all
         ranks."""
-        return sum(self.axes["data"].all_gather_object(sum(batch.tokens for batch in batches)))
+        return sum(self.axes[LOSSES].all_gather_object(sum(batch.tokens for batch in batches)))
 
     def _valid_orders(self, batches: Sequence[Batch]) -> int:
         """Samples of the global batch that have a sentence order."""
         if not self.config.model.sentence_order:
             return 0
-        return sum(self.axes["data"].all_gather_object(sum(batch.orders for batch in batches)))
+        return sum(self.axes[LOSSES].all_gather_object(sum(batch.orders for batch in batches)))
 
     def _arriving(self, *more: Tensor) -> Tensor:
         """The losses of this rank's microbatches in their order, then those of their sentence
@@ -287,10 +288,24 @@ class Engine:
         if last is not None:
             one, two = len(last.losses), len(last.losses) + len(last.order_losses)
             parts = (losses[:one], losses[one:two], losses[two:])
-            every = self.axes["data"].all_gather_object(parts)
+            every = self.axes[LOSSES].all_gather_object(parts)
             sums = _added(every, 0), _added(every, 1), _added(every, 2)
         # only the rank with the last stage has seen losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
+
+
+def _method(replica: Replica) -> DataParallel:
+    """Return the data-parallel method of a run. Raises SharedInputError, on all ranks, where it
+    would sum gradients over the wrong ranks."""
+    policy, axes = data_parallel(replica), replica.axes
+    apart = any(unit.apart for unit in replica.buffer.units)
+    more = axes[LOSSES].size > axes[DATA].size
+    if any(axes.world.all_gather_object(apart or more)) and not policy.by_unit:
+        raise SharedInputError(
+            "this data_parallel.method takes the gradients of all parameters as one, over the data "
+            'axis alone; legal here: "all_reduce"'
+        )
+    return policy
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:

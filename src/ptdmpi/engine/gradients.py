@@ -18,7 +18,7 @@ from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.parameters import Entry, HeldShare
 from ptdmpi.model.stage import TIED_NAME, Stage
-from ptdmpi.plan.layout.grid import ENDS
+from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 from ptdmpi.plan.shape.parameters import ALIGNMENT
 
 
@@ -134,9 +134,10 @@ class GradientReduction:
         # sorted: what a rank sends of its norms is told apart by its place alone
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
         # which of them every tensor rank has whole; once, for it comes from the host
-        whole = ["tensor" in buffer.entries[name].declaration.replicated for name in self.counted]
+        cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
+        whole = ["tensor" not in axes for axes in cuts]
         self._whole = torch.tensor(whole, device=buffer.device)
-        self.all_names: list[list[str]] = axes["pipeline"].all_gather_object(self.counted)
+        self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
         """Run all steps; afterwards the buffer has the gradients to update with. Where the norm of
@@ -162,7 +163,7 @@ class GradientReduction:
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
-        rows = self.axes["pipeline"].all_gather(padded).view(-1, longest)
+        rows = self.axes[PARAMETERS].all_gather(padded).view(-1, longest)
         by_name = {
             name: rows[rank, i]
             for rank, names in enumerate(self.all_names)
@@ -256,7 +257,7 @@ def _partial_sums(
     shared = [
         entry
         for entry in buffer.entries.values()
-        if entry.declaration.partial_gradient or (entry.declaration.shared_gradient and divided)
+        if "tensor" in entry.declaration.partial_over(divided)
     ]
     # alone a rank has seen everything
     alone = axes["tensor"].size == 1

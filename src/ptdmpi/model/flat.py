@@ -63,11 +63,12 @@ class Portion:
 @dataclass(frozen=True)
 class Unit:
     """Entries that stand together at [start, stop) of the flat order, those with weight decay
-    first."""
+    first. `apart`: the axes along which their gradients are not summed, as they declare."""
 
     name: str
     start: int
     stop: int
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,17 +170,19 @@ class FlatOrder:
         shards: int,
     ) -> list[Unit]:
         """Give each parameter its entry, unit by unit, in the order in which units occur."""
-        groups: dict[str, dict[str, Parameter]] = {}
+        groups: dict[tuple[str, tuple[str, ...]], dict[str, Parameter]] = {}
         for name, parameter in parameters.items():
-            groups.setdefault(unit_of(name), {})[name] = parameter
-        units, start = [], 0
-        for unit, group in groups.items():
+            key = (unit_of(name), parameter.declaration.apart)
+            groups.setdefault(key, {})[name] = parameter
+        units: list[Unit] = []
+        start = 0
+        for (unit, apart), group in groups.items():
             # so the optimizer has two tensors of a unit, one slice each, whatever is in it
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
                 end = _place(some, entries, end)
-            units.append(Unit(unit, start, start + self._end(end - start, shards)))
+            units.append(Unit(unit, start, start + self._end(end - start, shards), apart))
             start = units[-1].stop
         return units
 

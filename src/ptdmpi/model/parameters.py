@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ptdmpi.base.box import Box
 from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
+from ptdmpi.plan.layout.grid import axis_named
 from ptdmpi.plan.shape.low_bit import LowBit
 
 
@@ -63,6 +64,8 @@ class Declaration:
     """What is known of a parameter besides its name.
 
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
+    `apart`: the axes of the grid along which each rank holds other parameters in this one's place,
+    such as other experts: no gradient is summed there. Each of them cuts the training state.
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
     `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
@@ -74,10 +77,16 @@ class Declaration:
     split: Split | None
     init: float | str
     decay: bool
+    apart: tuple[str, ...] = ()
     shared_gradient: bool = False
     partial_gradient: bool = False
     trains: bool = True
     low_bit: LowBit | None = None
+
+    def __post_init__(self) -> None:
+        for axis in self.apart:
+            if not axis_named(axis).cuts_state:
+                raise ValueError(f'"{axis}" does not cut the state: nothing is apart along it')
 
     @property
     def packed(self) -> bool:
@@ -85,9 +94,18 @@ class Declaration:
         return self.low_bit is not None and not self.trains
 
     @property
-    def replicated(self) -> tuple[str, ...]:
-        """The axes along which all ranks hold the same slice of it."""
-        return ("tensor", "data") if self.split is None else ("data",)
+    def cut_by(self) -> tuple[str, ...]:
+        """The axes along which ranks hold other parts of its state: other slices, or, along the
+        pipeline and those of `apart`, other parameters. On all others they hold the same."""
+        by_split = () if self.split is None else ("tensor",)
+        return (*by_split, "shard", "pipeline", *self.apart)
+
+    def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
+        """The axes besides those of the losses on which each rank has seen a part of its gradient.
+        `sequence_divided`: the tensor ranks each have their positions."""
+        if self.partial_gradient or (self.shared_gradient and sequence_divided):
+            return ("tensor",)
+        return ()
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         if self.split is None:

@@ -23,7 +23,6 @@ from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.config.sections import WEIGHTS as WEIGHTS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
-from ptdmpi.plan.layout.grid import CUTTING
 from ptdmpi.plan.shape.parameters import aligned
 
 
@@ -211,7 +210,7 @@ class State:
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
         for name, entry in self.buffer.packed.items():
             for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):
-                yield Piece(kind, name, shape, box, values, CUTTING)
+                yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
 
     def gradients(self) -> Iterator[Piece]:
         """The gradients as pieces of the same boxes; no part of the state."""
@@ -267,10 +266,8 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """What one tensor rank holds of a parameter, `values` being the elements of `held`."""
     declaration, name = held.entry.declaration, held.entry.name
-    # what is not split is whole on every tensor rank: only its stage and shard decide who holds it
-    cut_by = tuple(a for a in CUTTING if a != "tensor" or declaration.split is not None)
     for box, found, share in held.logical(values.detach(), tensor_rank, tensor_size):
-        yield Piece(kind, name, declaration.shape, box, found, cut_by, share.counts)
+        yield Piece(kind, name, declaration.shape, box, found, declaration.cut_by, share.counts)
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

@@ -15,7 +15,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
-from ptdmpi.plan.layout.grid import CUTTING, Coordinates, Grid
+from ptdmpi.plan.layout.grid import Coordinates, Grid
 
 # The longest message: counts of MPI calls are 32-bit integers.
 MESSAGE_ELEMENTS = 1 << 26
@@ -113,14 +113,10 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
     """Return the replicas that are whole after `step`: for each, the rank that holds each part."""
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
-        replicas.setdefault(_replica(grid, place), {})[grid.part(place)] = rank
+        replicas.setdefault(grid.replica(place), {})[grid.part(place)] = rank
     return {
         replica: ranks for replica, ranks in sorted(replicas.items()) if grid.parts <= ranks.keys()
     }
-
-
-def _replica(grid: Grid, place: Coordinates) -> Replica:
-    return tuple(place[axis] for axis in grid.axes if axis not in CUTTING)
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
@@ -156,15 +152,15 @@ def routes_apart(
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]
     held = Counter(
-        (_replica(grid, place), old)
+        (grid.replica(place), old)
         for target, place in zip(order, places, strict=True)
         for old, ranks in whole.items()
         if ranks[grid.part(place)] == target
     )
-    new = sorted({_replica(grid, place) for place in places})
+    new = sorted({grid.replica(place) for place in places})
     chosen = _matched(new, list(whole), held)
     return [
-        Route(whole[chosen[_replica(grid, place)]][grid.part(place)], target)
+        Route(whole[chosen[grid.replica(place)]][grid.part(place)], target)
         for target, place in zip(order, places, strict=True)
     ]
 

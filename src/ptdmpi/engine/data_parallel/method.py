@@ -44,6 +44,10 @@ class DataParallel(OpHook):
     that this replica would update with if it were alone: the same on every tensor rank, or at both
     ends of the pipeline, that holds the same parameter.
 
+    `by_unit`: it sums over all ranks that see other tokens (the group `losses`, not `data` alone),
+    and leaves out of it, unit by unit of the flat order, the axes along which parameters are
+    declared to be `apart`. Other methods are refused where that makes a difference.
+
     `kinds`: what it keeps of each parameter besides weights and moments, each a number of the
     masters' type for every element, by name: whether replicas hold the same (`Kept.differs`), and
     what it begins with. `ptdmpi.config.methods.kept_by` has their names, for whoever counts memory
@@ -54,6 +58,7 @@ class DataParallel(OpHook):
 
     differs: tuple[str, ...] = ()
     linear: bool = True
+    by_unit: bool = False
     # what this rank's codes of the last step had, where it has compressed any
     bits_per_element: float | None = None
     state: State  # from when it is made, with the kinds in it

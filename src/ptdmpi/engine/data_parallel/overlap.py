@@ -12,15 +12,17 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.engine.data_parallel.method import Replica
+from ptdmpi.model.flat import Unit
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import Walk
 from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of all units of a rank, each begun once in a step, by `begin` of its gradients."""
+    """The sums of all units of a rank, each begun once in a step, by `begin` of its gradients and
+    the unit."""
 
-    def __init__(self, replica: Replica, begin: Callable[[Tensor], Handle]) -> None:
+    def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
         self.replica, self.sum_begin = replica, begin
         self._open: Sequence[int] = ()
         self._last = False  # in the backward that completes gradients
@@ -87,4 +89,4 @@ class BegunSums:
         if number not in self._begun:
             unit = self.replica.buffer.gradient_units[number]
             gradients = self.replica.buffer.gradients[unit.start : unit.stop]
-            self._begun[number] = self.sum_begin(gradients)
+            self._begun[number] = self.sum_begin(gradients, unit)

@@ -1,27 +1,44 @@
 """Methods that sum the gradients of all replicas before each update: replicas stay equal, to the
 bit."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.communicator import DONE, Communicator, Handle
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.data_parallel.overlap import BegunSums
+from ptdmpi.model.flat import Unit
+from ptdmpi.plan.layout.grid import LOSSES
 from ptdmpi.plan.schedule.ops import Op
+
+Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
     """Sums that are begun within the last backward, where the wire gets on with them meanwhile."""
 
-    def __init__(self, replica: Replica, begin: Callable[[Tensor], Handle] | None) -> None:
+    by_unit = True
+
+    def __init__(self, replica: Replica, begin: Begin | None) -> None:
         super().__init__(replica)
         self.sums: BegunSums | None = None
         # where this rank's own gradient is asked for, none is summed before all is there
         whole = replica.config.log.gradient_noise_every_steps > 0
-        if begin is not None and self.data.overlaps and self.data.size > 1 and not whole:
+        everybody = replica.axes[LOSSES]
+        if begin is not None and everybody.overlaps and everybody.size > 1 and not whole:
             self.sums = BegunSums(replica, begin)
+
+    def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
+        """Return the groups over which a unit's gradients are summed, one after the other; `done`
+        are axes over which they are summed already."""
+        axes = self.replica.axes
+        without = {*unit.apart, *done}
+        if not without:
+            return [axes[LOSSES]]
+        return [axes[axis] for axis in axes.grid.along(LOSSES) if axis not in without]
 
     def begin_step(self) -> None:
         """Nothing is under way of a step that was not reduced."""
@@ -44,14 +61,25 @@ class AllReduce(EarlySums):
     order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
-        super().__init__(replica, lambda gradients: self.data.all_reduce_begin(gradients))
+        super().__init__(replica, self._begin)
 
     def reduce(self) -> None:
-        """One sum for all parameters, which stand in one flat buffer; or those that were begun."""
+        """One sum for all parameters that are summed over the same ranks and stand next to each
+        other in the flat buffer; or those that were begun."""
         if self.sums is not None:
             self.sums.complete()
-        else:
-            self.data.all_reduce(self.replica.buffer.gradients)
+            return
+        buffer = self.replica.buffer
+        for _, same in itertools.groupby(buffer.gradient_units, key=lambda unit: unit.apart):
+            units = list(same)
+            self._begin(buffer.gradients[units[0].start : units[-1].stop], units[0]).wait()
+
+    def _begin(self, gradients: Tensor, unit: Unit) -> Handle:
+        handle = DONE
+        for group in self.groups(unit):
+            handle.wait()
+            handle = group.all_reduce_begin(gradients)
+        return handle
 
 
 class Sharded(EarlySums):
@@ -62,8 +90,10 @@ class Sharded(EarlySums):
 
     def __init__(self, replica: Replica) -> None:
         portion = replica.buffer.portion
-        scatter = portion.group.reduce_scatter_in_place
-        super().__init__(replica, None if portion.shards_gradients else scatter)
+        super().__init__(replica, None if portion.shards_gradients else self._scatter)
+
+    def _scatter(self, gradients: Tensor, unit: Unit) -> Handle:
+        return self.replica.buffer.portion.group.reduce_scatter_in_place(gradients)
 
     def reduce(self) -> None:
         """Afterwards `buffer.reduced` has the sums, and what else stands in the gradients is not
@@ -74,9 +104,10 @@ class Sharded(EarlySums):
         elif not buffer.portion.shards_gradients:
             for unit in buffer.gradient_units:
                 whole = buffer.gradients[unit.start : unit.stop]
-                buffer.portion.group.reduce_scatter_in_place(whole).wait()
-        for part in buffer.reduced:
-            self.replica.axes["replicate"].all_reduce(part)
+                self._scatter(whole, unit).wait()
+        for unit, part in zip(buffer.gradient_units, buffer.reduced, strict=True):
+            for group in self.groups(unit, done=("shard",)):
+                group.all_reduce(part)
 
 
 class TreeSum(DataParallel):

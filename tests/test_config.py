@@ -398,3 +398,8 @@ def test_spare_ranks_do_not_count():
         resolve(tree(spare), 1)
     with pytest.raises(InputError, match=r'spare_ranks = 1 needs run.on_failure = "shrink"'):
         resolve(tree({"run.spare_ranks": 1}), 2)
+
+
+def test_a_file_that_never_ends_is_refused():
+    with pytest.raises(InputError, match="/dev/zero has more than"):
+        load("/dev/zero")

@@ -89,11 +89,12 @@ class Conversations:
             raise BadConversation("no JSON object")
         messages = _messages(record, self._fields)
         for message in messages:
-            named = [text for text in sorted(self._tokenizer.special) if text in message["content"]]
-            if named:
-                raise BadConversation(
-                    f"a message has the text {named[0]}, which would become a special token"
-                )
+            texts = list(_texts(message))
+            for special in sorted(self._tokenizer.special):
+                if any(special in text for text in texts):
+                    raise BadConversation(
+                        f"a message has the text {special}, which would become a special token"
+                    )
         return messages
 
 
@@ -119,12 +120,26 @@ def _messages(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
             texts = [message.get("role"), message.get("content")]
         if not all(isinstance(text, str) for text in texts):
             raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
-        for text in texts:
+        for text in _texts(message):
             try:
                 text.encode()
             except UnicodeEncodeError:
                 raise BadConversation("a message has a lone surrogate") from None
     return messages
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield every text in a message, those of its keys and of nested values, too: a template may
+    print any of them (a role, a name, the arguments of a tool call)."""
+    left: list[Any] = [message]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
 
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -73,6 +73,17 @@ def test_leftovers_go_with_the_next_save_and_complete_ones_stay(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
+def test_a_damaged_marker_of_a_branch_says_as_little_as_none(tmp_path, content):
+    source = tmp_path / "other" / "step-00000001"
+    source.mkdir(parents=True)
+    here = tmp_path / "checkpoints"
+    save(here / "step-00000002", 2)
+    files.branch(here, source)
+    (here / files.BRANCHED_FROM).write_bytes(content)
+    assert not files.went_on_from(here, source)
+
+
 def test_the_same_step_again(tmp_path, monkeypatch):
     """A crash between the two renames leaves the old one to be put back."""
     old = save(tmp_path, 1)

@@ -278,8 +278,9 @@ def test_damaged_files(tmp_path):
     refused(r"pytorch_model.bin is a pickle, which can run code")
     save_file({k: v.to(torch.int8) for k, v in values.items()}, source / "model.safetensors")
     refused(r"type I8; legal: F64, F32|is missing")
-    (source / "config.json").write_text("[")
-    refused(r"config.json is not JSON")
+    for text in ("[", "[" * 100_000):
+        (source / "config.json").write_text(text)
+        refused(r"config.json is not JSON")
     with pytest.raises(InputError, match=r"nowhere/config.json: No such file"):
         from_hf(tmp_path / "nowhere", target)
 

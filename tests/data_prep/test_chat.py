@@ -180,7 +180,12 @@ BAD = {
     '{"messages": [1]}': "a message is no",
     '{"messages": [{"role": "user", "content": "x"}]}': "no turn of the role 'assistant'",
     '{"prompt": "<|endoftext|>", "answer": "x"}': "would become a special token",
+    '{"messages": [{"role": "<|endoftext|>", "content": "x"}]}': "would become a special token",
+    '{"messages": [{"role": "assistant", "content": "x", "tool": [{"<|endoftext|>": 1}]}]}': (
+        "would become a special token"
+    ),
     '{"prompt": "\\ud800", "answer": "x"}': "a lone surrogate",
+    '{"messages": [{"role": "assistant", "content": "x", "name": "\\ud800"}]}': "a lone surrogate",
 }
 
 

@@ -1,5 +1,6 @@
 """`ptdmpi watch`: what it says of a run directory at each moment of a run's life."""
 
+import io
 import json
 import math
 import os
@@ -139,3 +140,49 @@ def test_watching_needs_no_torch_and_no_mpi(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "step 1/10" in done.stdout, done.stderr
+
+
+DAMAGED = {
+    "a text for a number": {"loss": "4.0"},
+    "no number of tokens": {"tokens_per_s": None},
+    "a time that is none": {"step_time_s": float("inf")},
+    "a huge time": {"step_time_s": 1e300},
+    "a huge integer": {"grad_norm": 10**400},
+    "a step that is none": {"step": "2"},
+    "a flipped bit in a key": {"step_time_s": 2.0, "layout": 3},
+    "slow ranks that are none": {"slow_ranks": [{"rank": 1}]},
+    "a validation without a number": {"validation_loss": {}},
+    "tasks without a score": {"tasks": {"a": {"items": 3}}},
+    "tasks that are none": {"tasks": []},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_record_is_stepped_over(tmp_path, damage):
+    run = made(tmp_path / "r", 10, record(1, 4.0))
+    watched = Watched(run)
+    append(run, record(2, 3.0) | damage)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    found = watched.status()
+    assert (found["step"], found["losses"]) == (1, [4.0])
+    Console(file=io.StringIO()).print(live.picture([found]))
+
+
+@pytest.mark.parametrize("bit", [0, 4, 6])
+def test_one_flipped_bit_of_a_record_raises_nothing(tmp_path, bit):
+    line = json.dumps(record(1, 4.0, slow_ranks=[{"rank": 1, "host": "a", "factor": 2.0}])) + "\n"
+    run = made(tmp_path / "r")
+    for place in range(len(line)):
+        damaged = bytearray(line.encode())
+        damaged[place] ^= 1 << bit
+        (run / "metrics.jsonl").write_bytes(bytes(damaged))
+        Console(file=io.StringIO()).print(live.picture([Watched(run).status()]))
+
+
+def test_escape_sequences_do_not_reach_the_terminal(tmp_path):
+    run = made(tmp_path / "r", 10, record(1, 4.0))
+    (run / "log.txt").write_text("warning: \x1b]0;title\x07 \x1b[2J\n")
+    drawn = io.StringIO()
+    Console(file=drawn, width=200).print(live.picture([Watched(run).status()]))
+    assert "\x1b" not in drawn.getvalue() and "\\x1b[2J" in drawn.getvalue()

@@ -217,6 +217,15 @@ def test_a_save_is_due_by_the_clock(tmp_path, monkeypatch):
     assert requests.mine(0)[1] == Save.NOW
 
 
+@pytest.mark.parametrize("name", ["SAVE", "STOP"])
+def test_a_directory_is_no_request(tmp_path, name):
+    requests = Requests(StopRequest(), tmp_path, ["a"], 0.0)
+    (tmp_path / name).mkdir()
+    assert requests.mine(0) == (0, Save.NO)
+    requests.obeyed(name)  # as after a save that was due by itself
+    assert (tmp_path / name).is_dir()
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_directory_that_is_gone_or_another(tmp_path, again):
     folder = tmp_path / "run"

@@ -151,9 +151,11 @@ def went_on_from(directory: Path, named: Path) -> bool:
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
-    source, *others = marker.read_text(encoding="utf-8").splitlines()
-    if str(named.resolve()) not in (source, *others):
+    # a damaged marker says as little as none
+    names = marker.read_text(encoding="utf-8", errors="replace").splitlines()
+    if str(named.resolve()) not in names:
         return False
+    source = names[0]
     newest = max(map(step_of, checkpoints_in(directory)), default=-1)
     return newest > _last_kept(directory, Path(source))
 

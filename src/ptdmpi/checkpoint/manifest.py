@@ -233,7 +233,7 @@ def read_manifest(directory: Path) -> Manifest:
         table = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path} is not JSON: truncated or damaged") from None
     version = table.get("format_version") if isinstance(table, dict) else None
     if version != FORMAT_VERSION:

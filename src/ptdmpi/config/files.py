@@ -24,13 +24,20 @@ from ptdmpi.config.sections import Config, RateGroup, TrainDataConfig
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
+MOST_BYTES = 1 << 24  # of a TOML file
+
+
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The TOML file as a tree of values, with `section.key=value` overrides applied.
 
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        with open(path, "rb") as file:  # which may be a device that never ends
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise InputError(f"configuration {path} has more than {MOST_BYTES} bytes")
+        tree = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
     except (ValueError, RecursionError) as error:  # numbers of too many digits, too, are no TOML

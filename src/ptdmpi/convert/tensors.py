@@ -209,7 +209,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} is no JSON object")

@@ -5,7 +5,7 @@ a clock: the same conversation is the same text every day.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +60,7 @@ class ChatTemplate:
     special: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _compiled(self) -> Callable[..., str]:
         from ptdmpi.data.jinja import compiled  # here, because Jinja takes long to import
 
         try:
@@ -78,11 +78,9 @@ class ChatTemplate:
 
     def _marked(self, messages: Sequence[Message], ask: bool = False) -> str:
         """Return the text with BEGIN and END around each {% generation %} block."""
-        template = self._compiled
+        render = self._compiled
         try:
-            return str(
-                template.render(messages=list(messages), add_generation_prompt=ask, **self.special)
-            )
+            return render(messages=list(messages), add_generation_prompt=ask, **self.special)
         except Exception as error:  # a template may raise anything
             raise InputError(f"the chat template of {self.said_of} says: {error}") from None
 
@@ -231,7 +229,7 @@ def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise InputError if it cannot be read, or is no object."""
     try:
         value = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: is no JSON object")

@@ -5,12 +5,64 @@ program compiles, not with every training.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+LIMITED = "limited"  # the filter through which every loop takes its items
+MOST_TURNS = 1_000_000  # turns of loops and calls of functions in one rendering
+MOST_LENGTH = 10_000_000  # of a text or list that is repeated
+MOST_BITS = 10_000  # of a power
+
+
+class _LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a limit on work: on the turns of loops and calls of a rendering, on
+    repeated texts and lists, and on powers. A template comes with a model, so it may be anybody's.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.turns_left = MOST_TURNS
+        self.filters[LIMITED] = self._counted
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, LIMITED, [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield the items of a loop. Raise ValueError after too many turns of all loops."""
+        for item in items:
+            self._count()
+            yield item
+
+    def _count(self) -> None:
+        self.turns_left -= 1
+        if self.turns_left < 0:
+            raise ValueError(f"more than {MOST_TURNS} turns of loops and calls")
+
+    def call(self, *values: Any, **options: Any) -> Any:
+        """Call a function or a macro for a template. Raise ValueError after too many calls."""
+        self._count()
+        return super().call(*values, **options)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute a product or a power. Raise ValueError if the result would be too large."""
+        if operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if right > 0 and left.bit_length() * right > MOST_BITS:
+                raise ValueError(f"a power of more than {MOST_BITS} bits")
+        elif operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                repeats = isinstance(repeated, str | list | tuple) and isinstance(times, int)
+                if repeats and len(repeated) * times > MOST_LENGTH:
+                    raise ValueError(f"a repetition of more than {MOST_LENGTH} items")
+        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
@@ -33,10 +85,11 @@ class _Generation(Extension):
 _Generation.tags = {"generation"}
 
 
-def compiled(source: str, mark_answer: Callable[[str], str]) -> Template:
-    """Compile the Jinja text `source`; the template passes the text of each {% generation %} block
-    through `mark_answer`. Raise ValueError if `source` is no template."""
-    environment = ImmutableSandboxedEnvironment(
+def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., str]:
+    """Compile the Jinja text `source`, and return a function that renders it with the values that
+    it is given by name; it passes the text of each {% generation %} block through `mark_answer`.
+    Raise ValueError if `source` is no template."""
+    environment = _LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     generation = environment.extensions[_Generation.identifier]
@@ -45,9 +98,16 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(str(error)) from None
+        template = environment.from_string(source)
+    # deep nesting ends in Jinja's recursion, or in Python's own compiler
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+    def render(**values: Any) -> str:
+        environment.turns_left = MOST_TURNS
+        return str(template.render(**values))
+
+    return render
 
 
 def _to_json(value: Any, **options: Any) -> str:

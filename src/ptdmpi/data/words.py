@@ -106,7 +106,7 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
         ids = dict(tokens_of(tree))
         if not all(type(token) is str and type(number) is int for token, number in ids.items()):
             raise TypeError("a token's id is no number")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
         raise InputError(
             f"{path}: {reason}; masking of whole words needs it: put it in the folder of the "

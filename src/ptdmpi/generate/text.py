@@ -159,7 +159,7 @@ def token_ids(name: str) -> dict[str, int]:
         return {}
     try:
         return dict(tokens_of(json.loads(file.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{file}: is no tokenizer.json: {error}") from None
 
 
@@ -173,7 +173,7 @@ def ends_of(stored: StoredModel) -> set[int]:
                 value = json.loads((kept / name).read_bytes())["eos_token_id"]
             except KeyError:
                 continue
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise InputError(f"{kept / name} is no JSON object: {error}") from None
             values = value if isinstance(value, list) else [value]
             found |= {one for one in values if isinstance(one, int)}

@@ -121,7 +121,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in content.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and isinstance(value.get("attempt"), int):
                 found.append(value)

@@ -114,7 +114,7 @@ def _timeline(path: Path) -> Timeline:
 def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
     """Without those that a crash has torn or a hand has spoilt; a resumed run drops torn ones."""
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict) and _is_sound(record):
                 yield record

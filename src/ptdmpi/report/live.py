@@ -39,6 +39,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
     """What is drawn of what `Watched.status` says."""
+    statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
     remarks = [
@@ -47,6 +48,18 @@ def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
         for line in _remarks(status)
     ]
     return Group(table(statuses), *remarks)
+
+
+def _printable(value: Any) -> Any:
+    """Return a status in which control characters are written out: a log, a host name or a path may
+    hold escape sequences, which a terminal would obey."""
+    if isinstance(value, str):
+        return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
 
 
 def block(status: dict[str, Any]) -> RenderableType:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import time
@@ -15,8 +16,23 @@ from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
 RECENT = 50  # steps that rates are taken from
+MOST = 10**12  # steps; more is damage
+MOST_DRAWN = 1e300
+LONGEST_STEP_S = 1e7
+# What a record of a step must have to be shown.
+STEP_NUMBERS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_s",
+    "model_tflops_per_rank",
+    "peak_memory_bytes",
+)
+SCORES = ("accuracy", "exact_match")
 REMARKS = 3  # lines of the log that are shown
 SILENT_S, SILENT_STEPS = 60.0, 10.0  # without a word for longer than both: something is wrong
+# What a damaged config.toml raises.
+BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 TELLING = (
     "warning",
     "lost in step",
@@ -63,7 +79,7 @@ class Watched:
         self.path = path
         try:
             self._read_config()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except BROKEN as error:
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"{path} is no run directory: config.toml: {reason}") from None
         self._metrics, self._log = Tail(path / "metrics.jsonl"), Tail(path / "log.txt")
@@ -73,7 +89,11 @@ class Watched:
 
     def _read_config(self) -> None:
         config = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
-        self.name, self.steps = str(config["run"]["name"]), int(config["run"]["steps"])
+        steps = int(config["run"]["steps"])
+        if not 1 <= steps <= MOST:
+            raise ValueError(f"run.steps = {steps}")
+        self.name = str(config["run"]["name"])
+        self.steps = steps
 
     def _forget(self) -> None:
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -85,7 +105,7 @@ class Watched:
 
     def status(self) -> dict[str, Any]:
         """Everything that is known now; absent keys are not known yet."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(*BROKEN):
             self._read_config()  # a new start may have other steps; one half written is skipped
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
@@ -120,9 +140,9 @@ class Watched:
     def _take(self, line: str) -> None:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
-        if not isinstance(record, dict):
+        if not isinstance(record, dict) or not _is_sound(record):
             return
         if "validation_loss" in record:
             self._validations.append(record)
@@ -177,6 +197,53 @@ class Watched:
         if age_s > max(SILENT_S, SILENT_STEPS * longest_s):
             return "silent"
         return "running" if self._recent else "starting"
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Return True if everything that is shown of a record has its kind and a possible value: a line
+    that a disk has damaged may still be JSON."""
+    step = record.get("step")
+    if type(step) is not int or not 0 <= step <= MOST:
+        return False
+    if "validation_loss" in record:
+        return _is_number(record["validation_loss"])
+    if "tasks" in record:
+        return _are_scores(record["tasks"])
+    return "loss" not in record or _is_sound_step(record)
+
+
+def _is_sound_step(record: dict[str, Any]) -> bool:
+    step_s = record.get("step_time_s")
+    slow = record.get("slow_ranks", [])
+    return (
+        all(_is_number(record.get(key)) for key in STEP_NUMBERS)
+        and isinstance(step_s, float | int)
+        and 0 <= step_s <= LONGEST_STEP_S
+        and record["loss"] != -math.inf
+        and "mfu" in record
+        and (record["mfu"] is None or _is_number(record["mfu"]))
+        and isinstance(record.get("layout", ""), str)
+        and ("layout" not in record or type(record.get("rank_count")) is int)
+        and isinstance(slow, list)
+        and all(isinstance(rank, dict) and _is_number(rank.get("factor")) for rank in slow)
+        and all(isinstance(rank.get("host"), str) and "rank" in rank for rank in slow)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a number that can be drawn: a float, NaN and infinities included, or an
+    integer that has a float."""
+    if isinstance(value, float):
+        return not MOST_DRAWN < abs(value) < math.inf
+    return type(value) is int and abs(value) <= MOST_DRAWN
+
+
+def _are_scores(tasks: Any) -> bool:
+    """Return True if `tasks` has a score of each task file."""
+    if not isinstance(tasks, dict) or not all(isinstance(one, dict) for one in tasks.values()):
+        return False
+    scores = [[one[key] for key in SCORES if key in one] for one in tasks.values()]
+    return all(numbers and all(map(_is_number, numbers)) for numbers in scores)
 
 
 def binned(values: list[float], most: int) -> list[float]:

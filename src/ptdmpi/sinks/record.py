@@ -79,7 +79,7 @@ def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record

@@ -4,6 +4,7 @@ Each rank takes notes; at the end of a step all ranks vote, in one small message
 after the same step.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -185,8 +186,10 @@ class Requests:
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """Rank 0 removes the file, so that it counts once."""
-        (self.directory / name).unlink(missing_ok=True)
+        """Rank 0 removes the file, so that it counts once. Something else of that name, such as a
+        directory, is no request and stays."""
+        with contextlib.suppress(OSError):
+            (self.directory / name).unlink()
         self._looked_s = -LOOK_S
 
     def _look(self) -> tuple[bool, bool]:

@@ -194,7 +194,7 @@ def host_ways(kinds: Ways) -> kernels.HostWays:
 def _kept(folder: Path) -> Ways | None:
     try:
         found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -132,5 +132,5 @@ def _until(line: bytes, step: int) -> bool:
     """Return True if `line` is a record of a step up to `step`."""
     try:
         return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False

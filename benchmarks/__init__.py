@@ -1,1 +1,2 @@
-"""Measurements: eight rooms over one launcher (`launch`) and one way of taking turns (`turns`)."""
+"""Measurements in eight folders, over a launcher (`launch`), rounds in which sides take turns
+(`turns`), and tables in pages of docs/ (`marks`)."""

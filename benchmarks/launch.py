@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # what is imported is compiled once, as everybody's is
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # modules are compiled once, as by default
 PEERS = ROOT / ".peers"  # other trainers, each in a folder of its own
 
 
@@ -22,7 +22,7 @@ def start(
     extra: Mapping[str, str] | None = None,
     errors: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a program in a session of its own, so that all that it starts can be found.
+    """Start a program in a session of its own, so that all its processes can be found.
 
     `extra` is added to the environment. Standard input is empty, standard output goes to `output`.
     Standard error goes to `errors` where given; else with standard output, or, where that is a
@@ -32,9 +32,9 @@ def start(
         errors_to: IO[str] | int | None = subprocess.STDOUT
     else:
         errors_to = errors
-    # `-m benchmarks...` is found from any folder; what runs here also runs there.
+    # `-m benchmarks...` is then found from any folder, and so is all that this process can import.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
+    # Unbuffered, Python writes a line and its end separately, and the lines of several ranks mix.
     environment.pop("PYTHONUNBUFFERED", None)
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
@@ -51,14 +51,15 @@ def start(
 
 
 def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The command that starts `python WORDS...` on `ranks` ranks."""
+    """Return the command that starts `python WORDS...` on `ranks` ranks."""
     return ["mpirun", *options, "-n", str(ranks), sys.executable, *words]
 
 
 def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
-    """What `python WORDS...` on `ranks` ranks writes to standard output.
+    """Return what `python WORDS...` on `ranks` ranks writes to standard output.
 
-    Ends the program where it failed, and raises subprocess.TimeoutExpired after `limit_s`.
+    If it fails, this program exits with a message. Raises subprocess.TimeoutExpired after `limit_s`
+    seconds, and ends the ranks.
     """
     process = start(mpirun(ranks, words), subprocess.PIPE)
     try:
@@ -73,12 +74,12 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
 
 
 def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The process ids of a started mpirun's living ranks, by rank."""
-    found = {}
+    """Return the process ids of a started mpirun's living ranks, by rank."""
+    ranks = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it ended in the meantime
             if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
                 variables = (entry / "environ").read_bytes()
                 if match := re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", variables):
-                    found[int(match[1])] = int(entry.name)
-    return found
+                    ranks[int(match[1])] = int(entry.name)
+    return ranks

@@ -1,7 +1,7 @@
-"""Taking turns: what several sides of a comparison measure, round by round, in changing order.
+"""Rounds in which the sides of a comparison take turns, in changing order.
 
-The machines are shared and their speed drifts, so only figures of one round are compared, and who
-goes first changes from round to round, lest a trend favour somebody.
+The machines are shared and their speed drifts. So only figures of the same round are compared, and
+each round begins with another side, so that a trend favours none.
 """
 
 import statistics
@@ -13,21 +13,22 @@ Side = Callable[[], float]  # returns how many things it did per second
 
 
 def round_of(sides: Mapping[str, Callable[[], T]], number: int) -> dict[str, T]:
-    """Round `number`: the result of each side; each round begins with the next side."""
+    """Return the result of each side in round `number`; each round begins with the next side."""
     names = list(sides)
     first = number % len(names)
     return {name: sides[name]() for name in names[first:] + names[:first]}
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Median and, in brackets, least and greatest; "-" of nothing."""
+    """Return the median and, in brackets, the least and the greatest value; "-" without values."""
     if not values:
         return "-"
     return f"{statistics.median(values):.2f}{unit} ({min(values):.2f} to {max(values):.2f})"
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Rates of all sides and their ratios to the one named `plain`, medians over the rounds."""
+    """Return the rate of each side ("per_s") and its ratio to that of the side `plain` ("ratio",
+    "least", "greatest"); rates and ratios are medians over the rounds."""
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]  # the first warms up
     table = {}
     for name in sides:
@@ -42,7 +43,7 @@ def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dic
 
 
 def show(title: str, unit: str, table: Mapping[str, Mapping[str, float]]) -> None:
-    """Print what `compare` found."""
+    """Print a table of `compare`."""
     print(f"\n{title}")
     for name, row in table.items():
         print(

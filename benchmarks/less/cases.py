@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# No momentum, no clipping: what error feedback remembers is then what the papers' does.
+# Without momentum and clipping error feedback has the residuals of the papers.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,
@@ -20,15 +20,15 @@ TOP_K: Settings = {"compressor": "top_k"}
 
 @dataclass(frozen=True)
 class MethodCase:
-    """One way to train: its name in tables, the section [data_parallel], and what [optimizer] says
-    that is not AdamW's."""
+    """A method to train by: its name in tables, its section [data_parallel], and the keys of
+    [optimizer] that differ from AdamW's."""
 
     name: str
     section: Settings
     optimizer: Settings = field(default_factory=dict)
 
     def by_sgd(self) -> "MethodCase":
-        """The same with plain SGD, as the papers have it."""
+        """Return the same method with plain SGD, as in the papers."""
         return MethodCase(f"{self.name}, SGD", self.section, SGD)
 
 

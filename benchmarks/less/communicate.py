@@ -1,8 +1,8 @@
-"""`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): less communication,
-measured. Parts: measured, transient, link; without a name all.
+"""`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): methods that
+communicate less, measured. The parts are measured, transient and link; by default all.
 
-Writes the tables between the marks of docs/explanation/less-communication.md, and pictures; each
-part as it is over. On 2 cores all take some twenty minutes, most of them for the trainings with
+Writes the tables between the marks of docs/explanation/less-communication.md and its pictures, each
+part when it is done. On 2 cores all parts take some twenty minutes, most of them for trainings with
 more ranks than cores.
 """
 
@@ -19,28 +19,30 @@ from typing import Any
 from benchmarks.launch import ROOT, answer
 from benchmarks.less import theory, transient
 from benchmarks.less.cases import ALL, CHOCO, COMPRESSED, GOSSIP, LOCAL, PLAIN, PSGD, MethodCase
-from ptdmpi.base.disk import write_whole
+from benchmarks.marks import put, table
 
-PAGE, PICTURES = ROOT / "docs/explanation/less-communication.md", ROOT / "docs/pictures"
+PAGE = ROOT / "docs/explanation/less-communication.md"
+PICTURES = ROOT / "docs/pictures"
 DATA = ROOT / "runs/less-data"
 STEPS = 96
 SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
 TRAINED: Mapping[int, Sequence[MethodCase]] = {
     4: [*ALL, *PLAIN],
-    # with ranks beyond the cores the time goes up with their number; 1 % tells the order
+    # more ranks than cores take longer: a ratio of 1 % is enough to show the order
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
-ROUNDS = {4: 3, 8: 2}  # nodes -> rounds
+ROUNDS = {4: 3, 8: 2}  # of the part "link", by the number of nodes
 Rows = list[dict[str, Any]]
 
 
 def prepare(data: Path) -> None:
-    """The demo's corpus as shards of bytes' pairs, where it is not there yet."""
+    """Make shards of the demo's corpus in `data`, unless they are there."""
     if (data / "valid").is_dir():
         return
     data.mkdir(parents=True, exist_ok=True)
-    corpus, tokenizer = data / "corpus.jsonl", data / "tokenizer.json"
+    corpus = data / "corpus.jsonl"
+    tokenizer = data / "tokenizer.json"
     tool = [str(Path(sys.executable).parent / "ptdmpi-data")]
     size = ["--vocab-size", "1000"]
     known = ["--tokenizer", str(tokenizer), "--force"]
@@ -54,142 +56,167 @@ def prepare(data: Path) -> None:
 
 
 def trained(data: Path, ranks: int, cases: Sequence[MethodCase], steps: int) -> Rows:
-    """What `benchmarks.less.rank` tells of these cases."""
+    """Return the results of `benchmarks.less.rank` for these cases."""
     names = ";".join(case.name for case in cases)
     text = answer(ranks, ["-m", "benchmarks.less.rank", str(data), str(steps), names])
-    return json.loads(text[text.index("[{") :])
+    rows: Rows = json.loads(text[text.index("[{") :])
+    return rows
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Markdown."""
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from table(head, rows)
     yield ""
 
 
 def theory_lines(lengths: theory.Lengths) -> Iterator[str]:
-    """Speed-up, topologies, local steps and compression on the quadratic problem."""
-    yield "**Speed-up.** Error |x_i - x*|^2 that a constant rate ends at, by the number of workers:"
-    yield ""
-    rows = [
-        [name, *(f"{one[n]:.3f}" for n in theory.SIZES), f"{one[4] / one[16]:.1f}"]
-        for name, one in theory.speed_up(lengths).items()
-    ]
-    yield from table(["method", *(f"n = {n}" for n in theory.SIZES), "n = 4 over n = 16"], rows)
+    """Yield the tables of speed-up, topologies, local steps and compression on the quadratic
+    problem, and draw their picture."""
+    yield from _speed_up_lines(lengths)
     curves = theory.topologies(lengths)
-    yield "**Topologies**, n = 16, falling rate, workers with minima of their own:"
-    yield ""
-    rows = [
-        [name, f"{one.gap:.3f}", str(one.transient or f"> {lengths.topologies}")]
-        + [f"{one.ratio[at - 1]:.2f}" for at in _some(len(one.ratio))]
-        for name, one in curves.items()
-    ]
-    at = [f"error over PSGD's at {100 * n}" for n in _some(len(curves["ring"].ratio))]
-    yield from table(["topology", "spectral gap", "transient steps", *at], rows)
+    yield from _topology_lines(curves, lengths.topologies)
     yield "**Local steps**, n = 8, constant rate: error at averages once it falls no more:"
     yield ""
-    found = theory.local(lengths)
-    head = ["K", *map(str, found)]
-    yield from table(head, [["error", *(f"{one:.4f}" for one in found.values())]])
-    yield "**Top-k**, n = 8, 200 dimensions, falling rate: error at the end (and half-way):"
-    yield ""
+    by_steps = theory.local(lengths)
+    head = ["K", *map(str, by_steps)]
+    yield from _table(head, [["error", *(f"{error:.4f}" for error in by_steps.values())]])
     errors = theory.compressed(lengths)
-    rows = [["PSGD", *[_end(errors["PSGD", 1.0])] * 2]]
-    rows += [
-        [name, *(_end(errors[name, ratio]) for ratio in theory.RATIOS)] for name in theory.FEEDBACK
-    ]
-    yield from table(["feedback", *(f"{ratio:.0%}" for ratio in theory.RATIOS)], rows)
+    yield from _feedback_lines(errors)
     _picture_theory(curves, errors)
 
 
-def _some(count: int) -> tuple[int, ...]:
+def _speed_up_lines(lengths: theory.Lengths) -> Iterator[str]:
+    yield "**Speed-up.** Error |x_i - x*|^2 that a constant rate ends at, by the number of workers:"
+    yield ""
+    rows = [
+        [name, *(f"{errors[n]:.3f}" for n in theory.SIZES), f"{errors[4] / errors[16]:.1f}"]
+        for name, errors in theory.speed_up(lengths).items()
+    ]
+    yield from _table(["method", *(f"n = {n}" for n in theory.SIZES), "n = 4 over n = 16"], rows)
+
+
+def _topology_lines(curves: Mapping[str, theory.TopologyCurve], steps: int) -> Iterator[str]:
+    yield "**Topologies**, n = 16, falling rate, workers with minima of their own:"
+    yield ""
+    rows = [
+        [name, f"{curve.gap:.3f}", str(curve.transient or f"> {steps}")]
+        + [f"{curve.ratio[at - 1]:.2f}" for at in _shown_places(len(curve.ratio))]
+        for name, curve in curves.items()
+    ]
+    at = [f"error over PSGD's at {100 * n}" for n in _shown_places(len(curves["ring"].ratio))]
+    yield from _table(["topology", "spectral gap", "transient steps", *at], rows)
+
+
+def _shown_places(count: int) -> tuple[int, ...]:
     return tuple(max(1, count * part // 100) for part in (5, 25, 100))
 
 
-def _end(errors) -> str:
+def _feedback_lines(errors: Mapping[tuple[str, float], theory.Array]) -> Iterator[str]:
+    yield "**Top-k**, n = 8, 200 dimensions, falling rate: error at the end (and half-way):"
+    yield ""
+    plain = _last_and_middle(errors["PSGD", 1.0])
+    rows = [["PSGD", plain, plain]]
+    for name in theory.FEEDBACK:
+        rows.append([name, *(_last_and_middle(errors[name, ratio]) for ratio in theory.RATIOS)])
+    yield from _table(["feedback", *(f"{ratio:.0%}" for ratio in theory.RATIOS)], rows)
+
+
+def _last_and_middle(errors: theory.Array) -> str:
     return f"{errors[-1]:.4f} ({errors[len(errors) // 2 - 1]:.4f})"
 
 
 def transient_lines(steps: int) -> Iterator[str]:
-    """Transient iterations by topology, of data that are alike and of data that differ."""
-    found = {size: transient.rows(size, steps) for size in (8, 16)}
-    by_name = {size: {row[0]: row for row in rows} for size, rows in found.items()}
-    head = [f"{one}, n = {size}" for size in found for one in ("gap", "equal", "different")]
+    """Yield a table of transient iterations by topology, for data that are alike on all workers and
+    for data that differ."""
+    by_size = {size: transient.rows(size, steps) for size in (8, 16)}
+    kinds = ("gap", "equal", "different")
+    head = [f"{kind}, n = {size}" for size in by_size for kind in kinds]
     rows = []
-    for name, *_ in found[16]:
+    for last in by_size[16]:
         cells = []
-        for size in found:
-            _, gap, *late = by_name[size][name]
-            cells += [f"{gap:.3f}", *(f"{n:,}" if n is not None else f"> {steps:,}" for n in late)]
-        rows.append([f"`{name}`", *cells])
+        for of_size in by_size.values():
+            (row,) = (row for row in of_size if row.topology == last.topology)
+            cells += [f"{row.gap:.3f}", *map(_count_of(steps), (row.alike, row.different))]
+        rows.append([f"`{last.topology}`", *cells])
     yield from table(["", *head], rows)
 
 
+def _count_of(steps: int) -> Callable[[int | None], str]:
+    """Return a function that writes a number of steps, or that it is above `steps`."""
+    return lambda count: f"> {steps:,}" if count is None else f"{count:,}"
+
+
 def link_lines(nodes: int, rounds: int) -> Iterator[str]:
-    """What `benchmarks.network.neighbours` prints, or why it cannot."""
+    """Yield the table of `benchmarks.network.neighbours`, or the reason why there is none."""
     words = ["benchmarks.network.neighbours", "--nodes", str(nodes), "--rounds", str(rounds)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     head, _, rows = done.stdout.partition("\n")
-    yield from (f"{head}, {rounds} rounds:", "", rows) if rows else (done.stderr.strip()[-200:], "")
+    if rows:
+        yield from (f"{head}, {rounds} rounds:", "", rows)
+    else:
+        yield from (done.stderr.strip()[-200:], "")
 
 
-def loss_lines(found: Mapping[int, Rows], cases: Sequence[MethodCase]) -> Iterator[str]:
-    """Validation losses of some cases by the number of ranks."""
-    losses = {ranks: {row["name"]: row for row in rows} for ranks, rows in found.items()}
+def loss_lines(by_ranks: Mapping[int, Rows], cases: Sequence[MethodCase]) -> Iterator[str]:
+    """Yield a table of the validation losses of some cases by the number of ranks."""
+    losses = [{row["name"]: row for row in rows} for rows in by_ranks.values()]
     rows = []
     for case in cases:
-        cells = []
-        for by_name in losses.values():
-            row = by_name.get(case.name)
-            apart = f" ({row['apart']:.2g})" if row and row["apart"] else ""
-            cells.append(f"{row['validation_loss']:.3f}{apart}" if row else "")
+        cells = [_loss_cell(by_name.get(case.name)) for by_name in losses]
         rows.append([case.name.removesuffix(", SGD"), *cells])
-    yield from table(["method", *(f"n = {n}" for n in found)], rows)
+    yield from _table(["method", *(f"n = {n}" for n in by_ranks)], rows)
 
 
-def trained_lines(found: Mapping[int, Rows], steps: int) -> Iterator[str]:
-    """The GPT by each method: validation loss and bytes."""
-    first = found[min(found)]
-    told = f"{first[0]['parameters']:,} parameters, {steps} steps"
-    yield f"**A small GPT** of {told} of AdamW: validation loss, and how far replicas were apart:"
+def _loss_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    apart = f" ({row['apart']:.2g})" if row["apart"] else ""
+    return f"{row['validation_loss']:.3f}{apart}"
+
+
+def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
+    """Yield the tables of the small GPT: validation losses and bytes of each method."""
+    first = by_ranks[min(by_ranks)]
+    size = f"{first[0]['parameters']:,} parameters, {steps} steps"
+    yield f"**A small GPT** of {size} of AdamW: validation loss, and how far replicas were apart:"
     yield ""
-    yield from loss_lines(found, ALL)
+    yield from loss_lines(by_ranks, ALL)
     rate = PLAIN[0].optimizer["learning_rate"]
     yield f"**The same with SGD**, {steps} steps at a rate of {rate}, no momentum, no clipping:"
     yield ""
-    yield from loss_lines(found, PLAIN)
+    yield from loss_lines(by_ranks, PLAIN)
     yield "**Bytes** of a step, n = 4, mean over ranks, counted as they leave, and by formula:"
     yield ""
     plain = first[0]["sent_bytes"]
     rows = [
         [
-            one["name"],
-            f"{one['sent_bytes'] / 1e3:,.1f}",
-            f"{one['foreseen_bytes'] / 1e3:,.1f}",
-            f"{plain / one['sent_bytes']:.1f}",
+            row["name"],
+            f"{row['sent_bytes'] / 1e3:,.1f}",
+            f"{row['foreseen_bytes'] / 1e3:,.1f}",
+            f"{plain / row['sent_bytes']:.1f}",
         ]
-        for one in first[: len(ALL)]
+        for row in first[: len(ALL)]
     ]
-    yield from table(["method", "kB counted", "kB by formula", "all_reduce's over it"], rows)
+    yield from _table(["method", "kB counted", "kB by formula", "all_reduce's over it"], rows)
 
 
 def machine() -> str:
-    """What it was measured on."""
+    """Return a description of this machine."""
     text = Path("/proc/cpuinfo").read_text()
     name = next(line.split(":")[1] for line in text.splitlines() if "model name" in line)
     return f"{os.cpu_count()} cores of{name}, Python {platform.python_version()}"
 
 
-def _picture_theory(curves, errors) -> None:
+def _picture_theory(
+    curves: Mapping[str, theory.TopologyCurve], errors: Mapping[tuple[str, float], theory.Array]
+) -> None:
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for name, one in curves.items():
-        left.plot([100 * (k + 1) for k in range(len(one.ratio))], one.ratio, label=name)
+    for name, curve in curves.items():
+        left.plot([100 * (k + 1) for k in range(len(curve.ratio))], curve.ratio, label=name)
     left.set(xscale="log", yscale="log", xlabel="step", ylabel="error over PSGD's")
-    for (name, ratio), one in errors.items():
+    for (name, ratio), values in errors.items():
         if ratio != 0.05:
-            right.plot(one, label=name if ratio == 1.0 else f"{name}, 1 %")
+            right.plot(values, label=name if ratio == 1.0 else f"{name}, 1 %")
     right.set(yscale="log", xlabel="recorded step", ylabel="error")
     for axes in (left, right):
         axes.legend(fontsize=7)
@@ -198,19 +225,22 @@ def _picture_theory(curves, errors) -> None:
 
 
 def picture_trained(rows: Rows) -> None:
-    """Validation loss over what was sent; losses over steps, of AdamW and of SGD."""
+    """Draw the validation loss over the bytes sent by AdamW, and the losses over steps by SGD."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
-    together: dict[tuple[float, float], list[str]] = {}
+    # methods by their place in the picture: numbers of near ones would cover each other
+    near: dict[tuple[float, float], list[int]] = {}
     for number, row in enumerate(rows[: len(ALL)], 1):
-        at = row["sent_bytes"], row["validation_loss"]
-        left.plot(*at, ".", color="tab:blue")
+        sent = row["sent_bytes"]
+        loss = row["validation_loss"]
+        left.plot(sent, loss, ".", color="tab:blue")
         left.plot([], [], " ", label=f"{number}  {row['name']}")
-        near = round(math.log10(at[0]), 1), round(at[1], 2)  # their numbers would be one blot
-        together.setdefault(near, [f"{at[0]}", f"{at[1]}"]).append(str(number))
-    for x, y, *numbers in together.values():
-        where = float(x), float(y)
-        left.annotate(", ".join(numbers), where, (4, 2), textcoords="offset points", fontsize=7)
+        near.setdefault((round(math.log10(sent), 1), round(loss, 2)), []).append(number)
+    for numbers in near.values():
+        first = rows[numbers[0] - 1]
+        where = (first["sent_bytes"], first["validation_loss"])
+        text = ", ".join(map(str, numbers))
+        left.annotate(text, where, (4, 2), textcoords="offset points", fontsize=7)
     left.set(xscale="log", xlabel="bytes a rank sends in a step", ylabel="validation loss, AdamW")
     figure.legend(loc="outside lower center", ncols=5, fontsize=7, handlelength=0, frameon=False)
     for row in rows[len(ALL) :]:
@@ -231,39 +261,40 @@ def _pyplot():
     return pyplot
 
 
-def put(name: str, lines: Sequence[str]) -> None:
-    """`lines` between the marks `name` of the page."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    page, text = PAGE.read_text(encoding="utf-8"), "\n".join(lines)
-    head, rest = page.split(begin, 1)
-    write_whole(PAGE, head + begin + text + end + rest.split(end, 1)[1])
-    print(text, flush=True)
-
-
 def measured() -> None:
-    """The quadratic problem and the GPT."""
+    """Measure the quadratic problem and the small GPT."""
     prepare(DATA)
-    found: dict[int, Rows] = {}
+    by_ranks: dict[int, Rows] = {}
     for ranks, cases in TRAINED.items():
         print(f"{len(cases)} trainings on {ranks} ranks", flush=True)
-        found[ranks] = trained(DATA, ranks, cases, STEPS)
+        by_ranks[ranks] = trained(DATA, ranks, cases, STEPS)
     lines = [f"`make communicate-less`, on {machine()}.", "", *theory_lines(theory.Lengths())]
     lines += ["![errors on the quadratic problem](../pictures/less-quadratic.png)", ""]
-    lines += trained_lines(found, STEPS)
-    picture_trained(found[min(found)])
-    put("measured", [*lines, "![losses of a small GPT](../pictures/less-gpt.png)", ""])
+    lines += trained_lines(by_ranks, STEPS)
+    picture_trained(by_ranks[min(by_ranks)])
+    put(PAGE, "measured", [*lines, "![losses of a small GPT](../pictures/less-gpt.png)"])
+
+
+def slow_link() -> None:
+    """Measure averages across a slow link, on each number of nodes."""
+    lines = []
+    for nodes, rounds in ROUNDS.items():
+        lines += link_lines(nodes, rounds)
+    put(PAGE, "slow link", lines)
 
 
 PARTS: Mapping[str, Callable[[], None]] = {
     "measured": measured,
-    "transient": lambda: put("transient", list(transient_lines(60_000))),
-    "link": lambda: put("slow link", [line for one in ROUNDS.items() for line in link_lines(*one)]),
+    "transient": lambda: put(PAGE, "transient", list(transient_lines(transient.STEPS))),
+    "link": slow_link,
 }
 
 
 def main() -> None:
+    """Measure the parts that the command line names."""
     wanted = sys.argv[1:] or list(PARTS)
-    if unknown := [name for name in wanted if name not in PARTS]:
+    unknown = [name for name in wanted if name not in PARTS]
+    if unknown:
         print(f"communicate: no part {unknown[0]}: legal are {', '.join(PARTS)}", file=sys.stderr)
         sys.exit(2)
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Data-parallel methods in their matrix form, on simulated workers and a problem with known answer.
+"""Data-parallel methods in matrix form, on simulated workers and a problem with a known answer.
 
 Worker i of n has f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimise the mean of all f_i, whose
 minimum x* is known. A stochastic gradient is the true one and normal noise of `noise`. The rows of
@@ -20,8 +20,9 @@ Update = Callable[[Array, Array, int, float], Array]
 
 @dataclass(frozen=True)
 class Problem:
-    """`curvature` [n, dim, dim] and `linear` [n, dim]: the gradient of f_i is curvature_i x -
-    linear_i. `noise`: standard deviation of each element of a stochastic gradient's noise."""
+    """A least-squares problem of n workers: the gradient of f_i is curvature_i x - linear_i, with
+    `curvature` [n, dim, dim] and `linear` [n, dim]. `noise` is the standard deviation of each
+    element of a stochastic gradient's noise."""
 
     curvature: Array
     linear: Array
@@ -29,11 +30,11 @@ class Problem:
 
     @classmethod
     def drawn(
-        cls, workers: int, dim: int, noise: float, apart: float, seed: int = 0, of: int = 16
+        cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
-        """Least squares with Gaussian rows; the workers' own minima are `apart` from each other in
-        each element. Drawn for `of` workers and dealt out, so that the mean is the same problem
-        whatever the number of workers is."""
+        """Return a problem with Gaussian rows, whose workers' own minima are `apart` from each
+        other in each element. It is drawn for `of` workers and shared out, so that the mean problem
+        is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -46,6 +47,7 @@ class Problem:
 
     @property
     def workers(self) -> int:
+        """The number of workers, n."""
         return len(self.curvature)
 
     @property
@@ -54,7 +56,7 @@ class Problem:
         return np.linalg.solve(self.curvature.mean(0), self.linear.mean(0))
 
     def gradients(self, x: Array, random: np.random.Generator) -> Array:
-        """Stochastic gradients of all workers, each where it stands."""
+        """Return the stochastic gradient of each worker at its own parameters."""
         true = np.einsum("nij,rnj->rni", self.curvature, x) - self.linear
         return true + self.noise * random.standard_normal(x.shape)
 
@@ -64,11 +66,13 @@ def descend(
     update: Update,
     steps: int,
     rate: Callable[[int], float],
+    *,
     repeats: int = 20,
     every: int = 1,
     seed: int = 1,
 ) -> Array:
-    """The mean over workers and repeats of |x_i - x*|^2 after each `every` steps, from x = 0."""
+    """Return the mean over workers and repeats of |x_i - x*|^2 after each `every` steps, from
+    x = 0. `rate` returns the rate of a step."""
     random = np.random.default_rng(seed)
     optimum = problem.optimum
     x = np.zeros((repeats, problem.workers, len(optimum)))
@@ -81,17 +85,18 @@ def descend(
 
 
 def _to_all(mean: Array, like: Array) -> Array:
-    """[repeats, dim] for every worker."""
+    """Return a mean [repeats, dim] for every worker, [repeats, n, dim]."""
     return np.broadcast_to(mean[:, None], like.shape)
 
 
 def parallel() -> Update:
-    """PSGD: x <- x - rate mean_i g_i."""
+    """Return the update of PSGD: x <- x - rate mean_i g_i."""
     return lambda x, g, step, rate: x - rate * _to_all(g.mean(1), x)
 
 
 def decentralized(topology: Topology, average_every: int = 0) -> Update:
-    """DSGD, adapt then combine: X <- W (X - rate G); with Gossip-PGA's average of all."""
+    """Return the update of DSGD, adapt then combine: X <- W (X - rate G); with
+    `average_every`, that of Gossip-PGA, which averages over all workers every so many steps."""
     size = topology.size
     period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
     whole = np.full((size, size), 1 / size)
@@ -105,7 +110,7 @@ def decentralized(topology: Topology, average_every: int = 0) -> Update:
 
 
 def local(local_steps: int) -> Update:
-    """Local SGD: x_i <- x_i - rate g_i, and every so many steps the mean of all."""
+    """Return the update of local SGD: x_i <- x_i - rate g_i, and every so many steps their mean."""
 
     def update(x: Array, g: Array, step: int, rate: float) -> Array:
         x = x - rate * g
@@ -115,43 +120,46 @@ def local(local_steps: int) -> Update:
 
 
 def top_k(count: int) -> Callable[[Array], Array]:
-    """The `count` elements of greatest magnitude of each row, and zeros."""
+    """Return what keeps the `count` elements of greatest magnitude of each row, and zeros the
+    others."""
 
     def compress(x: Array) -> Array:
         kept = np.argpartition(-np.abs(x), count - 1, axis=-1)[..., :count]
-        found = np.zeros_like(x)
-        np.put_along_axis(found, kept, np.take_along_axis(x, kept, -1), -1)
-        return found
+        sparse = np.zeros_like(x)
+        np.put_along_axis(sparse, kept, np.take_along_axis(x, kept, -1), -1)
+        return sparse
 
     return compress
 
 
 class CompressedDescent:
-    """x <- x - (what arrives), by the ways of error feedback.
+    """The update x <- x - (what arrives) with compression C and a kind of error feedback:
 
-    none            rate mean C(g_i)                      (Alistarh et al. 2017)
-    mem_sgd         C(rate g_i + e_i), the rest is e_i      (Stich et al. 2018, arXiv 1809.07599)
-    double_squeeze  so, and the sum is compressed likewise  (Tang et al. 2019, arXiv 1905.05957)
-    ef21            h_i += C(g_i - h_i), rate mean h_i     (Richtarik et al. 2021, 2106.05203)
-    neolithic       mem_sgd on both ways, R messages of the rest of the rest
-                                                          (Huang et al. 2022, arXiv 2206.03665)
+    none            rate mean C(g_i)                       (Alistarh et al. 2017)
+    mem_sgd         C(rate g_i + e_i); e_i is the residual  (Stich et al. 2018, arXiv 1809.07599)
+    double_squeeze  mem_sgd, and so for the sum            (Tang et al. 2019, arXiv 1905.05957)
+    ef21            h_i += C(g_i - h_i), rate mean h_i      (Richtarik et al. 2021, 2106.05203)
+    neolithic       double_squeeze with R messages, each of the residual of those before
+                                                           (Huang et al. 2022, arXiv 2206.03665)
     """
 
     def __init__(self, feedback: str, compress: Callable[[Array], Array], rounds: int = 1) -> None:
-        self.feedback, self.compress = feedback, compress
+        self.feedback = feedback
+        self.compress = compress
         self.rounds = rounds if feedback == "neolithic" else 1
         self.own: Array | None = None
         self.server: Array | None = None
 
     def _sent(self, x: Array) -> Array:
-        found = np.zeros_like(x)
+        sent = np.zeros_like(x)
         for _ in range(self.rounds):
-            found = found + self.compress(x - found)
-        return found
+            sent = sent + self.compress(x - sent)
+        return sent
 
     def __call__(self, x: Array, g: Array, step: int, rate: float) -> Array:
         if self.own is None or self.server is None:
-            self.own, self.server = np.zeros_like(g), np.zeros_like(g.mean(1))
+            self.own = np.zeros_like(g)
+            self.server = np.zeros_like(g.mean(1))
         if self.feedback == "none":
             return x - rate * _to_all(self.compress(g).mean(1), x)
         if self.feedback == "ef21":
@@ -169,13 +177,15 @@ class CompressedDescent:
 
 
 def falling(first: float, half: int) -> Callable[[int], float]:
-    """A rate that falls as 1 / (1 + step / half)."""
+    """Return a rate that begins at `first` and falls as 1 / (1 + step / half)."""
     return lambda step: first / (1 + step / half)
 
 
 def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
-    """After how many steps `errors` stay within a factor of `reference`; None: not in these."""
+    """Return the number of steps after which `errors` stay within a factor of `reference`; None:
+    more than were recorded. Both are recorded each `every` steps."""
     beyond = np.flatnonzero(errors > within * reference)
     if not len(beyond):
         return every
-    return None if beyond[-1] + 1 == len(errors) else int(beyond[-1] + 2) * every
+    last = int(beyond[-1])
+    return None if last + 1 == len(errors) else (last + 2) * every

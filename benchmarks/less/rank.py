@@ -1,10 +1,10 @@
-"""One rank that trains the same small GPT by one method after the other.
+"""One rank that trains the same small GPT by one method after another.
 
-    mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE,CASE,...
+    mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE;CASE;...
 
-Rank 0 prints one JSON list: of each case its losses, the validation loss of the replicas' mean, how
-far replicas were apart, and what a data rank sent in a step, on average over ranks and steps,
-beside the planner's formula.
+Rank 0 prints one JSON list. A case has its losses, the validation loss of the mean of the replicas,
+the distance between replicas, and the bytes that a data rank sent in a step: the average over ranks
+and steps, and the planner's formula.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ RATE = 3e-3
 
 
 def tree(data: Path, case: MethodCase, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """The configuration of a case, on the shards that `data` has."""
+    """Return the configuration of a case, on the shards in `data`."""
     return {
         "run": {"steps": steps, "dir": str(data / "none")},
         "model": dict(MODEL),
@@ -41,7 +41,7 @@ def tree(data: Path, case: MethodCase, steps: int, ranks: int) -> dict[str, dict
 
 
 def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
-    """What came of one case; the same on every rank."""
+    """Train one case and return its row of the list, the same on every rank."""
     import torch
 
     from ptdmpi.config import resolve
@@ -54,12 +54,15 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
     axes = world.split(grid_of(config))
     feed = Feed(config, axes, torch.device("cpu"))
     engine = Engine(config, axes, feed.vocab_size)
-    losses, apart, sent = [], None, 0
+    losses = []
+    apart = None
+    sent = 0
     with contextlib.closing(feed.steps(0)) as batches:
         for step in range(steps):
             result = engine.step(step, feed.place(next(batches)))
             losses.append(result.loss)
-            apart = apart if result.consensus is None else result.consensus
+            if result.consensus is not None:
+                apart = result.consensus
             group = result.traffic.tallies["data"]
             sent += sum(group.sent_bytes.values())
     engine.policy.settle()
@@ -69,24 +72,27 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             total += engine.evaluate(feed.place(group))
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
-    # the second use of a tied table has a gradient, and neither weights nor a code of its own
+    # the second use of a tied table has a gradient, but no weights and no code of its own
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()
-    told = told_of(config.model, feed.vocab_size, elements, size, size)
+    numbers = told_of(config.model, feed.vocab_size, elements, size, size)
     return {
         "name": case.name,
         "losses": losses,
         "validation_loss": total.loss / total.tokens,
         "apart": apart,
         "sent_bytes": statistics.mean(every) / steps,
-        "foreseen_bytes": sent_bytes(config.data_parallel, told, world.size),
+        "foreseen_bytes": sent_bytes(config.data_parallel, numbers, world.size),
         "parameters": sum(entry.elements for entry in buffer.entries.values()),
     }
 
 
 def main() -> None:
-    data, steps, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(";")
+    """Train the cases that the command line names."""
+    data = Path(sys.argv[1])
+    steps = int(sys.argv[2])
+    names = sys.argv[3].split(";")
     launch.prepare()
     from ptdmpi.comm.world import World, fail_together
 
@@ -96,14 +102,14 @@ def main() -> None:
 
         torch.set_num_threads(1)
         cases = {case.name: case for case in (*ALL, *PLAIN)}
-        found = []
+        rows = []
         for number, name in enumerate(names, 1):
-            found.append(train(data, cases[name], steps, world))
+            rows.append(train(data, cases[name], steps, world))
             if world.rank == 0:
-                loss = found[-1]["validation_loss"]
+                loss = rows[-1]["validation_loss"]
                 print(f"{number}/{len(names)} {name}: {loss:.3f}", file=sys.stderr, flush=True)
         if world.rank == 0:
-            print(json.dumps(found))
+            print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ FEEDBACK = ("none", "mem_sgd", "double_squeeze", "ef21", "neolithic")
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the experiments take: steps of each, and repeats over which they are averaged."""
+    """The lengths of the experiments: the steps of each, and the repeats that are averaged."""
 
     speed_up: int = 4000
     topologies: int = 20_000
@@ -27,8 +27,8 @@ class Lengths:
 
 
 def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
-    """Method -> workers -> the error that a constant rate ends at."""
-    found: dict[str, dict[int, float]] = {}
+    """Return the error that a constant rate ends at, by method and number of workers."""
+    by_method: dict[str, dict[int, float]] = {}
     for size in SIZES:
         problem = Problem.drawn(size, 10, noise=3.0, apart=0.3)
         ways = {
@@ -38,16 +38,21 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
         }
         for name, way in ways.items():
             errors = descend(
-                problem, way, lengths.speed_up, lambda step: 0.02, lengths.repeats, every=10
+                problem,
+                way,
+                lengths.speed_up,
+                lambda step: 0.02,
+                repeats=lengths.repeats,
+                every=10,
             )
-            found.setdefault(name, {})[size] = float(errors[-len(errors) // 4 :].mean())
-    return found
+            by_method.setdefault(name, {})[size] = float(errors[-len(errors) // 4 :].mean())
+    return by_method
 
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """An experiment on a topology: spectral gap, errors by recorded step relative to PSGD's, and
-    after how many steps they stay within a quarter of these; None: later."""
+    """The result on a topology: its spectral gap, its errors by recorded step relative to PSGD's,
+    and the steps after which they stay within a quarter of PSGD's; None: more."""
 
     gap: float
     ratio: Array
@@ -55,42 +60,60 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Topology -> its curve, with a falling rate and workers whose minima differ."""
+    """Return the curve of each topology, with a falling rate and workers whose minima differ."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
-    steps, rate = lengths.topologies, falling(0.2, 200)
-    plain = descend(problem, quadratic.parallel(), steps, rate, lengths.repeats, every)
-    found = {}
+
+    def errors_of(update: quadratic.Update) -> Array:
+        rate = falling(0.2, 200)
+        repeats = lengths.repeats
+        return descend(problem, update, lengths.topologies, rate, repeats=repeats, every=every)
+
+    plain = errors_of(quadratic.parallel())
+    curves = {}
     for name in TOPOLOGIES:
         graph = topology(name, size)
-        way = quadratic.decentralized(graph)
-        errors = descend(problem, way, steps, rate, lengths.repeats, every)
-        late = quadratic.transient(errors, plain, every)
-        found[name] = TopologyCurve(graph.spectral_gap, errors / plain, late)
-    return found
+        errors = errors_of(quadratic.decentralized(graph))
+        transient = quadratic.transient(errors, plain, every)
+        curves[name] = TopologyCurve(graph.spectral_gap, errors / plain, transient)
+    return curves
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Local steps -> the error at averages, with a constant rate, when it falls no more."""
+    """Return the error at averages with a constant rate, when it falls no more, by the number of
+    local steps."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
-    found = {}
+    by_steps = {}
     for count in LOCAL_STEPS:
-        way = quadratic.local(count)
         errors = descend(
-            problem, way, lengths.local, lambda step: 0.02, 2 * lengths.repeats, max(LOCAL_STEPS)
+            problem,
+            quadratic.local(count),
+            lengths.local,
+            lambda step: 0.02,
+            repeats=2 * lengths.repeats,
+            every=max(LOCAL_STEPS),
         )
-        found[count] = float(errors[-len(errors) // 4 :].mean())
-    return found
+        by_steps[count] = float(errors[-len(errors) // 4 :].mean())
+    return by_steps
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """(feedback, ratio) -> errors by recorded step; ("PSGD", 1.0) beside them."""
+    """Return the errors by recorded step of each feedback and ratio, and those of ("PSGD", 1.0)."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
-    steps, rate = lengths.compressed, falling(0.02, 1000)
-    repeats, every = max(1, lengths.repeats // 5), max(1, lengths.compressed // 40)
-    found = {("PSGD", 1.0): descend(problem, quadratic.parallel(), steps, rate, repeats, every)}
+
+    def errors_of(update: quadratic.Update) -> Array:
+        return descend(
+            problem,
+            update,
+            lengths.compressed,
+            falling(0.02, 1000),
+            repeats=max(1, lengths.repeats // 5),
+            every=max(1, lengths.compressed // 40),
+        )
+
+    errors = {("PSGD", 1.0): errors_of(quadratic.parallel())}
     for ratio in RATIOS:
+        top_k = quadratic.top_k(int(ratio * dim))
         for feedback in FEEDBACK:
-            way = quadratic.CompressedDescent(feedback, quadratic.top_k(int(ratio * dim)), rounds=2)
-            errors = descend(problem, way, steps, rate, repeats, every)
-            found[feedback, ratio] = np.nan_to_num(errors, nan=np.inf)
-    return found
+            values = errors_of(quadratic.CompressedDescent(feedback, top_k, rounds=2))
+            errors[feedback, ratio] = np.nan_to_num(values, nan=np.inf)
+    return errors

@@ -1,33 +1,35 @@
-"""Transient iterations of decentralised SGD by topology, on a quadratic, without chance.
+"""Transient iterations of decentralised SGD by topology, on a quadratic, computed exactly.
 
-    python -m benchmarks.less.transient [--ranks 16] [--steps 60000]
+    python -m benchmarks.less.transient [--ranks 16]
 
 Worker i has f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2, so that a step
 of X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is linear:
-means and covariances of all workers are followed exactly, and nothing is sampled. With rate
-1 / (k + k0) SGD over all n workers has an error of sigma^2 / (n k), and so has decentralised SGD in
-the end; what comes before are its transient iterations (Pu, Olshevsky, Paschalidis 2020, arXiv
-1906.02702): the steps until its mean square error stays below 1.25 times that of SGD over all
-workers. They are of the order n / gap where workers' data are alike, n / gap^2 where they differ
-(strongly convex; Ying et al. 2021, arXiv 2110.13363).
+means and covariances of all workers are computed exactly, and nothing is sampled. With the rate
+1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and decentralised SGD reaches
+the same in the end. The steps before are its transient iterations (Pu, Olshevsky, Paschalidis 2020,
+arXiv 1906.02702): those until its mean square error stays below 1.25 times that of SGD over all
+workers. They are of the order n / gap where the workers' data are alike, n / gap^2 where they
+differ (strongly convex; Ying et al. 2021, arXiv 2110.13363).
 """
 
 import argparse
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ptdmpi.plan.layout.graphs import Topology, matrix
 from ptdmpi.plan.layout.topology import TOPOLOGIES, topology
 
-OFFSET = 20  # k0: steps of less than 1 / 20 from the first on
+OFFSET = 20  # k0: the first rate is 1 / 20
+STEPS = 60_000
 ABOVE = 1.25  # times the error of SGD over all workers
 SIGMA = 1.0
 
 
 def optima(size: int, apart: float) -> np.ndarray:
-    """b, [n]: sum 0, mean square `apart` squared; neighbours by number are alike, as a graph that
-    knows nothing of data may have it at worst."""
+    """Return b, [n], with sum 0 and mean square `apart` squared. Neighbours by number are alike:
+    the worst case for a graph that does not depend on the data."""
     if apart == 0 or size == 1:
         return np.zeros(size)
     wave = np.cos(2 * np.pi * np.arange(size) / size)
@@ -35,14 +37,16 @@ def optima(size: int, apart: float) -> np.ndarray:
     return apart * wave / np.sqrt((wave**2).mean())
 
 
-def errors(found: Topology, steps: int, apart: float) -> np.ndarray:
-    """E mean_i (x_i - x*)^2 after each step, [steps]; all workers begin at x*."""
-    size, b = found.size, optima(found.size, apart)
-    mean, covariance = np.zeros(size), np.zeros((size, size))
-    weights = [np.array(matrix(found, step)) for step in range(found.period or 0)]
+def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
+    """Return E mean_i (x_i - x*)^2 after each step, [steps]; all workers begin at x*."""
+    size = graph.size
+    b = optima(size, apart)
+    mean = np.zeros(size)
+    covariance = np.zeros((size, size))
+    weights = [np.array(matrix(graph, step)) for step in range(graph.period or 0)]
     result = np.empty(steps)
     for step in range(steps):
-        w = weights[step % len(weights)] if weights else np.array(matrix(found, step))
+        w = weights[step % len(weights)] if weights else np.array(matrix(graph, step))
         rate = 1 / (step + OFFSET)
         mean = w @ ((1 - rate) * mean + rate * b)
         noise = (1 - rate) ** 2 * covariance + (rate * SIGMA) ** 2 * np.eye(size)
@@ -51,36 +55,56 @@ def errors(found: Topology, steps: int, apart: float) -> np.ndarray:
     return result
 
 
-def transient(found: Topology, steps: int, apart: float) -> int | None:
-    """Steps after which the error stays below `ABOVE` times that of SGD over all workers; None:
-    more than `steps`."""
-    whole = errors(topology("complete", found.size), steps, apart)
-    above = np.flatnonzero(errors(found, steps, apart) > ABOVE * whole)
+def transient(graph: Topology, steps: int, apart: float) -> int | None:
+    """Return the number of steps after which the error stays below `ABOVE` times that of SGD over
+    all workers; None: more than `steps`."""
+    whole = errors(topology("complete", graph.size), steps, apart)
+    above = np.flatnonzero(errors(graph, steps, apart) > ABOVE * whole)
     if not len(above):
         return 0
-    return None if above[-1] == steps - 1 else int(above[-1]) + 1
+    last = int(above[-1])
+    return None if last == steps - 1 else last + 1
 
 
-def rows(size: int, steps: int) -> list[tuple[str, float, int | None, int | None]]:
-    """(topology, spectral gap, transient iterations of equal data, of different data)."""
-    made = [topology(name, size) for name in TOPOLOGIES if name != "complete"]
-    found = [(one, one.spectral_gap) for one in made]
+class TransientRow(NamedTuple):
+    """A topology's spectral gap, and its transient iterations on data that are alike on all workers
+    and on data that are `different`; None: more than were computed."""
+
+    topology: str
+    gap: float
+    alike: int | None
+    different: int | None
+
+
+def rows(size: int, steps: int) -> list[TransientRow]:
+    """Return a row for each sparse topology of `size` workers, smallest spectral gap first."""
+    graphs = [topology(name, size) for name in TOPOLOGIES if name != "complete"]
+    gaps = {graph.name: graph.spectral_gap for graph in graphs}
+    graphs.sort(key=lambda graph: gaps[graph.name])
     return [
-        (one.name, gap, transient(one, steps, 0.0), transient(one, steps, 1.0))
-        for one, gap in sorted(found, key=lambda pair: pair[1])
+        TransientRow(
+            graph.name,
+            gaps[graph.name],
+            transient(graph, steps, 0.0),
+            transient(graph, steps, 1.0),
+        )
+        for graph in graphs
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=60_000)
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--ranks", type=int, default=16, help="workers")
+    options = parser.parse_args(arguments)
     print("| topology | spectral gap | transient iterations, equal data | different data |")
     print("|---|---|---|---|")
-    for name, gap, alike, apart in rows(asked.ranks, asked.steps):
-        told = [f"{n:,}" if n is not None else f"above {asked.steps:,}" for n in (alike, apart)]
-        print(f"| `{name}` | {gap:.3f} | {told[0]} | {told[1]} |")
+    for row in rows(options.ranks, STEPS):
+        counts = [
+            f"above {STEPS:,}" if count is None else f"{count:,}"
+            for count in (row.alike, row.different)
+        ]
+        print(f"| `{row.topology}` | {row.gap:.3f} | {' | '.join(counts)} |")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Training across a slow link: several nodes on one machine, and what passes between them"""
+"""Training across a slow link: several nodes on one machine, and the traffic between them"""

@@ -1,4 +1,4 @@
-"""What is compared: one GPT, PTD-P and ZeRO-3 at 2 and 4 ranks on two nodes, some batches."""
+"""The comparison: one GPT, several batches, PTD-P and ZeRO-3 on 2 and 4 ranks of two nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,16 @@ from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.plan.shape.parameters import parameter_count
 
 NODES = 2
-PTD_P, ZERO_3 = "PTD-P", "ZeRO-3"
+PTD_P = "PTD-P"
+ZERO_3 = "ZeRO-3"
 
 
 def layouts(ranks: int, batch: int) -> dict[str, Layout]:
-    """Both ways on `ranks` ranks of two nodes.
+    """Return the layouts of PTD-P and ZeRO-3 on `ranks` ranks of two nodes.
 
-    As in Table 2 of Narayanan et al. 2021: PTD-P has the tensor axis inside a node and the pipeline
-    across, ZeRO-3 one microbatch of all that a rank gets. The pipeline has up to eight microbatches
-    (a bubble of an eighth): more are too small for a CPU to be quick with.
+    They are those of Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a node and
+    the pipeline across nodes; ZeRO-3 has one microbatch of all sequences of a rank. The pipeline
+    has up to eight microbatches (a bubble of an eighth): smaller ones are slow on a CPU.
     """
     return {
         PTD_P: Layout(tensor=ranks // NODES, pipeline=NODES, data=1, micro_size=max(1, batch // 8)),
@@ -25,7 +26,8 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
 
 @dataclass(frozen=True)
 class Compared:
-    """The model in the letters of the glossary, global batches in sequences, and how often."""
+    """The model, its global batches in sequences, and the number of rounds: in each, every layout
+    trains a step."""
 
     layers: int = 4
     hidden: int = 256
@@ -33,17 +35,19 @@ class Compared:
     seq_length: int = 128
     vocab_size: int = 1024
     batches: Sequence[int] = (4, 8, 16, 32)
-    rounds: int = 5  # a step of each way, in turn
+    rounds: int = 5
 
     @property
     def zero_bytes(self) -> int:
-        """What ZeRO-3 sends across the link in a step, both ways: a node lacks half of the weights
-        before the forward and before the backward, and half of the gradients' sums."""
+        """The bytes that ZeRO-3 sends across the link in a step, in both directions: a node lacks
+        half of the weights before the forward and before the backward pass, and half of the sums of
+        gradients."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 
     def config(self, layout: Layout, batch: int) -> Config:
-        """Raises InputError as `resolve` does."""
+        """Return the configuration of a layout with a global batch. Raises InputError as `resolve`
+        does."""
         names = ("layers", "hidden", "heads", "seq_length")
         return synthetic_config(
             layout,

@@ -1,10 +1,10 @@
-"""Steps across a slow link: the global average beside averages with neighbours, in turn.
+"""Step times across a slow link: the global average and averages with neighbours, in turn.
 
-    python -m benchmarks.network.neighbours [--nodes 4] [--rate 100] [--delay 2000] [--rounds 5]
+    python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is a node of its own (`benchmarks.network.nodes`); the same ranks train the same GPT
-by every method, a few steps of each in turn. An overlapped exchange is paid by the step after it,
-so a turn has several steps and ends when nothing is under way.
+by every method, a few steps of each in turn. An overlapped exchange delays the step after it, so a
+turn has several steps and ends when no message is in flight.
 """
 
 import argparse
@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from benchmarks.marks import table
 from benchmarks.network.nodes import NodeLink, Nodes
 from benchmarks.network.train import sent_bytes
 from benchmarks.turns import round_of, spread
@@ -22,7 +24,7 @@ from ptdmpi.comm import launch
 from ptdmpi.config import Config, Layout, synthetic_config
 
 GOSSIP = {"method": "decentralized", "consensus_every": 0}
-REMEMBERS = {"error_feedback": "mem_sgd"}
+LINK = NodeLink(rate_mbit=100.0, delay_us=2000.0)
 SIDES: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "ring": GOSSIP,
@@ -37,9 +39,6 @@ SIDES: dict[str, dict[str, object]] = {
         "topology": "one_peer_exponential",
         "average_every": 8,
     },
-    "local, local_steps = 8": {"method": "local", "local_steps": 8, "consensus_every": 0},
-    "top_k 1 %, mem_sgd": {"method": "compressed", "compressor": "top_k", **REMEMBERS},
-    "ring, top_k 1 % (CHOCO-SGD)": {**GOSSIP, "compressor": "top_k"},
 }
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "seq_length": 64}
 VOCAB_SIZE = 256
@@ -47,6 +46,7 @@ STEPS = 8  # of a turn: whole periods of 2 to 8 nodes' one-peer graphs
 
 
 def config_of(side: str, ranks: int) -> Config:
+    """Return the configuration of a method on `ranks` replicas."""
     return synthetic_config(
         Layout(tensor=1, pipeline=1, data=ranks, micro_size=2),
         MODEL,
@@ -57,20 +57,23 @@ def config_of(side: str, ranks: int) -> Config:
 
 
 class Averaging:
-    """One rank's engine of one side."""
+    """One rank's engine of one method."""
 
     def __init__(self, side: str, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
 
-        self.world, self.done = world, 0
+        self.world = world
+        self.done = 0
         self.config = config_of(side, world.size)
         self.engine = Engine(self.config, axes, VOCAB_SIZE)
 
     def measure(self) -> dict:
-        """Some steps: seconds of one, bytes that left this node in one, the last loss."""
+        """Train STEPS steps. Return the seconds of one, the bytes that left a node in one, and the
+        last loss."""
         control = self.world.control
         control.Barrier()
-        before, begin = sent_bytes(), time.perf_counter()
+        before = sent_bytes()
+        begin = time.perf_counter()
         for _ in range(STEPS):
             loss = self.engine.step(self.done, [self._batch()]).loss
             self.done += 1
@@ -83,7 +86,7 @@ class Averaging:
     def _batch(self):
         import torch
 
-        from ptdmpi.model.stage import Batch
+        from ptdmpi.model.batch import Batch
 
         generator = torch.Generator().manual_seed(self.done * self.world.size + self.world.rank)
         shape = (MODEL["seq_length"] + 1, 2)
@@ -93,7 +96,7 @@ class Averaging:
 
 
 def rank(rounds: int) -> None:
-    """One rank of the measurement; the first prints what was found."""
+    """Run one rank of the measurement; the first rank prints the rounds as JSON."""
     launch.prepare()
     from ptdmpi.comm.world import World, fail_together
     from ptdmpi.plan.layout.grid import grid_of
@@ -105,47 +108,47 @@ def rank(rounds: int) -> None:
         torch.set_num_threads(1)
         axes = world.split(grid_of(config_of("all_reduce", world.size)))
         turns = {side: Averaging(side, world, axes) for side in SIDES}
-        sides = {side: one.measure for side, one in turns.items()}
-        found = [round_of(sides, number) for number in range(rounds + 1)][1:]
+        sides = {side: averaging.measure for side, averaging in turns.items()}
+        measured_rounds = [round_of(sides, number) for number in range(rounds + 1)]
         if world.rank == 0:
             size = turns["all_reduce"].engine.buffer.size
-            print(json.dumps({"nodes": world.nodes, "parameters": size, "rounds": found}))
+            counted = measured_rounds[1:]  # the first warms up
+            print(json.dumps({"nodes": world.nodes, "parameters": size, "rounds": counted}))
 
 
-def measured(nodes: int, link: NodeLink, rounds: int) -> dict:
-    """What was found on so many nodes, one rank each. Raises NoNodes where there can be none."""
-    with Nodes(nodes, link) as made:
+def measured(nodes: int, rounds: int) -> dict[str, Any]:
+    """Return what `rank` prints on `nodes` nodes with one rank each. Raises NoNodes where this
+    machine cannot have nodes."""
+    with Nodes(nodes, LINK) as made:
         words = ["-m", "benchmarks.network.neighbours", "rank", str(rounds)]
         process = made.start(1, words, subprocess.PIPE)
         text, _ = process.communicate(timeout=600)
     if process.returncode:
         sys.exit(f"the ranks ended with exit code {process.returncode}")
-    return json.loads(text.splitlines()[-1])
+    results: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return results
 
 
-def row(found: dict, side: str) -> list[str]:
-    """A side in numbers: s a step, times as quick as the global average, bytes from a node."""
-    mine = [one[side] for one in found["rounds"]]
-    ratios = [one["all_reduce"]["step_s"] / one[side]["step_s"] for one in found["rounds"]]
-    sent = statistics.median(one["sent_bytes"] for one in mine)
-    seconds = statistics.median(one["step_s"] for one in mine)
-    return [f"{seconds:.3f}", spread(ratios), f"{sent:,.0f}"]
+def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
+    """Return a row of the table: the method, seconds of a step, their ratio to those of the global
+    average, bytes from a node."""
+    mine = [sides[side] for sides in rounds]
+    ratios = [sides["all_reduce"]["step_s"] / sides[side]["step_s"] for sides in rounds]
+    sent = statistics.median(turn["sent_bytes"] for turn in mine)
+    seconds = statistics.median(turn["step_s"] for turn in mine)
+    return [side, f"{seconds:.3f}", spread(ratios), f"{sent:,.0f}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s; 0: not shaped")
-    parser.add_argument("--delay", type=float, default=2000.0, help="us, one way")
-    parser.add_argument("--rounds", type=int, default=5)
-    asked = parser.parse_args(arguments)
-    link = NodeLink(asked.rate, asked.delay)
-    found = measured(asked.nodes, link, asked.rounds)
-    print(f"{found['nodes']} nodes, {link}, {found['parameters']:,} parameters in float32")
-    print("| method | s a step | times as quick | bytes from a node |")
-    print("|---|---|---|---|")
-    for side in SIDES:
-        print(f"| {side} | {' | '.join(row(found, side))} |")
+    parser.add_argument("--nodes", type=int, default=4, help="each with one replica")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each method")
+    options = parser.parse_args(arguments)
+    results = measured(options.nodes, options.rounds)
+    print(f"{results['nodes']} nodes, {LINK}, {results['parameters']:,} parameters in float32")
+    head = ("method", "s a step", "times as quick", "bytes from a node")
+    print("\n".join(table(head, [row(results["rounds"], side) for side in SIDES])))
 
 
 if __name__ == "__main__":

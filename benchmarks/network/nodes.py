@@ -1,10 +1,10 @@
 """Several nodes on one machine: namespaces with a link between them, and mpirun across them.
 
-A node has its own network, host name and /dev/shm; files are the machine's. So MPI finds several
-nodes, and what it sends from one to another crosses the link by TCP. Nothing has a name in the
-machine, and nothing stays: the switch is the first process of a process namespace which all nodes
-are in, and ends with its input. Whatever ends the program that made the nodes, the kernel then ends
-all that runs in them, and takes the network away.
+A node has its own network, host name and /dev/shm; it shares the machine's files. So MPI sees
+several nodes, and its messages between them cross the link by TCP. No name in the machine is used,
+and nothing remains afterwards: the switch is the first process of a process namespace that has all
+nodes, and it ends with its input. However the program that made the nodes ends, the kernel then
+ends all processes of the nodes and removes their network.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from benchmarks import launch
 from benchmarks.network.switch import Port, Switch, card
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
-# A node is what its first process is in. That one writes its id, by which others find the node.
+# A node is the namespaces of its first process, which writes its id for others to enter them.
 NODE = """\
 set -e
 hostname "$1"
@@ -36,7 +36,7 @@ echo $$ > "$2/agent.$1"
 echo ready
 exec sleep infinity
 """
-# What mpirun starts instead of ssh: the words behind the host are a shell's.
+# mpirun starts this instead of ssh: the arguments after the host are a shell's.
 AGENT = """\
 #!/bin/sh
 pid=$(cat "$0.$1")
@@ -51,7 +51,7 @@ class NoNodes(Exception):
 
 @dataclass(frozen=True)
 class NodeLink:
-    """What each node's card sends and receives, and how long a frame is on its way."""
+    """The rate of each node's network card, and the time that a frame travels."""
 
     rate_mbit: float  # 0: a bridge of the kernel, as fast as that is, without delay
     delay_us: float = 0.0
@@ -63,7 +63,8 @@ class NodeLink:
 
 
 class Nodes:
-    """`count` nodes n1, n2, ... joined by `link`, from entering to leaving. Raises NoNodes."""
+    """A context in which there are `count` nodes n1, n2, ... joined by `link`. Entering it raises
+    NoNodes where this machine cannot have them."""
 
     def __init__(self, count: int, link: NodeLink) -> None:
         self.names = [f"n{number}" for number in range(1, count + 1)]
@@ -106,7 +107,7 @@ class Nodes:
         self.agent.chmod(0o755)
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """`command` in node `name`."""
+        """Return the command that runs `command` in node `name`."""
         enter = ["nsenter", "--target", self.first_process, "--pid", "--mount", "--"]
         return [*enter, str(self.agent), name, shlex.join(["exec", *command])]
 
@@ -116,7 +117,7 @@ class Nodes:
         """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
-        # jobs/mpi-env.sh lets one node have them all
+        # jobs/mpi-env.sh would let one node have all ranks
         options += ["--map-by", f"ppr:{ranks_per_node}:node:oversubscribe"]
         options += ["--mca", "btl_tcp_if_include", "eth0"]
         command = launch.mpirun(ranks_per_node * len(self.names), words, options)
@@ -126,11 +127,11 @@ class Nodes:
 def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
-    """What `python WORDS...` on the ranks of two nodes joined by `link` prints last, as JSON; it
-    has the number of `nodes` that MPI sees.
+    """Return the JSON object that `python WORDS...` prints last on the ranks of two nodes joined by
+    `link`; it has the number of `nodes` that MPI sees.
 
-    Raises NoNodes; RuntimeError where the ranks fail or MPI does not see two nodes; and
-    subprocess.TimeoutExpired. The ranks end with the nodes.
+    Raises NoNodes where this machine cannot have nodes, RuntimeError where the ranks fail or MPI
+    does not see two nodes, and subprocess.TimeoutExpired. The ranks end with the nodes.
     """
     with Nodes(2, link) as nodes:
         process = nodes.start(ranks_per_node, words, subprocess.PIPE)
@@ -141,21 +142,24 @@ def answer(
             raise
     if process.returncode:
         raise RuntimeError(f"the ranks ended with exit code {process.returncode}")
-    found = json.loads(text.splitlines()[-1])
-    if found["nodes"] != 2:
-        raise RuntimeError(f"two nodes were made, and MPI sees {found['nodes']}")
-    return found
+    results = json.loads(text.splitlines()[-1])
+    if results["nodes"] != 2:
+        raise RuntimeError(f"two nodes were made, but MPI sees {results['nodes']}")
+    return results
 
 
 def _what_is_missing() -> str:
+    """Return why this machine cannot have nodes; empty: it can."""
     if os.geteuid():
         return "only root can make namespaces"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"no {missing[0]}"
     version, _ = launch.start(["mpirun", "--version"], subprocess.PIPE).communicate()
-    found = re.search(r"\(Open MPI\) (\d+)", version)
-    # Its options name the agent; others have other ways to start ranks on nodes.
-    return "" if found and int(found[1]) >= 5 else "mpirun is not that of Open MPI 5 or newer"
+    numbered = re.search(r"\(Open MPI\) (\d+)", version)
+    # The option for the agent is Open MPI's: other launchers start ranks on nodes by other means.
+    if numbered and int(numbered[1]) >= 5:
+        return ""
+    return "mpirun is not that of Open MPI 5 or newer"
 
 
 def _addresses(names: Sequence[str]) -> dict[str, str]:
@@ -168,14 +172,14 @@ def _end(holder: subprocess.Popen[str]) -> None:
     try:
         holder.wait(10.0)
     except subprocess.TimeoutExpired:
-        holder.kill()  # unshare then has its child killed
+        holder.kill()  # unshare then kills its child
         holder.wait()
     holder.stdout.close()
     holder.stderr.close()
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """The first process: make the nodes, join them, until standard input ends."""
+    """Make the nodes and join them, as their first process, until standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

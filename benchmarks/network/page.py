@@ -1,6 +1,7 @@
 """`python -m benchmarks.network.page`: the tables and pictures of docs/explanation/ptd-vs-zero3.md.
 
-The simulated part is the planner's; the measured one is what `benchmarks.network.ptd_zero3` left.
+The planner makes the simulated part; the measured part is from the last results of
+`benchmarks.network.ptd_zero3`.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ROOT
+from benchmarks.marks import replaced, table
 from benchmarks.network.case import PTD_P, ZERO_3, Compared
 from benchmarks.network.nodes import NodeLink
 from benchmarks.planning.rows import PublishedRun, published
@@ -24,7 +26,8 @@ COLORS = {PTD_P: "#1f4e8c", ZERO_3: "#c8511b"}
 
 
 def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
-    """Way -> its published runs in the order of Table 2, and the TFLOP/s per GPU predicted."""
+    """Return the published runs of PTD-P and of ZeRO-3 in the order of Table 2, each with the
+    predicted TFLOP/s per GPU."""
     return {
         way: [
             (row, predicted(row).hardware_tflops_per_rank)
@@ -36,7 +39,7 @@ def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
 
 
 def simulated_lines() -> Iterator[str]:
-    """Table 2 in Markdown: each model and scale, published and simulated, and the ratios."""
+    """Yield Table 2 in Markdown: TFLOP/s published and simulated, and the ratios."""
     yield (
         "| model | GPUs | batch | ZeRO-3: b | published | simulated | PTD-P: t, p, d | published "
         "| simulated | PTD-P / ZeRO-3 published | simulated |"
@@ -59,8 +62,9 @@ def _both(zero: int, ptd: int) -> str:
 
 
 def measured_lines(results: dict[str, Any]) -> Iterator[str]:
-    """What was measured, in Markdown; ratios are taken round by round."""
-    case, here = results["case"], results["machine"]
+    """Yield the measured part in Markdown; ratios are taken round by round."""
+    case = results["case"]
+    here = results["machine"]
     yield (
         f"GPT l={case['layers']} h={case['hidden']} a={case['heads']} s={case['seq_length']} "
         f"V={case['vocab_size']}, fp32, on {here['cores']} cores ({here['cpu']}), "
@@ -71,8 +75,9 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for run in results["runs"]:
         for row in run["rows"]:
-            ptd, zero = (row["ways"][way]["tokens_per_s"] for way in (PTD_P, ZERO_3))
-            ratios = [one / other for one, other in zip(ptd, zero, strict=True)]
+            ptd = row["ways"][PTD_P]["tokens_per_s"]
+            zero = row["ways"][ZERO_3]["tokens_per_s"]
+            ratios = [rate / other for rate, other in zip(ptd, zero, strict=True)]
             yield (
                 f"| {run['ranks']} | {NodeLink(**run['link'])} | {row['batch']} | {_rates(ptd)} "
                 f"| {_rates(zero)} | {spread(ratios)} |"
@@ -83,16 +88,13 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
     yield f"smallest batch to the largest, in MB (3 psi elements are {formula:.1f}):"
     yield ""
     sizes = list(results["runs"][0]["one_way_s"])
-    yield _cells(["ranks", "link", *(_size(int(size)) for size in sizes), PTD_P, ZERO_3])
-    yield "|---|---|" + "---|" * (len(sizes) + 2)
+    rows = []
     for run in results["runs"]:
         times = [_rate(int(size), run["one_way_s"][size]) for size in sizes]
         sent = [_range(run["rows"], way) for way in (PTD_P, ZERO_3)]
-        yield _cells([str(run["ranks"]), str(NodeLink(**run["link"])), *times, *sent])
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        rows.append([str(run["ranks"]), str(NodeLink(**run["link"])), *times, *sent])
+    head = ["ranks", "link", *(_size(int(size)) for size in sizes), PTD_P, ZERO_3]
+    yield from table(head, rows)
 
 
 def _rates(values: Sequence[float]) -> str:
@@ -107,17 +109,20 @@ def _size(size: int) -> str:
 
 
 def _rate(size: int, seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if size < 1 << 20 else f"{size * 8e-6 / seconds:.0f} Mbit/s"
+    """Return the time of a small message, the rate of a large one."""
+    if size < 1 << 20:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{size * 8e-6 / seconds:.0f} Mbit/s"
 
 
 def _range(rows: Sequence[dict[str, Any]], way: str) -> str:
-    """From the smallest batch to the largest."""
+    """Return the MB across the link with the smallest batch and with the largest."""
     sent = [row["ways"][way]["sent_bytes"] / 1e6 for row in rows]
     return f"{sent[0]:.1f} to {sent[-1]:.1f}"
 
 
 def draw_simulated(path: Path) -> None:
-    """Figure 10 of the paper: TFLOP/s per GPU over GPUs, published as circles, simulated as
+    """Draw Figure 10 of the paper: TFLOP/s per GPU over GPUs, published as circles, simulated as
     crosses on a line."""
     from matplotlib.figure import Figure as Canvas
 
@@ -134,13 +139,14 @@ def draw_simulated(path: Path) -> None:
             axes.plot(at, points, "o", color=color, label=f"{way}, published")
             axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{way}, simulated")
         axes.set_title(f"GPT of {model}, Selene", loc="left", fontsize=10)
-    for axes in panels:  # the scale that they share is known
+    for axes in panels:  # after all are drawn: they share a scale
         _finish(axes, "GPUs", "TFLOP/s per GPU")
     canvas.savefig(path)
 
 
 def draw_measured(results: dict[str, Any], path: Path) -> None:
-    """Tokens/s over the batch, a panel for each number of ranks; bars from least to greatest."""
+    """Draw tokens/s over the batch, a panel for each number of ranks; bars are from the least to
+    the greatest round."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7.6, 3.4), dpi=110, layout="constrained")
@@ -180,22 +186,14 @@ def _finish(axes: Any, across: str, up: str) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def replaced(text: str, name: str, lines: Iterator[str]) -> str:
-    """`text` with the lines between `<!-- NAME -->` and `<!-- end of NAME -->` put anew."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"{PAGE.name} has no place for {name}")
-    return before + begin + "\n".join(["", *lines, "", ""]) + end + after
-
-
 def main() -> None:
-    text = replaced(PAGE.read_text(encoding="utf-8"), "simulated", simulated_lines())
+    """Write the page and its pictures."""
+    simulated = ["", *simulated_lines(), ""]
+    text = replaced(PAGE.read_text(encoding="utf-8"), "simulated", simulated)
     draw_simulated(PICTURES / "table-2.png")
     if RESULTS.exists():
         results = json.loads(RESULTS.read_text(encoding="utf-8"))
-        text = replaced(text, "measured", measured_lines(results))
+        text = replaced(text, "measured", ["", *measured_lines(results), ""])
         draw_measured(results, PICTURES / "ptd-vs-zero3.png")
     write_whole(PAGE, text)
     print(f"wrote {PAGE.relative_to(ROOT)}")

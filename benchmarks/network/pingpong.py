@@ -1,8 +1,8 @@
-"""What a link does for MPI: messages there and back between the first and the last rank.
+"""Latency and bandwidth of a link by MPI: messages between the first and the last rank and back.
 
     python -m benchmarks.network.pingpong [RATE_MBIT DELAY_US]
 
-makes two nodes with a rank each; 1000 Mbit/s and 200 us unless said otherwise.
+makes two nodes with a rank each, joined by a link of 1000 Mbit/s and 200 us by default.
 """
 
 import json
@@ -13,22 +13,27 @@ from collections.abc import Mapping
 
 from benchmarks.network.nodes import NodeLink, NoNodes, answer
 
-# bytes -> how often
+# how often a message of so many bytes is sent
 MESSAGES = {8: 40, 65_536: 20, 1 << 20: 8, 1 << 24: 3}
 
 
 def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
-    """Bytes of a message -> half the median time there and back; called by all ranks of an MPI
-    communicator, of whom the first and the last take part."""
+    """Return half the median time there and back by the bytes of a message, 0 on ranks that take no
+    part: only the first and the last rank do. Called by all ranks of an MPI communicator.
+
+    `sizes`: how often a message of so many bytes is sent.
+    """
     import numpy
 
-    found = {}
-    rank, last = control.Get_rank(), control.Get_size() - 1
+    seconds = {}
+    rank = control.Get_rank()
+    last = control.Get_size() - 1
     for size, times in sizes.items():
         message = numpy.zeros(size, dtype=numpy.uint8)
         taken = []
         control.Barrier()
-        for _ in range(times + 1 if rank in (0, last) else 0):  # the first one connects
+        repeats = times + 1 if rank in (0, last) else 0  # the first message connects
+        for _ in range(repeats):
             begin = time.perf_counter()
             if rank == 0:
                 control.Send(message, last)
@@ -37,13 +42,13 @@ def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
                 control.Recv(message, 0)
                 control.Send(message, 0)
             taken.append(time.perf_counter() - begin)
-        found[size] = statistics.median(taken[1:]) / 2 if taken else 0.0
+        seconds[size] = statistics.median(taken[1:]) / 2 if taken else 0.0
         control.Barrier()
-    return found
+    return seconds
 
 
 def rank_main() -> None:
-    """On each rank; the first prints what was found, and how many nodes MPI sees."""
+    """Run one rank; the first prints the times and the number of nodes that MPI sees, as JSON."""
     from ptdmpi.comm import launch
 
     launch.prepare()
@@ -51,31 +56,34 @@ def rank_main() -> None:
 
     world = World()
     with fail_together(world):
-        found = one_way_s(world.control, MESSAGES)
+        seconds = one_way_s(world.control, MESSAGES)
         if world.rank == 0:
-            print(json.dumps({"nodes": world.nodes, "one_way_s": found}))
+            print(json.dumps({"nodes": world.nodes, "one_way_s": seconds}))
 
 
-def table(found: Mapping[str, float]) -> str:
-    """Bytes, one-way time and rate, a line each."""
+def table(one_way: Mapping[str, float]) -> str:
+    """Return a line for each size of message: bytes, one-way time, rate."""
     return "\n".join(
         f"{size:>10} bytes {seconds * 1e6:>10.0f} us {int(size) * 8e-6 / seconds:>9.1f} Mbit/s"
-        for size, seconds in found.items()
+        for size, seconds in one_way.items()
     )
 
 
 def main() -> None:
+    """Measure the link that the command line names, or run one of its ranks."""
     words = sys.argv[1:]
     if words == ["rank"]:
         rank_main()
         return
-    link = NodeLink(*map(float, words)) if words else NodeLink(1000.0, 200.0)
-    print(f"asked: {link}", flush=True)
+    link = NodeLink(1000.0, 200.0)
+    if words:
+        link = NodeLink(*map(float, words))
+    print(f"link: {link}", flush=True)
     try:
-        found = answer(1, ["-m", "benchmarks.network.pingpong", "rank"], link)
+        results = answer(1, ["-m", "benchmarks.network.pingpong", "rank"], link)
     except NoNodes as error:
         sys.exit(f"no nodes on this machine: {error}")
-    print(table(found["one_way_s"]))
+    print(table(results["one_way_s"]))
 
 
 if __name__ == "__main__":

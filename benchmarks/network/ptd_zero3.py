@@ -2,17 +2,16 @@
 
     python -m benchmarks.network.ptd_zero3
 
-Needs root and Open MPI 5; takes some minutes. At 2 and 4 ranks on two nodes, with the shaped link
-and without, both ways train the same batches in turn; results/ptd_zero3.json keeps what was
-measured, and the page gets its table and pictures from that (`benchmarks.network.page`).
+Needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with a slow link
+and with an unlimited one, both train the same batches in turn. results/ptd_zero3.json keeps the
+measurement; `benchmarks.network.page` makes the table and the pictures of the page from it.
 """
 
-import argparse
 import datetime
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -31,19 +30,21 @@ LINKS = (NodeLink(1000.0, 200.0), NodeLink(0.0))
 def measure(
     case: Compared, ranks: int, link: NodeLink, messages: Mapping[int, int] = MESSAGES
 ) -> dict[str, Any]:
-    """What `benchmarks.network.train` says of `ranks` ranks on two nodes joined by `link`.
+    """Return the results of `benchmarks.network.train` on `ranks` ranks of two nodes joined by
+    `link`.
 
-    `messages`: those that the link is measured by, bytes -> how often. Raises as `answer` does.
+    `messages`: how often a message of so many bytes is sent to measure the link. Raises as `answer`
+    does.
     """
     job = json.dumps({"case": asdict(case), "messages": list(messages.items())})
-    found = answer(ranks // NODES, ["-m", "benchmarks.network.train", job], link)
-    return {"ranks": ranks, "link": asdict(link), **found}
+    results = answer(ranks // NODES, ["-m", "benchmarks.network.train", job], link)
+    return {"ranks": ranks, "link": asdict(link), **results}
 
 
-def check_sent(case: Compared, found: dict[str, Any]) -> None:
-    """Raises RuntimeError where much less crossed the link than ZeRO-3 sends: then the weights were
-    not sharded. (A fifth less is what not gathering the last layer and the table again saves.)"""
-    for row in found["rows"]:
+def check_sent(case: Compared, run: dict[str, Any]) -> None:
+    """Raise RuntimeError if much less crossed the link than ZeRO-3 sends: then the weights were not
+    sharded. (The last layer and the table are not gathered again, which saves a fifth.)"""
+    for row in run["rows"]:
         sent = row["ways"][ZERO_3]["sent_bytes"]
         if sent < 0.8 * case.zero_bytes:
             raise RuntimeError(
@@ -52,24 +53,23 @@ def check_sent(case: Compared, found: dict[str, Any]) -> None:
             )
 
 
-def story(found: dict[str, Any]) -> str:
-    """What a person reads of one `measure`."""
-    lines = [f"\n{found['ranks']} ranks on {NODES} nodes; asked: {NodeLink(**found['link'])}"]
-    lines.append(table(found["one_way_s"]))
-    for row in found["rows"]:
-        for way, of_way in row["ways"].items():
-            rates, sent = of_way["tokens_per_s"], of_way["sent_bytes"]
+def summary(run: dict[str, Any]) -> str:
+    """Return the results of one `measure` as text."""
+    lines = [f"\n{run['ranks']} ranks on {NODES} nodes; link: {NodeLink(**run['link'])}"]
+    lines.append(table(run["one_way_s"]))
+    for row in run["rows"]:
+        for way, numbers in row["ways"].items():
             lines.append(
-                f"  batch {row['batch']:>3}  {way:<8} {of_way['layout']:<22} "
-                f"{spread(rates):>36} tokens/s  {sent / 1e6:8.2f} MB across the link in a step"
+                f"  batch {row['batch']:>3}  {way:<8} {numbers['layout']:<22} "
+                f"{spread(numbers['tokens_per_s']):>36} tokens/s  "
+                f"{numbers['sent_bytes'] / 1e6:8.2f} MB across the link in a step"
             )
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=Compared.rounds)
-    case = Compared(rounds=parser.parse_args(arguments).rounds)
+def main() -> None:
+    """Measure all ranks and links, and write results and page."""
+    case = Compared()
     begin = time.monotonic()
     runs = []
     for ranks in RANKS:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 runs.append(measure(case, ranks, link))
             except NoNodes as error:
                 sys.exit(f"no nodes on this machine: {error}")
-            print(story(runs[-1]), flush=True)
+            print(summary(runs[-1]), flush=True)
             check_sent(case, runs[-1])
     results = {
         "machine": machine(),

@@ -1,8 +1,8 @@
-"""One rank of the comparison: trains the same model both ways, in turn, and times the steps.
+"""One rank of the comparison: trains the same model in both layouts, in turn, and times the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
-Both ways live in the same processes, so that nothing of the side that waits runs beside the other.
+Both engines are in the same processes, so that the one that waits takes no time from the other.
 """
 
 import json
@@ -17,23 +17,26 @@ from benchmarks.network.pingpong import one_way_s
 from benchmarks.turns import round_of
 from ptdmpi.base.heap import keep_freed
 from ptdmpi.comm import launch
+from ptdmpi.config import Config
+from ptdmpi.plan.layout.grid import grid_of
 
-LOSSES_AGREE = 1e-4  # relative, in fp32: the two ways take other sums
+LOSSES_AGREE = 1e-4  # relative, in fp32: the two layouts add in different orders
 
 
 def sent_bytes() -> int:
-    """What has left this node by eth0 (proc(5), /proc/net/dev: the ninth column)."""
+    """Return the bytes that have left this node by eth0 (proc(5), /proc/net/dev: the ninth
+    column)."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
         if name.strip() == "eth0":
             return int(columns.split()[8])
-    raise LookupError("this rank is in no node: there is no eth0")
+    raise LookupError("this rank is not in a node: it has no eth0")
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """All that is measured on these ranks; the same on each of them.
+    """Return all that is measured on these ranks, the same on each of them.
 
-    `sizes`: messages of the measurement of the link, bytes -> how often.
+    `sizes`: how often a message of so many bytes is sent to measure the link.
     """
     from ptdmpi.comm.world import World, fail_together
 
@@ -50,17 +53,21 @@ def compare(case: Compared, sizes: dict[int, int]) -> dict:
 
 
 def _row(case: Compared, batch: int, world, axes: dict) -> dict:
-    """Both ways with one global batch: tokens/s by round, bytes across the link in a step."""
+    """Return tokens/s by round and the bytes across the link in a step, of both layouts with one
+    global batch."""
     sides: dict[str, Callable] = {}
     for way, layout in layouts(world.size, batch).items():
-        trainer = _Trainer(case, batch, way, layout, world, axes)
+        config = case.config(layout, batch)
+        if way not in axes:  # MPI libraries have a limited number of communicators
+            axes[way] = world.split(grid_of(config))
+        trainer = _Trainer(config, case.vocab_size, world, axes[way])
         trainer.measure()  # connects, and allocates what is kept
         sides[way] = trainer.measure
     rounds = [round_of(sides, number) for number in range(case.rounds)]
-    for of_round in rounds:
-        one, other = (of_side["loss"] for of_side in of_round.values())
-        if abs(one - other) > LOSSES_AGREE * abs(other):
-            raise RuntimeError(f"batch {batch}: losses {one} and {other} of the same step")
+    for results in rounds:
+        loss, other = (result["loss"] for result in results.values())
+        if abs(loss - other) > LOSSES_AGREE * abs(other):
+            raise RuntimeError(f"batch {batch}: losses {loss} and {other} of the same step")
     tokens = batch * case.seq_length
     return {
         "batch": batch,
@@ -78,23 +85,23 @@ def _row(case: Compared, batch: int, world, axes: dict) -> dict:
 class _Trainer:
     """One rank of the engine of `ptdmpi train`, in one layout."""
 
-    def __init__(self, case: Compared, batch: int, way: str, layout, world, axes: dict) -> None:
+    def __init__(self, config: Config, vocab_size: int, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
-        from ptdmpi.plan.layout.grid import grid_of
 
-        self.config = case.config(layout, batch)
-        if way not in axes:  # MPI libraries have a limited number of communicators
-            axes[way] = world.split(grid_of(self.config))
-        self.case, self.world, self.axes, self.batch = case, world, axes[way], batch
-        self.engine = Engine(self.config, self.axes, case.vocab_size)
+        self.config = config
+        self.vocab_size = vocab_size
+        self.world = world
+        self.axes = axes
+        self.engine = Engine(config, axes, vocab_size)
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step: its seconds, the bytes across the link in it, its loss."""
+        """Train a step. Return its seconds, the bytes across the link in it, and its loss."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()
-        before, begin = sent_bytes(), time.perf_counter()
+        before = sent_bytes()
+        begin = time.perf_counter()
         loss = self.engine.step(self.done, batches).loss
         control.Barrier()
         time_s = time.perf_counter() - begin
@@ -103,31 +110,35 @@ class _Trainer:
         return {"step_time_s": time_s, "sent_bytes": control.allreduce(sent), "loss": loss}
 
     def _microbatches(self, step: int) -> list:
-        """This data rank's part of a global batch that depends on the step alone."""
+        """Return this data rank's part of a global batch that depends on the step alone."""
         import torch
 
         from ptdmpi.model.batch import Batch
 
         generator = torch.Generator().manual_seed(step)
-        shape = (self.batch, self.case.seq_length + 1)
-        ids = torch.randint(self.case.vocab_size, shape, generator=generator)
-        size, count = self.config.batch.micro_size, self.config.microbatches
-        first = self.axes["data"].rank * count * size
-        samples = torch.arange(self.batch) + step * self.batch
-        made = []
-        for start in range(first, first + count * size, size):
+        global_size = self.config.batch.global_size
+        size = self.config.batch.micro_size
+        shape = (global_size, self.config.model.seq_length + 1)
+        ids = torch.randint(self.vocab_size, shape, generator=generator)
+        samples = torch.arange(global_size) + step * global_size
+        own = self.config.microbatches * size
+        first = self.axes["data"].rank * own
+        microbatches = []
+        for start in range(first, first + own, size):
             part = ids[start : start + size].t()
-            own = samples[start : start + size]
-            made.append(Batch(part[:-1].contiguous(), part[1:].contiguous(), None, own))
-        return made
+            numbers = samples[start : start + size]
+            microbatch = Batch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
+            microbatches.append(microbatch)
+        return microbatches
 
 
 def main() -> None:
+    """Run the job of the command line; the first rank prints the results as JSON."""
     launch.prepare()
     job = json.loads(sys.argv[1])
-    found = compare(Compared(**job["case"]), dict(job["messages"]))
-    if found.pop("rank") == 0:
-        print(json.dumps(found))
+    results = compare(Compared(**job["case"]), dict(job["messages"]))
+    if results.pop("rank") == 0:
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

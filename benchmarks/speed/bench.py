@@ -1,7 +1,7 @@
 """Measure this project and other trainers in turn, and write results/latest.json.
 
 python -m benchmarks.speed.bench [--rows "t2 single-bf16"] [--peers "torch deepspeed"]
-    [--rounds 5] [--steps 1] [--minutes 45] [--profile ROW]
+    [--rounds 5] [--minutes 45]
 """
 
 import argparse
@@ -20,24 +20,25 @@ from benchmarks.speed.case import TOOLS, WEAK, Row, Variant, every, select, sele
 from benchmarks.speed.rounds import Constants, LeastTimes, Result, Round
 from benchmarks.speed.shown import picture, scaling
 from benchmarks.speed.sides import Side, SideFailed, TimedSteps, TimeIsOver
-from benchmarks.speed.trials import WARM_STEPS, Rival, Trials, own_rate, rivals
+from benchmarks.speed.trials import WARM_STEPS, Rival, Trials, rivals
 from benchmarks.turns import round_of
 from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
-ENDING_S = 60.0  # of the minutes, for ending processes that do not end by themselves
+ENDING_S = 60.0  # kept for ending processes that do not end by themselves
 TRIALS_SHARE = 0.4  # of a row's time
-# Greatest relative difference between two sides' losses in each step. The same computation in bf16
-# rounds at other places in the two sides.
+# Greatest relative difference between two sides' losses in each step. In bf16 the two sides round
+# the same computation in different places.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raises SideFailed unless both sides compute the same thing."""
+    """Raise SideFailed unless the losses of both sides agree in every step, as they do when both
+    compute the same."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
-        if not abs(a - b) <= limit * abs(b):  # not a number is no agreement either
+        if not abs(a - b) <= limit * abs(b):  # NaN does not agree either
             raise SideFailed(
                 f"row {row.id}: at step {step} the loss is {a:.7g} here and {b:.7g} in {name}: "
                 f"they differ by more than {limit:g} relative, so it is not the same computation"
@@ -45,23 +46,25 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
 
 
 class Contest:
-    """All sides of a row on the same cores: they take turns, round by round.
+    """All sides of a row on the same cores, which take turns round by round.
 
-    Whoever fails, or computes something else, is out, and `out` says why; without this project
-    there is no row. `end_s` ends all waiting.
+    A side that fails, or whose losses are not ours, leaves the row, and `out` has the reason. A
+    failure of this project ends the row. `end_s` ends all waiting.
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
-        self.row, self.against, self.end_s = row, list(against), end_s
+        self.row = row
+        self.against = list(against)
+        self.end_s = end_s
         self.sides: dict[str, Side] = {}
         self.losses: dict[str, list[float]] = {}
         self.out: list[str] = []
         self.limits = LeastTimes(math.inf, math.inf)
         self.done: list[dict[str, TimedSteps]] = []
 
-    def run(self, wanted: int, steps: int, until_s: float) -> None:
-        """Rounds until `wanted` were undisturbed. None but the first begins that would not end
-        before `until_s` (of time.monotonic)."""
+    def run(self, wanted: int, until_s: float) -> None:
+        """Measure rounds until `wanted` were undisturbed. Only the first round may end after
+        `until_s` (of time.monotonic)."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -72,13 +75,13 @@ class Contest:
                 round_s = 0.0
                 while not self.done or (
                     time.monotonic() + round_s < until_s
-                    and not measuring.enough(self._rounds(OURS, steps), wanted)
+                    and not measuring.enough(self._rounds(OURS), wanted)
                 ):
                     begin_s = time.monotonic()
-                    self.done.append(self._turns(len(self.done), steps))
+                    self.done.append(self._turns(len(self.done), 1))
                     self.limits = self.limits.least(self.sides[OURS].limits())
                     round_s = time.monotonic() - begin_s
-                    self._report(steps)
+                    self._report()
             except TimeIsOver:
                 if not self.done:
                     raise
@@ -102,13 +105,13 @@ class Contest:
             say(f"  {self.out[-1]}")
 
     def _turns(self, number: int, count: int) -> dict[str, TimedSteps]:
-        """A round of those who are in."""
-        found: dict[str, TimedSteps] = {}
+        """Train `count` steps on each side that is still in the row."""
+        timed: dict[str, TimedSteps] = {}
 
         def train(name: str) -> None:
             with self._or_out(name):
-                found[name] = self.sides[name].train(count)
-                self.losses[name] += found[name].losses
+                timed[name] = self.sides[name].train(count)
+                self.losses[name] += timed[name].losses
 
         round_of({name: partial(train, name) for name in self.sides}, number)
         for name in list(self.sides):
@@ -116,25 +119,29 @@ class Contest:
             if self.sides[name].row.case == self.row.case:
                 with self._or_out(name):
                     check_losses(self.row, name, self.losses[OURS], self.losses[name])
-        return found
+        return timed
 
-    def _rounds(self, tool: str, steps: int) -> list[Round]:
-        """As pairs of rates; a rival that never finished has its bound, and we have ourselves."""
-        rivals = {rival.tool: rival for rival in self.against}
+    def _rounds(self, tool: str) -> list[Round]:
+        """Return the rounds of this project and `tool`, which may be this project itself. A rival
+        that never finished has its bound as its rate."""
+        bound = None
+        case = self.row.case
+        for rival in self.against:
+            if rival.tool == tool:
+                bound = rival.at_most
+                case = rival.row.case
         rounds = []
-        for found in self.done:
-            ours = steps * self.row.case.tokens / found[OURS].time_s
-            foreign = max(timed.foreign_share for timed in found.values())
-            bound = rivals[tool].at_most if tool in rivals else None
-            case = rivals[tool].row.case if tool in rivals else self.row.case
-            rate = bound or steps * case.tokens / found[tool].time_s
+        for timed in self.done:
+            ours = self.row.case.tokens / timed[OURS].time_s
+            foreign = max(side.foreign_share for side in timed.values())
+            rate = bound or case.tokens / timed[tool].time_s
             rounds.append(Round(ours, rate, foreign))
         return rounds
 
-    def _report(self, steps: int) -> None:
+    def _report(self) -> None:
         tools = [rival.tool for rival in self.against if rival.at_most or rival.tool in self.sides]
-        last = {tool: self._rounds(tool, steps)[-1] for tool in tools}
-        ours = self._rounds(OURS, steps)[-1]
+        last = {tool: self._rounds(tool)[-1] for tool in tools}
+        ours = self._rounds(OURS)[-1]
         others = ", ".join(
             f"{tool} {each.peer_tokens_per_s:.1f} (ratio {each.ratio:.3f})"
             for tool, each in last.items()
@@ -144,8 +151,8 @@ class Contest:
             f"processes {ours.foreign_share:.2f} cores" + (", disturbed" if ours.disturbed else "")
         )
 
-    def results(self, wanted: int, steps: int) -> list[Result]:
-        """One for each rival that is still in."""
+    def results(self, wanted: int) -> list[Result]:
+        """Return a result for each rival that is still in the row."""
         results = []
         for rival in self.against:
             if rival.at_most is None and rival.tool not in self.sides:
@@ -160,30 +167,20 @@ class Contest:
                 peer_trials=rival.tried,
             )
             names = (self.row.layout, self.row.precision, rival.tool, rival.name)
-            rounds = self._rounds(rival.tool, steps)
-            results.append(measuring.summarise(names, rounds, wanted, sample, self.row.case.tokens))
+            result = measuring.summarise(
+                names, self._rounds(rival.tool), wanted, sample, tokens=self.row.case.tokens
+            )
+            results.append(result)
         return results
 
 
-def profile(row: Row, folder: Path) -> None:
-    """One profiled step of every rank, of this project and of plain torch, as tables."""
-    folder.mkdir(parents=True, exist_ok=True)
-    best, _ = Trials().fastest(row, "torch", own_rate(row))
-    sides = {"ptdmpi": None} if best is None else {"ptdmpi": None, "torch": best}
-    for name, variant in sides.items():
-        with Side(row, variant) as side:
-            side.train(WARM_STEPS)
-            tables = [reply["table"] for reply in side.ask(profile=WARM_STEPS)]
-        file = folder / f"profile-{row.id}-{name}.txt"
-        file.write_text("\n".join(f"rank {rank}\n{text}" for rank, text in enumerate(tables)))
-        say(f"wrote {file}")
-
-
 def say(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)
 
 
 def positive(text: str) -> int:
+    """Return an option's value. Raises ArgumentTypeError unless it is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1")
@@ -191,38 +188,35 @@ def positive(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bench", description=__doc__)
     parser.add_argument(
         "--rows",
         help="ids, layouts or precisions, such as 't2 d2zero3-bf16' (the five layouts and the "
         "weak scaling of three, in fp32 and bf16)",
     )
-    parser.add_argument("--peers", help=f"who is measured beside: some of {' '.join(TOOLS)} (all)")
-    parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds per row")
-    parser.add_argument("--steps", type=positive, default=1, help="steps of a side in a round")
+    parser.add_argument("--peers", help=f"trainers to compare with: of {' '.join(TOOLS)} (all)")
+    parser.add_argument("--rounds", type=positive, default=5, help="undisturbed rounds of a row")
     parser.add_argument(
-        "--minutes", type=positive, default=45, help="rows share them: fewer rounds where they end"
+        "--minutes", type=positive, default=45, help="for all rows: fewer rounds if they run out"
     )
-    parser.add_argument("--profile", metavar="ROW", help="profile one step of a row instead")
     return parser.parse_args()
 
 
 def main() -> None:
+    """Measure the rows that the command line names, and print a table."""
     options = arguments()
-    # the sides end with it
+    # an exit, and not a signal, ends the sides
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        if options.profile:
-            for row in select(options.profile):
-                profile(row, RESULTS)
-            return
-        rows, tools = select(options.rows), select_tools(options.peers)
+        rows = select(options.rows)
+        tools = select_tools(options.peers)
     except InputError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         sys.exit(2)
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
-        # a peer's products would be scalar code: the time is better spent on rounds of the others
+        # peers' products would be scalar code: the time is better spent on rounds in fp32
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)
@@ -234,13 +228,16 @@ def main() -> None:
 def all_rows(
     rows: Sequence[Row], tools: Sequence[str], options: argparse.Namespace, missing: list[str]
 ) -> tuple[list[Result], int]:
-    """Row after row, in the time there is; results so far are in the file behind each. How many
-    rows failed; to `missing` a line is added for all that is not there."""
+    """Measure row after row in the time there is, and write the results so far after each row.
+
+    Return the results and the number of rows that failed. A line is added to `missing` for each
+    thing that was not measured.
+    """
     end_s = time.monotonic() + 60 * options.minutes - ENDING_S
     order = [(row.layout, row.precision, tool) for row in every() for tool in row.peers]
-    # those of TOOLS that some row asks for
     asked = [tool for tool in tools if any(tool in row.peers for row in rows)]
-    trials, absent = Trials(end_s), peers.absent(asked, end_s)
+    trials = Trials(end_s)
+    absent = peers.absent(asked, end_s)
     results: list[Result] = []
     failures = 0
     for number, row in enumerate(rows):
@@ -258,9 +255,9 @@ def all_rows(
             if against:
                 wanted = options.rounds if row.layout not in WEAK else min(options.rounds, 2)
                 contest = Contest(row, against, end_s)
-                contest.run(wanted, options.steps, until_s)
+                contest.run(wanted, until_s)
                 missing += contest.out
-                results += contest.results(wanted, options.steps)
+                results += contest.results(wanted)
         except TimeIsOver:
             missing.append(f"{row.id}: no round ended in {options.minutes} minutes")
             continue
@@ -272,7 +269,7 @@ def all_rows(
         measuring.write(RESULTS / "latest.json", results, order)
         picture.draw(RESULTS / "latest.json", picture.PICTURE)
     if trials.untried:
-        missing.append(f"{trials.untried} ways of peers were not tried, for want of time")
+        missing.append(f"{trials.untried} ways of peers were not tried: there was no time")
     return results, failures
 
 

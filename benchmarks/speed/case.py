@@ -1,5 +1,5 @@
-"""What is measured: one model and batch, in rows of layout and precision; and of weak scaling, a
-larger model or batch on two ranks."""
+"""The rows that are measured: one model and batch in several layouts and precisions; in weak
+scaling, a larger model or batch on two ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# Which size is doubled with the ranks, so that each has as much to do as one alone.
+# The size that is doubled with the ranks, so that each has as much work as one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
-COMPILED = "single,compile"  # as one rank alone, with compiled layers
+COMPILED = "single,compile"  # one rank alone with compiled layers
 ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED)
-# Who does the same, and what its way is called there. Where that is this project, the way is
-# another row's layout; one rank alone is what scaling is told by.
+# The trainers to compare with in each layout, and the name of their implementation. For this
+# project itself that is the layout of another row; one rank alone gives the scaling.
 PEERS = {
     "single": {
         "torch": "torch",
@@ -92,8 +92,8 @@ TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi
 
 @dataclass(frozen=True)
 class GptSizes:
-    """A GPT with learned positions, tanh GELU, biases and an untied head; sizes in the letters of
-    the glossary. Untied, because torch's pipeline stages cannot share a table."""
+    """The sizes of a GPT with learned positions, tanh GELU, biases and an untied head, and of its
+    batch. The head is untied because torch's pipeline stages cannot share a table."""
 
     layers: int = 8
     hidden: int = 512
@@ -111,7 +111,7 @@ class GptSizes:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """A line of the table: a layout, a precision, and what is trained."""
 
     layout: str
     precision: str
@@ -120,38 +120,46 @@ class Row:
 
     @property
     def id(self) -> str:
-        """What `--rows` calls it, such as `p2v2-bf16`."""
+        """Its name for `--rows`, such as `p2v2-bf16`."""
         return f"{_short(self.layout)}-{self.precision}"
 
     @property
     def sizes(self) -> Layout:
+        """Its layout."""
         return LAYOUTS[self.layout]
 
     @property
     def alone(self) -> "Row":
-        """What one rank does of it: the same row, in weak scaling half of it."""
-        key = WEAK.get(self.layout)
-        half = {} if key is None else {key: getattr(self.case, key) // 2}
-        return replace(self, layout=ALONE, case=replace(self.case, **half))
+        """The row of one rank alone: with the same work, in weak scaling with half of it."""
+        case = self.case
+        if self.layout in WEAK:
+            key = WEAK[self.layout]
+            case = replace(case, **{key: getattr(case, key) // 2})
+        return replace(self, layout=ALONE, case=case)
 
     @property
     def peers(self) -> dict[str, str]:
-        """Who does the same (one of TOOLS), and by what."""
+        """The name of each peer's implementation, by its tool (of TOOLS)."""
         return PEERS[self.layout]
 
     @property
     def work(self) -> float:
-        """How long a round of all sides takes, beside those of other rows: bf16 half of fp32."""
-        ours = (2 if self.layout in WEAK else 1) / self.sizes.ranks
-        theirs = (1 if way == ALONE else 1 / self.sizes.ranks for way in self.peers.values())
-        return (ours + sum(theirs)) * (2 if self.precision == "fp32" else 1)
+        """The time of a round of all sides relative to other rows; bf16 takes half of fp32."""
+        work = 1 / self.sizes.ranks
+        if self.layout in WEAK:
+            work *= 2
+        for way in self.peers.values():
+            work += 1 if way == ALONE else 1 / self.sizes.ranks
+        return 2 * work if self.precision == "fp32" else work
 
     @property
     def config(self) -> Config:
-        """Clipping is off: torch has no call for the norm over all stages of a pipeline."""
+        """Its configuration. Clipping is off: torch cannot compute the norm over all stages of a
+        pipeline."""
         model = asdict(self.case)
         del model["vocab_size"]  # it comes from the data, not from the configuration
-        global_size, micro_size = model.pop("global_size"), model.pop("micro_size")
+        global_size = model.pop("global_size")
+        micro_size = model.pop("micro_size")
         return synthetic_config(
             replace(self.sizes, micro_size=micro_size),
             {**model, "tie_embeddings": False},
@@ -167,17 +175,21 @@ class Row:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
+        """Return the row that `to_json` made `values` of."""
         return cls(**{**values, "case": GptSizes(**values["case"])})
 
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
-    """The case of a row: doubled where it is one of weak scaling."""
-    key = WEAK.get(layout)
-    return case if key is None else replace(case, **{key: 2 * getattr(case, key)})
+    """Return the case of a row with this layout: in weak scaling one of its sizes is doubled."""
+    if layout not in WEAK:
+        return case
+    key = WEAK[layout]
+    return replace(case, **{key: 2 * getattr(case, key)})
 
 
 def _short(layout: str) -> str:
@@ -185,10 +197,10 @@ def _short(layout: str) -> str:
 
 
 def select(text: str | None) -> list[Row]:
-    """The rows that `--rows` names: ids, layouts (`t2` or `t=2`) or precisions, spaces between.
+    """Return the rows that `--rows` names by ids, layouts (`t2` or `t=2`) or precisions, separated
+    by spaces; None: the rows that are measured by default.
 
-    None is those that are measured without being asked for. Raises InputError for a name that fits
-    nothing.
+    Raises InputError for a name that fits no row.
     """
     rows = every()
     if text is None:
@@ -204,17 +216,20 @@ def select(text: str | None) -> list[Row]:
 
 
 def every() -> list[Row]:
-    """All rows."""
+    """Return all rows."""
     pairs = itertools.product(LAYOUTS, PRECISIONS)
     return [Row(layout, kind, grown(layout, GptSizes())) for layout, kind in pairs]
 
 
 def select_tools(text: str | None) -> list[str]:
-    """The tools that `--peers` names, spaces between; None is all. Raises InputError."""
-    words = list(TOOLS) if text is None else text.split()
+    """Return the tools that `--peers` names, separated by spaces; None: all. Raises InputError for
+    a name that is not in TOOLS."""
+    if text is None:
+        return list(TOOLS)
+    words = text.split()
     for word in words:
         if word not in TOOLS:
-            raise InputError(f"--peers {word}: nobody known; legal are {', '.join(TOOLS)}")
+            raise InputError(f"--peers {word}: no such trainer; legal are {', '.join(TOOLS)}")
     return words
 
 
@@ -224,13 +239,13 @@ def _named(row: Row, words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of doing a row with another tool, where there are several.
+    """A way of another tool to train a row, where there are several.
 
-    `cast`: "fp32"; "microbatch" or "step" (bf16 autocast entered once for each: a step's casts each
-    weight once); "masters" (bf16 weights and gradients, fp32 master weights); or "policy" (fp32
-    shards, gathered as bf16, gradients reduced in fp32). `loss_parallel` and `sequence_parallel`
-    belong to DTensor. `reduce_each`: gradients are reduced into shards after each microbatch, and
-    never held whole; else after the last.
+    `cast`: "fp32"; "microbatch" or "step" (bf16 autocast is entered once in each; once a step casts
+    each weight once); "masters" (bf16 weights and gradients, fp32 master weights); or "policy"
+    (fp32 shards are gathered as bf16, gradients reduced in fp32). `loss_parallel` and
+    `sequence_parallel` are DTensor's. `reduce_each`: gradients are reduced into shards after each
+    microbatch and never held whole; otherwise after the last one.
     """
 
     tool: str = "torch"
@@ -241,6 +256,7 @@ class Variant:
 
     @property
     def name(self) -> str:
+        """Its name in tables."""
         casts = {
             "fp32": "fp32",
             "microbatch": "bf16 autocast",
@@ -248,28 +264,28 @@ class Variant:
             "masters": "bf16 weights with fp32 masters",
             "policy": "bf16 gathered from fp32 shards",
         }
-        parts = (
-            casts[self.cast],
-            "loss parallel" if self.loss_parallel else "",
-            "sequence parallel" if self.sequence_parallel else "",
-            "each microbatch reduced" if self.reduce_each else "",
-        )
-        return ", ".join(part for part in parts if part)
+        switches = {
+            "loss parallel": self.loss_parallel,
+            "sequence parallel": self.sequence_parallel,
+            "each microbatch reduced": self.reduce_each,
+        }
+        return ", ".join([casts[self.cast], *(name for name, on in switches.items() if on)])
 
 
 def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
-    """How `tool` can do `row`: a list of decisions, each a list of alternatives.
+    """Return how `tool` can train `row`: a list of decisions, each a list of alternatives, which
+    are fields of a `Variant`.
 
-    They are made one after another, by measurement, and begin with the first alternatives. Every
-    way keeps fp32 master weights.
+    The decisions are made one after another, by measurement, beginning with the first alternatives.
+    Every way keeps fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
     fsdp = tool == "torch" and row.sizes.shards_weights
     if row.precision == "bf16":
         casts = ("policy",) if fsdp else CASTS[tool]
         decisions.append([{"cast": cast} for cast in casts])
-    # Megatron-Core and torchtitan never gather logits; Megatron-Core divides the sequence with its
-    # CUDA norms alone
+    # Megatron-Core and torchtitan never gather logits, and Megatron-Core divides the sequence only
+    # with its CUDA norms
     if row.sizes.tensor > 1 and tool == "torch":
         decisions.append([{"loss_parallel": True}, {"loss_parallel": False}])
     if row.sizes.tensor > 1 and tool in ("torch", "torchtitan"):
@@ -280,9 +296,9 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Token ids [B, s + 1], the same for both sides, log-uniform: some frequent, most rare.
-
-    Uniform ids could not be learned, so that a missing update would not show in the loss.
+    """Return token ids [B, s + 1] of a step, the same for all sides. Some are frequent and most are
+    rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a missing
+    update.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What exactness costs and what precision changes; each prints a table.
+"""The cost of reproducible sums, and the losses of each precision.
 
 python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
 python -m benchmarks.speed.exactness precisions [--steps 300]    # fp32, bf16, fp16; the demo's data
@@ -24,7 +24,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def reproducible(wanted: int) -> None:
-    """Step time and memory with `run.reproducible = true` over those without, in turn."""
+    """Measure step time and memory with `run.reproducible = true` and without, in turn, until
+    `wanted` rounds were undisturbed."""
     plain = Row("d=2", "fp32")
     with Side(plain, None) as off, Side(replace(plain, reproducible=True), None) as on:
         for side in (off, on):
@@ -32,24 +33,26 @@ def reproducible(wanted: int) -> None:
         done: list[measuring.Round] = []
         while not measuring.enough(done, wanted):
             order = (off, on) if len(done) % 2 == 0 else (on, off)
-            found = {side: side.train(1) for side in order}
-            foreign = max(steps.foreign_share for steps in found.values())
-            rates = (plain.case.tokens / found[side].time_s for side in (on, off))
-            done.append(measuring.Round(*rates, foreign))
+            timed = {side: side.train(1) for side in order}
+            foreign = max(steps.foreign_share for steps in timed.values())
+            with_it = plain.case.tokens / timed[on].time_s
+            without = plain.case.tokens / timed[off].time_s
+            done.append(measuring.Round(with_it, without, foreign))
     best = measuring.counted(done, wanted)
     times = [1.0 / r.ratio for r in best]
-    memory = [found[side].peak_memory_bytes for side in (off, on)]
+    memory_with = timed[on].peak_memory_bytes
+    memory_without = timed[off].peak_memory_bytes
     say(
         f"d=2 fp32, {len(best)} rounds, {sum(r.disturbed for r in done)} of {len(done)} disturbed\n"
         f"step time with run.reproducible over without: {statistics.median(times):.3f} "
         f"({min(times):.3f} to {max(times):.3f})\n"
-        f"greatest resident memory of a rank: {memory[0] / 2**20:.0f} MiB without, "
-        f"{memory[1] / 2**20:.0f} MiB with ({memory[1] / memory[0]:.2f})"
+        f"greatest resident memory of a rank: {memory_without / 2**20:.0f} MiB without, "
+        f"{memory_with / 2**20:.0f} MiB with ({memory_with / memory_without:.2f})"
     )
 
 
 def precisions(steps: int) -> None:
-    """Mean loss of the last steps of the demo's training in each precision."""
+    """Print the mean loss of the last steps of the demo's training in each precision."""
     if not (ROOT / "runs/demo-data/train").is_dir():
         sys.exit("exactness: runs/demo-data is missing: run `make demo` first")
     means: dict[str, float] = {}
@@ -69,12 +72,13 @@ def precisions(steps: int) -> None:
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
         losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
         means[precision] = statistics.fmean(losses[-LAST:])
-    say(f"\nmean loss of the last {LAST} of {steps} steps, and what it differs from fp32")
+    say(f"\nmean loss of the last {LAST} of {steps} steps, and its difference from fp32")
     for precision, mean in means.items():
         say(f"{precision}  {mean:.4f}  {mean - means['fp32']:+.4f}")
 
 
 def main() -> None:
+    """Run the measurement that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speed.exactness", description=__doc__
     )

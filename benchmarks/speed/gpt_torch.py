@@ -1,7 +1,7 @@
 """The same GPT in plain torch, as its user would write it: batch first, fused qkv, SDPA.
 
-Parameters have this project's names and start from the same (seed, name), so that both sides can be
-held to the same losses.
+Its parameters have this project's names and are drawn from the same (seed, name), so that the
+losses of both must agree.
 """
 
 import math
@@ -15,6 +15,8 @@ from ptdmpi.model.random import initial
 
 
 class Embedding(nn.Module):
+    """Token embeddings and learned positions."""
+
     def __init__(self, config: Config, vocab_size: int) -> None:
         super().__init__()
         model = config.model
@@ -22,10 +24,13 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(model.seq_length, model.hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings [b, s, h] of ids [b, s]."""
         return self.word(ids) + self.position.weight
 
 
 class Attention(nn.Module):
+    """Causal attention with a fused projection of queries, keys and values."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         hidden = config.model.hidden
@@ -34,6 +39,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [b, s, h] for x [b, s, h]."""
         # [b, s, a, 3, head size]: the heads are outermost, so that DTensor's contiguous shards of
         # the rows of qkv are whole heads
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
@@ -43,34 +49,41 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """Two linears around tanh GELU."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden, inner = config.model.hidden, config.model.ffn_hidden
+        hidden = config.model.hidden
+        inner = config.model.ffn_hidden
         self.up = nn.Linear(hidden, inner)
         self.down = nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [b, s, h] for x [b, s, h]."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
+    """A layer with its norms before attention and MLP."""
+
     def __init__(self, config: Config) -> None:
         super().__init__()
-        hidden, eps = config.model.hidden, config.model.norm_eps
+        hidden = config.model.hidden
+        eps = config.model.norm_eps
         self.attention_norm = nn.LayerNorm(hidden, eps)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(hidden, eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [b, s, h] for x [b, s, h]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Gpt(nn.Module):
-    """The layers of one pipeline stage (of all, if it is the only one), on token ids or [b, s, h].
-
-    `autocast`: enter bf16 autocast for this forward pass.
+    """A pipeline stage of the GPT, or all of it: `layers`, with the embedding before the first one
+    and norm and head after the last. `autocast`: the forward pass enters bf16 autocast.
     """
 
     def __init__(self, config: Config, layers: range, vocab_size: int, autocast: bool) -> None:
@@ -85,6 +98,8 @@ class Gpt(nn.Module):
         self._initialise(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the stage's output for x: token ids [b, s] or, after the first stage,
+        [b, s, h]."""
         if not self.autocast:
             return self._forward(x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -117,5 +132,5 @@ class Gpt(nn.Module):
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the tokens, in float32; logits [b, s, V], labels [b, s]."""
+    """Return the mean over the tokens, in float32; logits [b, s, V], labels [b, s]."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

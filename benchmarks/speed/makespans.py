@@ -1,12 +1,11 @@
-"""The runner beside the simulator: steps of stages that sleep, and what an op costs the host.
+"""The runner against the simulator: steps of stages that sleep, and the host's time for an op.
 
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
-prints for each schedule how long a step of the runner takes over what the simulator foresees, and
-of ops that do nothing the microseconds that the host needs for each: with activations of 128 bytes,
-where that is Python and latency, and of 1 MiB, as in training, where they are copied too. A sleep
-is short work that needs no core, so ranks may outnumber cores; whatever else runs on them is
-measured, too.
+prints the time of the runner's step and the simulator's makespan for each schedule, and the host's
+microseconds per action where ops do nothing: with activations of 128 bytes, where that is Python
+and latency, and of 1 MiB, as in training, where they are copied, too. A sleep needs no core, so
+there may be more ranks than cores; other processes on the cores disturb the measurement.
 """
 
 import itertools
@@ -29,19 +28,21 @@ from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Costs, simulate
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-OP_S = 0.03  # of F, I and W; a B is two of them
+OP_S = 0.03  # of F, I and W; a B takes twice as long
 MICROBATCHES = 8
 SHAPES = ((4, 1, 8), (512, 1, 512))  # of activations in float32: 128 bytes and 1 MiB
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 
 
 class Sleeper:
-    """A stage whose ops sleep for `op_s`, and hand over what was there before."""
+    """A stage whose ops sleep for `op_s` seconds and return the same tensor each time."""
 
     in_flight = 0
 
     def __init__(self, number: int, stages: int, op_s: float, shape: tuple[int, int, int]) -> None:
-        self.first, self.last, self.op_s = number == 0, number == stages - 1, op_s
+        self.first = number == 0
+        self.last = number == stages - 1
+        self.op_s = op_s
         self.boundary = Boundary(shape, TensorAxis(OneRank()), False)
         self.output = torch.zeros(shape)
 
@@ -51,22 +52,26 @@ class Sleeper:
         return None if silent else self.output
 
     def forward_microbatch(self, microbatch: int, x: object) -> torch.Tensor | None:
+        """Stand for F."""
         return self._slept(1, self.last)
 
     def backward_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+        """Stand for B."""
         return self._slept(2, self.first)
 
     def input_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+        """Stand for I."""
         return self._slept(1, self.first)
 
     def weight_microbatch(self, microbatch: int, nothing: object) -> None:
+        """Stand for W."""
         self._slept(1, True)
 
 
 @dataclass(frozen=True)
 class Makespan:
-    """Seconds of a step on `ranks` pipeline ranks, and microseconds of the host per op and message
-    where ops do nothing."""
+    """The seconds of a step on `ranks` pipeline ranks, and the host's microseconds per op and
+    message where ops do nothing."""
 
     schedule: str
     ranks: int
@@ -85,13 +90,14 @@ class Makespan:
 
 
 def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
-    """The quickest of `repeats` steps of each schedule on all ranks; every rank calls it alike."""
+    """Yield the quickest of `repeats` steps of each schedule. Called by all ranks."""
     axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
     axis = axes["pipeline"]
     for (kind, virtual), shape in itertools.product(SCHEDULES, SHAPES):
         schedule = build(kind, comm.size, virtual, MICROBATCHES)
         program = programs(schedule)[axis.rank]
-        program = post_early(program) if axis.posts_early else program
+        if axis.posts_early:
+            program = post_early(program)
         taken = {OP_S: math.inf, 0.0: math.inf}
         for op_s in taken:
             own = schedule.stages_of(axis.rank)

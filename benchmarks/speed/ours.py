@@ -26,20 +26,23 @@ REPEATS = 6
 
 
 class OurTrainer:
-    """One rank of the engine."""
+    """One rank of the engine of `ptdmpi train`."""
 
     def __init__(self, row: Row, world: World) -> None:
         config = row.config
         torch.set_num_threads(config.run.threads)
         keep_freed(os.environ)
         axes = world.split(grid_of(config))
-        self.row, self.rank, self.data_rank = row, world.rank, axes["data"].rank
+        self.row = row
+        self.rank = world.rank
+        self.data_rank = axes["data"].rank
         self.microbatches = config.microbatches
         self.ways = _settled(row, world)
         self.engine = Engine(config, axes, row.case.vocab_size)
         give_back()
 
     def batch(self, step: int) -> list[Batch]:
+        """Return this rank's microbatches of a step."""
         size = self.row.case.micro_size
         ids = synthetic_ids(self.row, step)
         first = self.data_rank * self.microbatches * size
@@ -56,16 +59,18 @@ class OurTrainer:
         ]
 
     def step(self, step: int, batch: list[Batch]) -> float:
+        """Train a step and return its loss."""
         with kernels.taken(self.ways):
             return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
-        """Seconds of a step's linear GEMMs, and of these with its attention, each alone."""
+        """Return the seconds of a step's linear GEMMs, and of these and its attention, measured
+        alone."""
         gemms = self._gemm_time_s()
         return gemms, gemms + self._attention_time_s()
 
     def _attention_time_s(self) -> float:
-        """Forward and backward for each layer and microbatch, by the way that is fastest here."""
+        """Return the seconds of a step's attention by its fastest implementation here."""
         case = self.row.case
         layers = sum(len(stage.layers) for stage in self.engine.stages.values())
         shape = (
@@ -80,10 +85,8 @@ class OurTrainer:
         return once * layers * self.microbatches
 
     def _gemm_time_s(self) -> float:
-        """Three GEMMs for each linear layer and microbatch: output, input and weight gradient.
-
-        They are taken in the type in which the layers take them on this device.
-        """
+        """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
+        linear layer and microbatch, in the type in which the layers compute them on this device."""
         shapes: Counter[torch.Size] = Counter()
         for stage in self.engine.stages.values():
             for name, weight in stage.named_logical_parameters():
@@ -98,15 +101,15 @@ class OurTrainer:
 
 
 def _settled(row: Row, world: World) -> kernels.HostWays:
-    """What `ptdmpi train` takes on this machine for such a run."""
-    device, dtype = torch.device("cpu"), data_types(row.precision).compute
-    memory = Memory(row.config, row.case.vocab_size, world, device)
+    """Return the kernels that `ptdmpi train` takes on this machine for such a run."""
+    dtype = data_types(row.precision).compute
+    memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
     here = written(kernels.measured_ways(dtype, {}))
     return host_ways(memory.settle(here, lambda line: None))
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Least time of x W^T, dy W and dy^T x together, each by the quicker of the ways known."""
+    """Return the least time of x W^T, dy W and dy^T x together, each by its faster kernel."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
@@ -127,18 +130,18 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: kernels.HostWays) -> float:
-    """Least time of causal attention, there and back."""
+    """Return the least time of causal attention, forward and backward."""
     if kernels.widens("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
     dy = torch.randn(shape).to(dtype)
     scores = Scores(shape[-1] ** -0.5)
 
-    def there_and_back() -> None:
+    def forward_and_backward() -> None:
         torch.autograd.grad(attention(q, k, v, scores), (q, k, v), dy)
 
     with kernels.taken(way):
-        return min(_time_s(there_and_back) for _ in range(REPEATS))
+        return min(_time_s(forward_and_backward) for _ in range(REPEATS))
 
 
 def _time_s(work: Callable[[], object]) -> float:
@@ -148,6 +151,7 @@ def _time_s(work: Callable[[], object]) -> float:
 
 
 def run(row: Row, serve: Callable[[OurTrainer], None]) -> None:
+    """Build this rank's trainer of a row, and serve it; all ranks end when one fails."""
     world = World()
     with fail_together(world):
         serve(OurTrainer(row, world))

@@ -1,5 +1,5 @@
-"""Other trainers, each in a folder of its own, pinned, beside the project's torch: installed when a
-row asks for one."""
+"""Other trainers of pinned versions, each installed into a folder of its own when a row needs it;
+all use the project's torch."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
 BUILT = "built"
-# Complete but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
+# Complete, but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "deepspeed==0.19.0",
@@ -35,15 +35,16 @@ PINS: dict[str, tuple[str, ...]] = {
 
 
 class PeerMissing(Exception):
-    """A peer cannot be installed here; the message says why."""
+    """A peer cannot be installed here; the message has the reason."""
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Make `tools` ready to be imported, and say of those that cannot be, why. Each may take its
-    share of a third of the time until `end_s` (of time.monotonic)."""
-    reasons, left = {}, list(tools)
+    """Install `tools` that are not installed yet, and return the reason for each that cannot be.
+    Together they may take a third of the time until `end_s` (of time.monotonic)."""
+    reasons = {}
+    left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
-        lock.unlink()  # of who was ended while it compiled: the next one would wait forever
+        lock.unlink()  # a process that was ended while it compiled left it: others would wait
     end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
     while left:
         share_s = (end_s - time.monotonic()) / len(left)
@@ -56,7 +57,7 @@ def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
 
 
 def install(tool: str, limit_s: float = LIMIT_S) -> None:
-    """Make `tool` ready to be imported, where it is not yet. Raises PeerMissing."""
+    """Install `tool` if it is not installed yet. Raises PeerMissing if that fails."""
     pins = PINS.get(tool, ())
     place = FOLDER / tool
     listed = place / "pins.txt"
@@ -73,9 +74,9 @@ def install(tool: str, limit_s: float = LIMIT_S) -> None:
 
 
 def _pip(words: Sequence[str], limit_s: float) -> None:
-    """Raises PeerMissing with pip's errors."""
+    """Run `pip install`. Raises PeerMissing with pip's errors."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # what has no wheel is built with the project's setuptools, for setup scripts ask for torch
+    # packages without wheels are built with the project's setuptools: setup scripts import torch
     flags = ["--no-deps", "--no-build-isolation", "--no-compile", "--root-user-action=ignore"]
     try:
         done = subprocess.run(
@@ -94,7 +95,7 @@ def _pip(words: Sequence[str], limit_s: float) -> None:
 
 
 def environment(tool: str) -> dict[str, str]:
-    """What the processes of `tool` have in their environment beside the usual."""
+    """Return the variables that the processes of `tool` need in their environment."""
     if tool not in PINS:
         return {}
     # its own versions come before the project's; DeepSpeed compiles a part when it starts

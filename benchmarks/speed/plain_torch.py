@@ -1,4 +1,4 @@
-"""The peer: nothing but torch, over gloo, each layout done torch's own way."""
+"""Plain torch over gloo as a peer, each layout by torch's own means."""
 
 import contextlib
 import os
@@ -43,7 +43,8 @@ SCHEDULES = {
 
 
 def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """What decays, which is what has two dimensions, and what does not."""
+    """Return the optimizer's groups: parameters of two dimensions, whose weights decay, and others
+    without decay."""
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         # fused kernels take no mixture of DTensors and others
@@ -57,23 +58,24 @@ def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str,
 
 
 def adam_settings(config: Config) -> dict[str, Any]:
-    """What torch.optim.AdamW calls the settings of the row."""
+    """Return the row's settings as arguments of torch.optim.AdamW."""
     options = config.optimizer
     betas = (options.beta1, options.beta2)
     return {"lr": options.learning_rate, "betas": betas, "eps": options.eps}
 
 
 def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and labels [b, s] of each of this data rank's microbatches."""
-    size, count = row.case.micro_size, row.config.microbatches
-    first = data_rank * count * size
-    mine = synthetic_ids(row, step)[first : first + count * size]
+    """Return inputs and labels [b, s] of each of this data rank's microbatches of a step."""
+    size = row.case.micro_size
+    own = row.config.microbatches * size
+    mine = synthetic_ids(row, step)[data_rank * own : (data_rank + 1) * own]
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.split(size)]
 
 
 def layers_of_stages(row: Row) -> list[range]:
-    """The layers of each stage of a pipeline, cut where this project cuts."""
-    sizes, model = row.sizes, row.config.model
+    """Return the layers of each stage of a pipeline, cut where this project cuts."""
+    sizes = row.sizes
+    model = row.config.model
     placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
     return split_layers(model.layers, placed, head_in_layers(model, row.case.vocab_size))
 
@@ -85,22 +87,23 @@ class Optimizer:
     """
 
     def __init__(
-        self, config: Config, parameters: Sequence[nn.Parameter], masters: bool, divided: bool
+        self, config: Config, parameters: Sequence[nn.Parameter], *, masters: bool, divided: bool
     ) -> None:
         self.parameters = list(parameters)
-        self.masters = (
-            [nn.Parameter(p.detach().float()) for p in self.parameters] if masters else None
-        )
-        told = groups(config, self.masters or self.parameters)
+        self.masters = None
+        if masters:
+            self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        grouped = groups(config, self.masters or self.parameters)
         settings = {**adam_settings(config), "fused": True}
-        self.adam = (
-            ZeroRedundancyOptimizer(told, torch.optim.AdamW, **settings)
-            if divided
-            else torch.optim.AdamW(told, **settings)
-        )
+        self.adam: torch.optim.Optimizer
+        if divided:
+            self.adam = ZeroRedundancyOptimizer(grouped, torch.optim.AdamW, **settings)
+        else:
+            self.adam = torch.optim.AdamW(grouped, **settings)
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update the parameters, and drop their gradients."""
         if self.masters is None:
             self.adam.step()
             self.adam.zero_grad()
@@ -115,11 +118,14 @@ class Optimizer:
 
 
 class AccumulatingTrainer:
-    """One process, DistributedDataParallel or DTensor: microbatches in a loop."""
+    """A rank of one process, DistributedDataParallel, FSDP2 or DTensor: microbatches in a loop."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
-        config, sizes = row.config, row.sizes
-        self.row, self.rank, self.variant = row, rank, variant
+        config = row.config
+        sizes = row.sizes
+        self.row = row
+        self.rank = rank
+        self.variant = variant
         self.data_rank = rank if sizes.data > 1 else 0
         model = _stage_model(row, variant, range(config.model.layers))
         if sizes.tensor > 1:
@@ -128,16 +134,18 @@ class AccumulatingTrainer:
             shard(model, init_device_mesh("cpu", (sizes.data,)), variant)
         divided = sizes.shards_state and not sizes.shards_gradients
         self.optimizer = Optimizer(
-            config, list(model.parameters()), variant.cast == "masters", divided=divided
+            config, list(model.parameters()), masters=variant.cast == "masters", divided=divided
         )
         self.model: nn.Module = model
         if sizes.data > 1 and not sizes.shards_weights:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's microbatches of a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        """Train a step and return its loss."""
         losses = []
         with _step_autocast(self.variant):
             for number, (inputs, labels) in enumerate(batch):
@@ -150,7 +158,7 @@ class AccumulatingTrainer:
         return float(torch.stack(losses).double().mean())
 
     def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
-        """Whether gradients are reduced behind the backward within."""
+        """Return a context in which gradients are reduced after the backward pass, or not."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(reduced)
         if reduced or not isinstance(self.model, DistributedDataParallel):
@@ -162,15 +170,19 @@ class AccumulatingTrainer:
 
 
 class PipelineTrainer:
-    """torch.distributed.pipelining, its stages cut at the same layers as this project's."""
+    """A rank of torch.distributed.pipelining, with stages cut at the same layers as ours."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
-        config, sizes = row.config, row.sizes
-        self.row, self.rank, self.variant = row, rank, variant
+        config = row.config
+        sizes = row.sizes
+        self.row = row
+        self.rank = rank
+        self.variant = variant
         layers = layers_of_stages(row)
         count = len(layers)
         mine = placement(sizes.schedule, sizes.pipeline, sizes.virtual).stages_of(rank)
-        self.first, self.last = 0 in mine, count - 1 in mine
+        self.first = 0 in mine
+        self.last = count - 1 in mine
         models = [_stage_model(row, variant, layers[number]) for number in mine]
         stages = [
             PipelineStage(model, number, count, torch.device("cpu"))
@@ -180,19 +192,23 @@ class PipelineTrainer:
         of_rank = stages if sizes.virtual > 1 else stages[0]
         self.schedule = run(of_rank, config.microbatches, mean_loss)
         parameters = [p for model in models for p in model.parameters()]
-        self.optimizer = Optimizer(config, parameters, variant.cast == "masters", divided=False)
+        self.optimizer = Optimizer(
+            config, parameters, masters=variant.cast == "masters", divided=False
+        )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels [B, s] of a step."""
         ids = synthetic_ids(self.row, step)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float | None:
+        """Train a step; return its loss on the rank of the last stage."""
         inputs, labels = batch
         losses: list[Tensor] = []
-        given = (inputs,) if self.first else ()
-        wanted = {"target": labels, "losses": losses} if self.last else {}
+        arguments = [inputs] if self.first else []
+        targets = {"target": labels, "losses": losses} if self.last else {}
         with _step_autocast(self.variant):
-            self.schedule.step(*given, **wanted)
+            self.schedule.step(*arguments, **targets)
         self.optimizer.step()
         return float(torch.stack(losses).double().mean()) if self.last else None
 
@@ -233,7 +249,7 @@ def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
 
 
 def shard(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Shard a whole model over `mesh`: layer by layer, and what is left as one."""
+    """Shard a whole model over `mesh`: layer by layer, and the rest as one unit."""
     policy = MixedPrecisionPolicy()
     if variant.cast == "policy":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -258,21 +274,23 @@ def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | PipelineTrainer:
+    """Return the trainer of a rank."""
     kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
     return kind(row, variant, rank)
 
 
 def connect_alone() -> None:
-    """A group for a process without others, for tools that ask for groups there, too."""
+    """Make a process group of one process, unless there is a group: some tools always need one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
-    """Connect the ranks over gloo, and serve. They find each other by RANK, WORLD_SIZE and the file
-    `store`."""
+    """Connect the ranks over gloo, and serve. RANK and WORLD_SIZE of the environment give a rank
+    its number; the ranks meet in the file `store`."""
     torch.set_num_threads(row.config.run.threads)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     serve(rank)

@@ -1,9 +1,9 @@
-"""Resident memory of a rank in two steps of training, beside the planner's account of it.
+"""Resident memory of a rank in two steps of training in bf16, measured and by the planner.
 
 . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.speed.resident --zero 3
-    [--hidden 640] [--layers 8] [--vocabulary 32000] [--precision bf16] [--lora 8 [--base nf4]]
+    [--hidden 640] [--layers 8] [--vocabulary 32000] [--lora 8 [--base nf4]]
 
-One process measures one setting: what a process had resident once stays in its peak.
+One process measures one setting: a process's peak never falls.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 
 from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
-from ptdmpi.config import Layout, synthetic_config
+from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
@@ -25,53 +25,70 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
 
 MIB = 2**20
-SEQUENCE = 64  # short: state and not activations is looked at
+SEQUENCE = 64  # short: the state is measured, not the activations
 STEPS = 2
+PRECISION = "bf16"
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--zero", type=int, default=0)
     for name, default in (("hidden", 640), ("layers", 8), ("vocabulary", 32000)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--lora", type=int, help="adapters of this rank beside a frozen model")
+    parser.add_argument("--lora", type=int, help="train adapters of this rank; the model is frozen")
     parser.add_argument("--base", default="none", help="its matrices in int8, int4 or nf4")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def configuration(options: argparse.Namespace, layout: Layout) -> Config:
+    """Return the configuration of the model that the options describe."""
+    heads = options.hidden // 80 or 1
+    model = {
+        "kind": "gpt",
+        "layers": options.layers,
+        "hidden": options.hidden,
+        "heads": heads,
+        "seq_length": SEQUENCE,
+    }
+    run = {"run": {"steps": STEPS}, "precision": {"compute": PRECISION}}
+    if options.lora is not None:
+        run |= {"adapt": {"method": "lora", "rank": options.lora}}
+        run |= {"quantize": {"weights": options.base}}
+    return synthetic_config(layout, model, **run)
+
+
+def main() -> None:
+    """Measure the setting of the command line, and print it on rank 0."""
+    options = arguments()
     torch.set_num_threads(1)
     keep_freed(os.environ)
     world = World()
-    layout = Layout(1, 1, world.size, zero=asked.zero)
-    sizes = {"layers": asked.layers, "hidden": asked.hidden, "heads": asked.hidden // 80 or 1}
-    model = {"kind": "gpt", "seq_length": SEQUENCE, **sizes}
-    run = {"run": {"steps": STEPS}, "precision": {"compute": asked.precision}}
-    if asked.lora is not None:
-        run |= {"adapt": {"method": "lora", "rank": asked.lora}}
-        run |= {"quantize": {"weights": asked.base}}
-    config = synthetic_config(layout, model, **run)
-    compute = data_types(asked.precision).compute
+    layout = Layout(1, 1, world.size, zero=options.zero)
+    config = configuration(options, layout)
+    compute = data_types(PRECISION).compute
     some = torch.ones(256, 256, dtype=compute)
-    some @ some  # what libraries take once is theirs
+    some @ some  # libraries allocate their memory now
     axes = world.split(grid_of(config))
     _, start = process_bytes()
-    engine = Engine(config, axes, asked.vocabulary)
+    engine = Engine(config, axes, options.vocabulary)
     give_back()
     _, built = process_bytes()
-    ids = torch.randint(asked.vocabulary, (SEQUENCE + 1, 1))
+    ids = torch.randint(options.vocabulary, (SEQUENCE + 1, 1))
     batch = Batch(ids[:-1], ids[1:], None, torch.tensor([axes["data"].rank]))
     for step in range(STEPS):
         begin_s = time.perf_counter()
         engine.step(step, [batch])
         last_s = time.perf_counter() - begin_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = MemoryModel.of(config, asked.vocabulary, kernels.widens("cpu", compute))
+    memory = MemoryModel.of(config, options.vocabulary, kernels.widens("cpu", compute))
     foreseen = memory.peak(layout, 0, config.microbatches)
     if world.rank == 0:
-        found = ((built - start, foreseen.standing), (peak - start, foreseen.total))
-        texts = (f"{a / MIB:7.0f} {b / MIB:7.0f}" for a, b in found)
         print(
-            f"d={world.size} zero={asked.zero}  MiB of rank 0: built, formula {next(texts)}; "
-            f"peak of a step, formula {next(texts)}; the last step took {last_s:.2f} s",
+            f"d={world.size} zero={options.zero}  MiB of rank 0: built, formula "
+            f"{(built - start) / MIB:7.0f} {foreseen.standing / MIB:7.0f}; "
+            f"peak of a step, formula {(peak - start) / MIB:7.0f} {foreseen.total / MIB:7.0f}; "
+            f"the last step took {last_s:.2f} s",
             flush=True,
         )
 

@@ -1,4 +1,4 @@
-"""Rounds, what disturbs them, and the results file."""
+"""Rounds of a row, their disturbance by other processes, and the file of results."""
 
 import datetime
 import importlib.metadata
@@ -14,14 +14,14 @@ from typing import Any
 from ptdmpi.base.disk import write_whole
 
 FOREIGN_LIMIT = 0.05  # of one core
-# Processors are sold under one name with and without them; without, torch's products are scalar.
+# A processor's name does not tell whether it has them; without them torch's products are scalar.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True)
 class Round:
-    """This project and a peer, measured in one round. `foreign_share`: cores taken by others than
-    the sides while any side of the round ran, the greatest."""
+    """This project and a peer, measured in one round. `foreign_share` is the greatest number of
+    cores that other processes took while a side of the round ran."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -29,31 +29,34 @@ class Round:
 
     @property
     def ratio(self) -> float:
+        """This project's tokens per second over the peer's."""
         return self.tokens_per_s / self.peer_tokens_per_s
 
     @property
     def disturbed(self) -> bool:
+        """True if other processes took more than FOREIGN_LIMIT cores."""
         return self.foreign_share > FOREIGN_LIMIT
 
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """Seconds of a step's bare linear GEMMs, and of these and its attention, on one rank. The
-    fastest of the ways that are known here, and the least of several measurements: no step can
-    take less."""
+    """Seconds of a step's bare linear GEMMs, and of these and its attention, on one rank. They are
+    of the fastest kernels known here, and the least of several measurements: no step takes less."""
 
     gemm_s: float
     both_s: float
 
     def least(self, other: "LeastTimes") -> "LeastTimes":
+        """Return the lesser of each."""
         return LeastTimes(min(self.gemm_s, other.gemm_s), min(self.both_s, other.both_s))
 
 
 def busy_cpu_s(stat: str | None = None) -> float:
-    """CPU time that processes of this machine have used since boot, from the text of /proc/stat.
+    """Return the CPU time that processes of this machine have used since boot, from the text of
+    /proc/stat.
 
-    Stolen time counts, for another guest has used it. Interrupts belong to no process, and those of
-    the loopback network are our own: they do not count.
+    Stolen time counts, for another guest used it. Interrupts do not: they belong to no process, and
+    those of the loopback network are our own.
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])
@@ -61,23 +64,25 @@ def busy_cpu_s(stat: str | None = None) -> float:
 
 
 def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
-    """Cores used by others, from three differences; not below 0 (ticks are coarse)."""
+    """Return the cores used by other processes during `wall_s` seconds, at least 0 (ticks are
+    coarse)."""
     return max(0.0, (busy_s - own_s) / wall_s)
 
 
 def enough(rounds: Sequence[Round], wanted: int) -> bool:
-    """Whether to stop: `wanted` quiet rounds, or twice as many as that in all."""
+    """Return True after `wanted` undisturbed rounds, or twice as many in all."""
     return sum(not r.disturbed for r in rounds) >= wanted or len(rounds) >= 2 * wanted
 
 
 def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
-    """The `wanted` least disturbed rounds: the quiet ones, where there were enough of them."""
+    """Return the `wanted` least disturbed rounds."""
     return sorted(rounds, key=lambda r: r.foreign_share)[:wanted]
 
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """One way of a peer on a small batch. A way given up is not `finished`: at most this speed."""
+    """A trial of a peer's way on a small batch. A way that was given up is not `finished`: its rate
+    is an upper bound."""
 
     tokens_per_s: float
     finished: bool
@@ -85,19 +90,19 @@ class PeerTrial:
 
 @dataclass(frozen=True)
 class Constants:
-    """What does not change from round to round: per side, the greatest over its ranks."""
+    """What does not change from round to round: for each side, the greatest over its ranks."""
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: it did not finish
     limits: LeastTimes  # the least of all rounds
-    losses: list[float]  # of all steps, those before the first round included
+    losses: list[float]  # of all steps, with those before the first round
     peer_losses: list[float]
-    peer_trials: dict[str, PeerTrial]  # by the name of each way that was tried
+    peer_trials: dict[str, PeerTrial]  # by the name of the way
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the results file."""
+    """A row of the file of results."""
 
     layout: str
     precision: str
@@ -112,16 +117,16 @@ class Result:
     peer_peak_memory_bytes: int | None
     gemm_share: float
     limit_share: float  # GEMMs and attention, over our step
-    counted: int  # so many of the rounds, the least disturbed ones, are what the figures are of
+    counted: int  # rounds, the least disturbed ones, that the figures are of
     rounds: list[dict[str, float]]
     disturbed: int  # of all rounds
     counted_disturbed: int
     losses: list[float]
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]
-    peer_finished: bool  # if not, peer_tokens_per_s is at most that, and the ratios at least those
+    peer_finished: bool  # if not, peer_tokens_per_s is an upper bound, and ratios are lower bounds
     measured: str
-    scalar: bool  # a peer's products of this type are scalar code here: it is no rival
+    scalar: bool  # the peer's products of this type are scalar code here: it is no rival
 
 
 def summarise(
@@ -129,9 +134,11 @@ def summarise(
     rounds: Sequence[Round],
     wanted: int,
     sample: Constants,
+    *,
     tokens: int,
 ) -> Result:
-    """`names` are layout, precision, tool and its way; `tokens` those of one step."""
+    """Return the result of a row's rounds. `names` are layout, precision, tool and its way;
+    `tokens` are those of one step."""
     used = counted(rounds, wanted)
     ratios = [r.ratio for r in used]
     rate = statistics.median(r.tokens_per_s for r in used)
@@ -162,7 +169,7 @@ def summarise(
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers hold for."""
+    """Return a description of this machine and its software."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     facts = {key.strip(): value.strip() for key, value in pairs}
@@ -180,10 +187,10 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str, str]]) -> None:
-    """Put `results` into the file, whole or not at all.
+    """Put `results` into the file, atomically.
 
-    Rows of it that were not measured again stay, if they come from the same machine. `order` lists
-    the (layout, precision, tool) of all rows.
+    Its rows that were not measured again remain, if they were measured on the same machine. `order`
+    lists the (layout, precision, tool) of all rows.
     """
     here = machine()
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -200,7 +207,7 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
 
 
 def table(results: Sequence[Result]) -> str:
-    """What a person reads."""
+    """Return the results as text."""
     units = f"instructions of this processor for bf16: {machine()['bf16']}"
     head = (
         f"{'layout':12} {'type':5} {'tokens/s':>9} {'peer':>9} {'ratio':>6} {'min':>6} {'max':>6} "

@@ -23,24 +23,24 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
-POLL_S = 0.5  # an answer ends a wait at once; this is for what has ended without one
+POLL_S = 0.5  # between two looks for processes that have ended without an answer
 
 
 class SideFailed(Exception):
-    """A side ended or hung; the message holds what it wrote."""
+    """A side ended or hung; the message has what it wrote."""
 
 
 class SideTooSlow(SideFailed):
-    """A side has not answered within its limit and was ended."""
+    """A side did not answer within its limit and was ended."""
 
 
 class TimeIsOver(Exception):
-    """So is all that the benchmark has; whoever was waited for was ended."""
+    """The benchmark's time ran out; the side that was waited for was ended."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """What a side did in one command."""
+    """The steps that a side trained in one command; `foreign_share` is in cores."""
 
     time_s: float  # from the first rank's start to the last rank's end
     losses: list[float]
@@ -49,15 +49,17 @@ class TimedSteps:
 
 
 class Side:
-    """All ranks of one side of a row, started on entering and ended on leaving.
+    """A context with all ranks of one side of a row.
 
-    `variant` None is this project, under mpirun; otherwise its tool, one process per rank. All get
-    the environment of jobs/mpi-env.sh, and sleep while they have no command. Behind `end_s` (of
-    time.monotonic) nobody is waited for: TimeIsOver.
+    A `variant` of None is this project, started by mpirun; otherwise its tool is started as one
+    process per rank. All have the environment of jobs/mpi-env.sh, and sleep while they have no
+    command. After `end_s` (of time.monotonic) waiting raises TimeIsOver.
     """
 
     def __init__(self, row: Row, variant: Variant | None, end_s: float = math.inf) -> None:
-        self.row, self.variant, self.end_s = row, variant, end_s
+        self.row = row
+        self.variant = variant
+        self.end_s = end_s
         self.name = "ptdmpi" if variant is None else variant.tool
         self.ranks = row.sizes.ranks
         self.steps_done = 0
@@ -98,7 +100,7 @@ class Side:
             self.processes.append(start([sys.executable, *worker], self.log, extra=extra))
 
     def _greet(self, place: Path) -> None:
-        """Accept every rank, tell it its job, and wait until its model stands."""
+        """Accept every rank, send it its job, and wait until its model is built."""
         job = {
             "row": self.row.to_json(),
             "variant": asdict(self.variant or Variant()),
@@ -122,20 +124,22 @@ class Side:
         self.streams = {ready[rank]: self.streams[ready[rank]] for rank in range(self.ranks)}
 
     def ask(self, limit_s: float = ANSWER_LIMIT_S, **command: Any) -> list[dict[str, Any]]:
-        """Give all ranks a command; their replies in order of ranks. Raises SideFailed, of which
-        SideTooSlow after `limit_s`."""
+        """Send all ranks a command, and return their replies in the order of ranks. Raises
+        SideFailed; after `limit_s` seconds SideTooSlow."""
         for stream in self.streams:
             self._say(stream, command)
         end_s = time.monotonic() + limit_s
         return [self._hear(stream, end_s) for stream in self.streams]
 
     def train(self, count: int, limit_s: float = ANSWER_LIMIT_S) -> TimedSteps:
-        """The next `count` steps. Raises SideTooSlow after `limit_s`."""
-        clock, busy = time.perf_counter(), busy_cpu_s()
-        own = family_cpu_s()
+        """Train the next `count` steps. Raises as `ask` does."""
+        begin_s = time.perf_counter()
+        busy_before = busy_cpu_s()
+        own_before = family_cpu_s()
         replies = self.ask(limit_s, steps=count, first=self.steps_done)
-        wall_s, busy_s = time.perf_counter() - clock, busy_cpu_s() - busy
-        own_s = family_cpu_s() - own
+        wall_s = time.perf_counter() - begin_s
+        busy_s = busy_cpu_s() - busy_before
+        own_s = family_cpu_s() - own_before
         self.steps_done += count
         known = [reply["losses"] for reply in replies if None not in reply["losses"]]
         return TimedSteps(
@@ -146,9 +150,9 @@ class Side:
         )
 
     def limits(self) -> LeastTimes:
-        """What the rank that has most of it cannot do without in one step, as of now."""
-        told = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
-        return LeastTimes(max(each.gemm_s for each in told), max(each.both_s for each in told))
+        """Measure the least times of a step, and return those of the rank with most work."""
+        times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
+        return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 
     def _say(self, stream: TextIO, message: dict[str, Any]) -> None:
         try:
@@ -158,8 +162,8 @@ class Side:
             raise SideFailed(self._story(f"is gone ({error})")) from error
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
-        """A rank's answer. It is not waited for behind `end_s` (of time.monotonic), nor where
-        another rank has ended, on which this one may wait forever."""
+        """Return a rank's answer. Raises SideTooSlow after `end_s` (of time.monotonic), and
+        SideFailed when any rank has ended, for which this one may wait forever."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:
@@ -203,15 +207,15 @@ class Side:
 
 
 def family_cpu_s() -> float:
-    """CPU time of this process and of all that it has started: of the sides that wait too, for
-    gloo's threads wake a hundred times a second in them."""
+    """Return the CPU time of this process and of all its descendants. They include the sides that
+    wait, for gloo's threads wake a hundred times a second in them."""
     me = psutil.Process()
-    times = (each.cpu_times() for each in (me, *me.children(recursive=True)))
-    return sum(each.user + each.system for each in times)
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(process.user + process.system for process in times)
 
 
 def _wait(process: subprocess.Popen) -> None:
-    """Until it has ended by itself, by request, or by force."""
+    """Wait until it has ended by itself, by request, or by force."""
     for end in (lambda: None, process.terminate, process.kill):
         end()
         try:

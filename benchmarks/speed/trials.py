@@ -1,4 +1,4 @@
-"""Which way of another tool is its fastest for a row: found by short trials."""
+"""The fastest way of another tool to train a row, chosen by short trials."""
 
 import math
 import time
@@ -11,17 +11,17 @@ from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 
 WARM_STEPS = 1
 TRIAL_MICROBATCHES = 2  # per data rank
-GIVE_UP = 2.0  # a way is given up at so many times the time of its tool's fastest,
-GIVE_UP_OURS = 3.0  # or of ours,
-FIRST_STEP_S = 5.0  # and what a first step may take longer
+GIVE_UP = 2.0  # a way is given up at so many times the time of its tool's fastest way,
+GIVE_UP_OURS = 3.0  # or at so many times our time,
+FIRST_STEP_S = 5.0  # plus what a first step may take longer
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Who is measured beside this project in a row, and its fastest way.
+    """A trainer that is measured against this project in a row, and its fastest way.
 
-    `variant` None is this project with `row`'s layout; `at_most` tokens/s are set where no way
-    finished, and nothing is measured.
+    A `variant` of None is this project with the layout of `row`. Where no way finished, `at_most`
+    is the bound of its tokens per second, and nothing is measured.
     """
 
     tool: str
@@ -35,10 +35,10 @@ class Rival:
 def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
-    """Those of `tools` that do the row, and what became of others that could, a line each: `absent`
-    are not installed, and who fails is left out.
+    """Return those of `tools` that train the row, and a line for each that could but is left out:
+    those that are not installed, with their reasons in `absent`, and those that fail.
     """
-    found: list[Rival] = []
+    against: list[Rival] = []
     without: list[str] = []
     rate: float | None = None
     for tool, way in row.peers.items():
@@ -46,7 +46,7 @@ def rivals(
             continue
         if tool == "ptdmpi":
             theirs = row.alone if way == ALONE else replace(row, layout=way)
-            found.append(Rival(tool, f"ptdmpi {way}", theirs, None))
+            against.append(Rival(tool, f"ptdmpi {way}", theirs, None))
             continue
         if tool in absent:
             without.append(f"{way}: not available ({absent[tool]})")
@@ -54,17 +54,17 @@ def rivals(
         if rate is None:
             rate = own_rate(row, trials.end_s) if row.precision == "bf16" else 0.0
         try:
-            found.append(trials.rival(row, tool, rate))
+            against.append(trials.rival(row, tool, rate))
         except SideFailed as failure:
             without.append(f"{way}: {failure}")
-    return found, without
+    return against, without
 
 
 class Trials:
-    """Finds a tool's fastest way for each row. A cast that was hopeless once is not tried again.
+    """The trials of all rows. A cast that was given up in one row is not tried in others.
 
-    Behind `until_s` (of time.monotonic; a row's caller sets it) no trial begins: the way is the
-    fastest so far, or the first, and `untried` counts the others. `end_s` ends all waiting.
+    After `until_s` (of time.monotonic; set for each row) no trial begins: the fastest way so far is
+    taken, or the first one, and `untried` counts the others. `end_s` ends all waiting.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:
@@ -73,7 +73,7 @@ class Trials:
         self.untried = 0
 
     def rival(self, row: Row, tool: str, tokens_per_s: float) -> Rival:
-        """The tool with its fastest way; `tokens_per_s` is our own rate in the trials."""
+        """Return the tool with its fastest way; `tokens_per_s` is our own rate in the trials."""
         best, tried = self.fastest(row, tool, tokens_per_s)
         name = row.peers[tool]
         if best is None:
@@ -86,10 +86,11 @@ class Trials:
     def fastest(
         self, row: Row, tool: str, tokens_per_s: float = 0.0
     ) -> tuple[Variant | None, dict[str, PeerTrial]]:
-        """The fastest way, decision by decision, and all trials by the names of their ways.
+        """Return the fastest way, chosen decision by decision, and all trials by the names of their
+        ways.
 
-        With our own `tokens_per_s`, ways much slower than it are given up too: None, where no way
-        is left (bf16 on a CPU without bf16 instructions).
+        With our own `tokens_per_s`, ways that are much slower than it are given up, too. The way is
+        None if none is left (bf16 on a CPU without bf16 instructions).
         """
         decisions = choices(row, tool)
         best = Variant(tool)
@@ -98,36 +99,37 @@ class Trials:
         tried: dict[Variant, PeerTrial] = {}
         for alternatives in decisions:
             if len(alternatives) == 1 and tokens_per_s == 0.0:
-                continue  # nothing to choose, and no way that could be hopeless
-            for change in alternatives:
-                way = replace(best, **change)
-                # where all casts are hopeless, one is tried all the same: it gives the bound
-                hopeless = (tool, way.cast) in self.hopeless and change is not alternatives[-1]
-                if way in tried or hopeless:
-                    continue
-                if time.monotonic() > self.until_s:
-                    self.untried += 1
-                    continue
-                rates = [trial.tokens_per_s for trial in tried.values() if trial.finished]
-                at_least = max(max(rates, default=0.0) / GIVE_UP, tokens_per_s / GIVE_UP_OURS)
-                tried[way] = attempt(short(row), way, at_least, self.end_s)
-                if "cast" in change and not tried[way].finished:
+                continue  # there is nothing to choose or to give up
+            ways = [replace(best, **change) for change in alternatives]
+            for way in ways:
+                # where all casts were given up, the last is tried all the same: it gives the bound
+                hopeless = (tool, way.cast) in self.hopeless and way is not ways[-1]
+                if way not in tried and not hopeless:
+                    self._try(row, way, tried, tokens_per_s)
+                if "cast" in alternatives[0] and way in tried and not tried[way].finished:
                     self.hopeless.add((tool, way.cast))
-            ways = [way for change in alternatives if (way := replace(best, **change)) in tried]
-            if not ways:
-                continue  # for want of time
-            best = max(
-                (way for way in ways if tried[way].finished),
-                key=lambda way: tried[way].tokens_per_s,
-                default=None,
-            )
+            if not any(way in tried for way in ways):
+                continue  # there was no time
+            finished = [way for way in ways if way in tried and tried[way].finished]
+            best = max(finished, key=lambda way: tried[way].tokens_per_s, default=None)
             if best is None:
                 break
         return best, {way.name: trial for way, trial in tried.items()}
 
+    def _try(
+        self, row: Row, way: Variant, tried: dict[Variant, PeerTrial], tokens_per_s: float
+    ) -> None:
+        """Add a trial of a way to `tried`, if there is time for it."""
+        if time.monotonic() > self.until_s:
+            self.untried += 1
+            return
+        rates = [trial.tokens_per_s for trial in tried.values() if trial.finished]
+        at_least = max(max(rates, default=0.0) / GIVE_UP, tokens_per_s / GIVE_UP_OURS)
+        tried[way] = attempt(short(row), way, at_least, self.end_s)
+
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure one way, or give it up where it does not do `at_least` so many tokens/s."""
+    """Measure a way, or give it up if it does not reach `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:
@@ -137,7 +139,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # not slower than others, but stuck
+            if at_least == 0.0:  # it is not slow, but hangs
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "
@@ -147,13 +149,13 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
 
 
 def short(row: Row) -> Row:
-    """The row with a smaller batch, for trials."""
+    """Return the row with a smaller batch, for trials."""
     global_size = TRIAL_MICROBATCHES * row.case.micro_size * row.sizes.data
     return replace(row, case=replace(row.case, global_size=global_size))
 
 
 def own_rate(row: Row, end_s: float = math.inf) -> float:
-    """Our tokens per second on the small batch of the trials."""
+    """Return our tokens per second on the small batch of the trials."""
     with Side(short(row), None, end_s) as ours:
         ours.train(WARM_STEPS)
         return short(row).case.tokens / ours.train(1).time_s

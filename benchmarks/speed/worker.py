@@ -1,9 +1,9 @@
-"""One rank of one side: sets its model up, then trains steps on command.
+"""One rank of one side: builds its model, then trains steps on command.
 
     python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 
-Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read
-of it; a barrier of MPI or gloo would keep a core busy that the other side is measured on.
+Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps while it
+reads; a barrier of MPI or gloo would keep a core busy on which another side is measured.
 """
 
 import json
@@ -20,29 +20,27 @@ from ptdmpi.comm import launch
 
 
 class Trainer(Protocol):
-    """One rank of a side. A side that fails raises, and its ranks end together."""
+    """One rank of a side. If it raises, all ranks of the side end."""
 
     rank: int
 
     def batch(self, step: int) -> Any:
-        """This rank's data of a step, made before the clock starts."""
+        """Return this rank's data of a step, made before the clock starts."""
 
     def step(self, step: int, batch: Any) -> float | None:
-        """Train one step; its mean loss in nats, None on a rank that does not know it."""
+        """Train one step and return its mean loss in nats; None on a rank that does not know it."""
 
 
 def serve(
     stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
 ) -> None:
-    """Do what the commands say until there are no more. `limits_s` measures what this rank's step
-    cannot do without, linear GEMMs and attention, alone; one side's are enough."""
+    """Execute commands until there are no more. `limits_s` measures the least times of this rank's
+    step (`rounds.LeastTimes`); it is needed on one side only."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
             case {"steps": count, "first": first}:
                 _say(stream, _train(trainer, range(first, first + count)))
-            case {"profile": step}:
-                _say(stream, {"table": _profile(trainer, step)})
             case {"limits": _} if limits_s is not None:
                 _say(stream, {"limits_s": limits_s()})
 
@@ -60,20 +58,6 @@ def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
     }
 
 
-def _profile(trainer: Trainer, step: int) -> str:
-    from torch.profiler import ProfilerActivity, profile
-
-    batch = trainer.batch(step)
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        trainer.step(step, batch)
-    averages = recorded.key_averages(group_by_input_shape=True)
-    by_name = recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
-    by_shape = averages.table(
-        sort_by="self_cpu_time_total", row_limit=40, max_shapes_column_width=90
-    )
-    return f"by operator\n{by_name}\nby operator and shapes\n{by_shape}\n"
-
-
 def _say(stream: TextIO, message: dict[str, Any]) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()
@@ -85,7 +69,7 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
-    """What sets one rank of `tool` up. Only that tool is imported: the others may not be there."""
+    """Return what builds one rank of `tool`. Only that tool is imported: others may be missing."""
     if tool == "deepspeed":
         from benchmarks.speed.others import deep_speed
 
@@ -111,12 +95,14 @@ def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
 
 
 def main() -> None:
+    """Serve the side that the command line names."""
     side, address = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         stream = connection.makefile("rw")
         job = json.loads(stream.readline())
-        row, variant = Row.from_json(job["row"]), Variant(**job["variant"])
+        row = Row.from_json(job["row"])
+        variant = Variant(**job["variant"])
         launch.prepare()
         if side == "ptdmpi":
             from benchmarks.speed import ours

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.marks import replaced
 from benchmarks.network.case import PTD_P, ZERO_3, Compared
 from benchmarks.network.nodes import NodeLink, Nodes, NoNodes
-from benchmarks.network.page import draw_measured, measured_lines, replaced
+from benchmarks.network.page import draw_measured, measured_lines
 from benchmarks.network.ptd_zero3 import check_sent, measure
 from benchmarks.network.switch import HEADER, Port, Switch
 from tests.parallel import ROOT
@@ -140,7 +141,7 @@ def test_nodes_end_with_the_program_that_made_them():
 def test_the_page_gets_its_lines_between_the_marks():
     page = "a\n<!-- one -->\nold\n<!-- end of one -->\nb\n"
     once = replaced(page, "one", iter(["new"]))
-    assert once == "a\n<!-- one -->\n\nnew\n\n<!-- end of one -->\nb\n"
+    assert once == "a\n<!-- one -->\nnew\n<!-- end of one -->\nb\n"
     assert replaced(once, "one", iter(["new"])) == once
     with pytest.raises(ValueError, match="no place for two"):
         replaced(page, "two", iter([]))

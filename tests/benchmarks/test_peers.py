@@ -50,7 +50,7 @@ def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same()
 def test_an_unknown_peer_is_refused_with_who_is_known():
     assert select_tools(None) == list(TOOLS)
     assert select_tools("deepspeed torch") == ["deepspeed", "torch"]
-    with pytest.raises(InputError, match=r"--peers horovod: nobody known; legal are torch, .*"):
+    with pytest.raises(InputError, match=r"--peers horovod: no such trainer; legal are torch, .*"):
         select_tools("torch horovod")
 
 
@@ -163,8 +163,8 @@ def ratios(results):
 
 
 def test_a_round_of_all_sides_gives_each_peer_its_result(contest):
-    contest.run(3, 1, math.inf)
-    results = contest.results(3, 1)
+    contest.run(3, math.inf)
+    results = contest.results(3)
     assert ratios(results) == [("torch", 4.0), ("deepspeed", 2.0), ("ptdmpi", 1.0)]
     assert Turns.rows == ["d=2,zero=1"] * 3 + ["d=2"]
     assert {len(each.rounds) for each in results} == {3}
@@ -172,26 +172,26 @@ def test_a_round_of_all_sides_gives_each_peer_its_result(contest):
 
 
 def test_a_row_whose_time_is_over_has_one_round_all_the_same(contest):
-    contest.run(3, 1, 0.0)
-    assert {len(each.rounds) for each in contest.results(3, 1)} == {1}
+    contest.run(3, 0.0)
+    assert {len(each.rounds) for each in contest.results(3)} == {1}
 
 
 @pytest.mark.parametrize("how", ["fails", "strange"])
 def test_who_fails_or_computes_something_else_is_out(monkeypatch, contest, how):
     monkeypatch.setattr(Turns, how, "torch")
-    contest.run(3, 1, math.inf)
-    assert ratios(contest.results(3, 1)) == [("deepspeed", 2.0), ("ptdmpi", 1.0)]
+    contest.run(3, math.inf)
+    assert ratios(contest.results(3)) == [("deepspeed", 2.0), ("ptdmpi", 1.0)]
     assert len(contest.out) == 1
     assert contest.out[0].startswith("d2zero1-fp32, torch: out: ")
 
 
 def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest):
     monkeypatch.setattr(Turns, "ends", 3)  # the first warms up
-    contest.run(5, 1, math.inf)
-    assert {len(each.rounds) for each in contest.results(5, 1)} == {2}
+    contest.run(5, math.inf)
+    assert {len(each.rounds) for each in contest.results(5)} == {2}
     monkeypatch.setattr(Turns, "ends", 1)
     with pytest.raises(TimeIsOver):
-        bench.Contest(contest.row, contest.against, 0.0).run(5, 1, math.inf)
+        bench.Contest(contest.row, contest.against, 0.0).run(5, math.inf)
 
 
 @pytest.mark.long

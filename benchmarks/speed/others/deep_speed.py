@@ -1,4 +1,4 @@
-"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, around plain torch's GPT, weights, batches
+"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, with plain torch's GPT, weights, batches
 and optimizer."""
 
 import os
@@ -13,29 +13,33 @@ from benchmarks.speed.plain_torch import adam_settings, groups, layers_of_stages
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTrainer":
+    """Return the trainer of a rank."""
     kind = StageTrainer if row.sizes.pipeline > 1 else ZeroTrainer
     return kind(row, variant, rank)
 
 
 class ZeroTrainer:
-    """One rank of a DeepSpeed engine; what is not set has DeepSpeed's default.
+    """One rank of a DeepSpeed engine with DeepSpeed's defaults.
 
-    Its step sums, divides and updates behind the last microbatch. Gradients add up in the type of
-    the weights: in bf16, where those are bf16 (`masters`).
+    It reduces gradients and updates after the last microbatch. Gradients add up in the type of the
+    weights: in bf16 with the cast "masters".
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
-        self.row, self.rank = row, rank
+        self.row = row
+        self.rank = rank
         deepspeed = _imported(rank)
         config = row.config
         model = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
-        # without any sharding it would be DistributedDataParallel, which plain torch has here
+        # stage 0 would be DistributedDataParallel, with which plain torch is measured
         self.engine = _engine(deepspeed, row, variant, model, zero=max(1, row.sizes.zero))
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's microbatches of a step."""
         return microbatches(self.row, self.rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        """Train a step and return its loss."""
         losses = []
         for inputs, labels in batch:
             loss = mean_loss(self.engine(inputs), labels)
@@ -47,14 +51,15 @@ class ZeroTrainer:
 
 class StageTrainer:
     """One rank of DeepSpeed's PipelineModule and its 1F1B, cut at the same layers as this project.
-    Beside bf16 weights its gradients add up in float32, and so do its masters."""
+    With bf16 weights its gradients add up in float32, and its masters are float32."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
-        self.row, self.rank = row, rank
+        self.row = row
+        self.rank = rank
         deepspeed = _imported(rank)
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        # a stage as one of its layers: only a rank's own is built
+        # a stage is one of its layers: a rank builds only its own
         stages = [
             LayerSpec(Gpt, row.config, layers, row.case.vocab_size, False)
             for layers in layers_of_stages(row)
@@ -65,13 +70,15 @@ class StageTrainer:
         self.engine = _engine(deepspeed, row, variant, model, zero=0)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the microbatches of a step."""
         return microbatches(self.row, 0, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        """Train a step and return its loss."""
         return float(self.engine.train_batch(data_iter=iter(batch)))
 
 
-def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, zero: int) -> Any:
+def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, *, zero: int) -> Any:
     config = row.config
     parameters = list(model.parameters())
     adam = torch.optim.AdamW(groups(config, parameters), **adam_settings(config), fused=True)
@@ -82,7 +89,7 @@ def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, zero: 
 
 
 def _imported(rank: int) -> Any:
-    """The module. It asks the environment which device there is, and which one is its own."""
+    """Return the module. It reads the kind of device and the rank's own from the environment."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 
@@ -91,7 +98,7 @@ def _imported(rank: int) -> Any:
 
 
 def _settings(row: Row, variant: Variant, zero: int) -> dict[str, Any]:
-    case, config = row.case, row.config
+    case = row.case
     casts: dict[str, dict[str, Any]] = {
         "fp32": {},
         "masters": {"bf16": {"enabled": True}},
@@ -100,12 +107,12 @@ def _settings(row: Row, variant: Variant, zero: int) -> dict[str, Any]:
     return {
         "train_batch_size": case.global_size,
         "train_micro_batch_size_per_gpu": case.micro_size,
-        "gradient_accumulation_steps": config.microbatches,
+        "gradient_accumulation_steps": row.config.microbatches,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW, as all sides have it
+        # torch's fused AdamW, as on all sides
         "zero_force_ds_cpu_optimizer": False,
         **casts[variant.cast],
     }

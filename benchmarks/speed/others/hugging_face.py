@@ -1,5 +1,5 @@
-"""transformers' GPT-2 in one process, as its user trains it: the model, autograd, and torch's fused
-AdamW, from plain torch's weights."""
+"""GPT-2 of transformers in one process, as its user trains it: the model, autograd, and torch's
+fused AdamW, beginning with plain torch's weights."""
 
 import contextlib
 
@@ -16,21 +16,25 @@ from ptdmpi.inference.stored import declarations
 
 
 class TransformersTrainer:
-    """One process: microbatches in a loop, scaled dot product attention, no cache."""
+    """The one rank: microbatches in a loop, scaled dot product attention, no cache."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
-        self.row, self.rank, self.variant = row, rank, variant
+        self.row = row
+        self.rank = rank
+        self.variant = variant
         self.model = _model(row.config, row.case.vocab_size)
         if variant.cast == "masters":
             self.model.bfloat16()
         parameters = list(self.model.parameters())
         masters = variant.cast == "masters"
-        self.optimizer = Optimizer(row.config, parameters, masters, divided=False)
+        self.optimizer = Optimizer(row.config, parameters, masters=masters, divided=False)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the microbatches of a step."""
         return microbatches(self.row, 0, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
+        """Train a step and return its loss."""
         losses = []
         for inputs, labels in batch:
             with self._autocast():
@@ -48,21 +52,21 @@ class TransformersTrainer:
 
 
 def _model(config: Config, vocab_size: int) -> nn.Module:
-    """As `ptdmpi convert to-hf` would write it, of plain torch's weights."""
+    """Return the model that `ptdmpi convert to-hf` would write of plain torch's weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = config.model
     family = family_for(sizes)
-    said = {"use_cache": False, "attn_implementation": "sdpa"}
-    said |= {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**family.config(sizes, vocab_size), **said))
+    settings = {"use_cache": False, "attn_implementation": "sdpa"}
+    settings |= {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(**family.config(sizes, vocab_size), **settings))
     weights = Gpt(config, range(sizes.layers), vocab_size, autocast=False).state_dict()
     renamed = {}
-    for one in counterparts(family, declarations(config, vocab_size)):
-        value = weights[one.ours]
-        if ".qkv." in one.ours:  # from q, k, v of each head to all q, all k, all v
+    for pair in counterparts(family, declarations(config, vocab_size)):
+        value = weights[pair.ours]
+        if ".qkv." in pair.ours:  # from q, k, v of each head to all q, all k, all v
             heads = (sizes.heads, 3, sizes.head_size)
             value = value.unflatten(0, heads).transpose(0, 1).flatten(0, 2)
-        renamed[family.full(one.theirs)] = value.t() if one.transposed else value
+        renamed[family.full(pair.theirs)] = value.t() if pair.transposed else value
     model.load_state_dict(renamed)
     return model.train()

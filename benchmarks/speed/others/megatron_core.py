@@ -1,9 +1,9 @@
 """Megatron-Core on CPU over gloo: its own layers, schedules, gradient buffers and reductions, with
-plain torch's GPT for initial weights, and torch's fused AdamW.
+the initial weights of plain torch's GPT, and torch's fused AdamW.
 
-It asks for a CUDA device in many places and says so in few. What it calls of one is stood in for
-here, which is all that it takes: what its ranks then do is what they do elsewhere, without its CUDA
-kernels (Apex, Transformer Engine), for which it has ways in plain torch.
+It calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is needed. Its
+ranks then compute as elsewhere, with its implementations in plain torch instead of its CUDA kernels
+(Apex, Transformer Engine).
 """
 
 import functools
@@ -25,7 +25,7 @@ from benchmarks.speed.plain_torch import (
     microbatches,
 )
 
-# This project's names of a layer's parts, beside Megatron-Core's.
+# This project's name of each part of Megatron-Core: in a layer, and outside.
 PARTS = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
@@ -43,7 +43,7 @@ ENDS = {
 
 
 class _Nothing:
-    """A stream, an event or a guard of a device that is not there."""
+    """A stream, an event or a guard of a device that does not exist: every method does nothing."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         pass
@@ -63,8 +63,8 @@ def _ignored(*arguments: Any, **settings: Any) -> None:
 
 
 def stand_in() -> None:
-    """Have the CPU answer where a CUDA device is asked for, in this process from now on."""
-    # its small fused functions are compiled otherwise, and no compiler is asked for here
+    """Replace torch's functions of a CUDA device in this process by such of the CPU."""
+    # else its small fused functions would be compiled, and there may be no compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cuda: Any = torch.cuda
     for name in ("Stream", "Event", "stream"):
@@ -75,7 +75,7 @@ def stand_in() -> None:
         setattr(cuda, name, _ignored)
     cuda.current_device = lambda: "cpu"
     cuda.device_count = lambda: 1
-    # nothing is drawn at random in a step, so that no state need be kept
+    # a step draws nothing at random, so that no state is needed
     cuda.get_rng_state = lambda *device: torch.empty(0, dtype=torch.uint8)
     for name in ("zeros", "empty", "ones", "tensor", "full"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -92,8 +92,8 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class MegatronTrainer:
-    """One rank of Megatron-Core: bf16 weights (or fp32) whose gradients add up in float32 buffers,
-    reduced there, behind the last microbatch."""
+    """One rank of Megatron-Core: weights in bf16 or fp32, whose gradients add up in float32 buffers
+    and are reduced there after the last microbatch."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         stand_in()
@@ -101,7 +101,8 @@ class MegatronTrainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel import random
 
-        self.row, self.rank = row, rank
+        self.row = row
+        self.rank = rank
         sizes = row.sizes
         connect_alone()
         random._set_cuda_rng_state = random._get_cuda_rng_state = _ignored
@@ -116,24 +117,29 @@ class MegatronTrainer:
         self.config = _transformer_config(row, variant)
         self.chunks = _chunks(row, self.config)
         self.forward_backward = get_forward_backward_func()
-        parameters = [each for chunk in self.chunks for each in chunk.parameters()]
-        self.weights = parameters
-        self.masters = [nn.Parameter(each.detach().float()) for each in parameters]
+        self.weights = [weight for chunk in self.chunks for weight in chunk.parameters()]
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
         settings = {**adam_settings(row.config), "fused": True}
         self.adam = torch.optim.AdamW(groups(row.config, self.masters), **settings)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's microbatches of a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
+        """Train a step; return its loss on a rank of the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        case, one = self.row.case, len(self.chunks) == 1
-        data: list[Iterator[Any]] = [iter(batch) for _ in self.chunks]
+        case = self.row.case
+        model: Any = self.chunks
+        data: Any = [iter(batch) for _ in self.chunks]
+        if len(self.chunks) == 1:
+            (model,) = model
+            (data,) = data
         losses = self.forward_backward(
             forward_step_func=_forward_step,
-            data_iterator=data[0] if one else data,
-            model=self.chunks[0] if one else self.chunks,
+            data_iterator=data,
+            model=model,
             num_microbatches=len(batch),
             seq_length=case.seq_length,
             micro_batch_size=case.micro_size,
@@ -142,7 +148,7 @@ class MegatronTrainer:
         self._update()
         if not self.last:
             return None
-        return float(torch.stack([each["loss"] for each in losses]).double().mean())
+        return float(torch.stack([result["loss"] for result in losses]).double().mean())
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -154,7 +160,8 @@ class MegatronTrainer:
 
 
 def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """What its schedules call for each microbatch."""
+    """Return the model's output for the next microbatch and the function of its loss, as the
+    schedules of Megatron-Core require."""
     inputs, labels = next(data)
     length = inputs.shape[1]
     positions = torch.arange(length)[None].expand(len(inputs), -1)
@@ -162,15 +169,15 @@ def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callab
 
     def loss(of_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = of_tokens.float().mean()
-        # a copy, for the schedule divides the first in place
+        # a copy, for the schedule divides the first value in place
         return mean, {"loss": mean.detach().clone()}
 
     return model(inputs, positions, hidden, labels=labels), loss
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """Its pipeline layout: what each stage has, cut at the same layers as this project's."""
-    stages = [["decoder"] * len(each) for each in layers_of_stages(row)]
+    """Return its pipeline layout: the parts of each stage, cut at the same layers as ours."""
+    stages = [["decoder"] * len(layers) for layers in layers_of_stages(row)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
@@ -178,7 +185,8 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
 
-    model, sizes = row.config.model, row.sizes
+    model = row.config.model
+    sizes = row.sizes
     dtype = torch.bfloat16 if variant.cast == "masters" else torch.float32
     return TransformerConfig(
         num_layers=model.layers,
@@ -197,7 +205,7 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
-        # what is fused is fused by its CUDA kernels, or by a compiler
+        # its fused functions are CUDA kernels, or need a compiler
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -211,7 +219,7 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
 
 
 def _chunks(row: Row, config: Any) -> list[Any]:
-    """This rank's parts of the model, each within its buffers for gradients."""
+    """Return this rank's parts of the model, each wrapped with its buffers of gradients."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -244,7 +252,7 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
-    """This rank's part of plain torch's weights: both lay out qkv by heads."""
+    """Load this rank's part of plain torch's weights; both order the rows of qkv by heads."""
     # names are numbered anew in each chunk
     first = chunk.decoder.layers[0].layer_number - 1
     for name, parameter in chunk.named_parameters():

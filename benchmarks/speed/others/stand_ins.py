@@ -1,4 +1,4 @@
-"""What torchtitan asks for where it is imported, and is not there on a machine without a GPU."""
+"""Stand-ins for what torchtitan imports and a machine without a GPU has not."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ import torch
 
 
 class _Kernels(types.ModuleType):
-    """Kernels of a language that is not there; nobody calls them."""
+    """A module of Triton kernels, which no row calls."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -15,8 +15,8 @@ class _Kernels(types.ModuleType):
 
 
 def for_torchtitan() -> None:
-    """Have the CPU answer where a device is asked for, in this process from now on."""
+    """Make the CPU the device that torchtitan finds in this process."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    # in Triton, and of expert parallelism, which no row has
+    # of expert parallelism, which no row has
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _Kernels(kernels)

@@ -1,10 +1,10 @@
-"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss, put
-together as by its trainer, with plain torch's GPT for initial weights, and torch's fused AdamW.
+"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss, as
+its trainer combines them, with the initial weights of plain torch's GPT and torch's fused AdamW.
 
-Its trainer itself asks for a CUDA device. What its parts ask of one, and Triton, which torch for
-CPUs is without, is stood in for (`stand_ins.py`, before this is imported). Of the GPT, it has
-neither learned positions nor an MLP of two matrices, nor attention without rotation: these three
-are its classes with that changed.
+Its trainer needs a CUDA device. `stand_ins.py`, called before this is imported, replaces what its
+parts need of a device and of Triton, which torch for CPUs has not. torchtitan lacks three parts of
+this GPT: learned positions, an MLP of two matrices, and attention without rotation. They are
+classes of its own with a change here.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
 from benchmarks.speed.plain_torch import Optimizer, connect_alone, layers_of_stages, microbatches
 
-# its default wants a newer torch for sharding (parameters with types and without DTensors)
+# for sharding its default needs a newer torch (parameters with types instead of DTensors)
 BACKEND = "partial_dtensor"
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-# torchtitan's names, beside plain torch's: of a layer's parts, and of the rest
+# plain torch's name of each part of torchtitan: in a layer, and outside
 PARTS = {
     "attention_norm": "attention_norm",
     "attention.qkv_linear.wqkv": "attention.qkv",
@@ -62,10 +62,12 @@ ENDS = {
 
 
 class PositionedEmbedding(Embedding):
-    """Its embedding, and a learned row for each position added to it."""
+    """Its embedding plus a learned row for each position."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
+        """Its configuration; `length` is the number of positions."""
+
         length: int
 
     def __init__(self, config: Config) -> None:
@@ -73,24 +75,27 @@ class PositionedEmbedding(Embedding):
         self.position = nn.Parameter(torch.empty(config.length, config.embedding_dim))
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings [b, s, h] of ids [b, s]."""
         position = self.position
-        position = position.to_local() if isinstance(position, DTensor) else position
-        if self.tp_group is not None:  # what ranks return is summed
+        if isinstance(position, DTensor):
+            position = position.to_local()
+        if self.tp_group is not None:  # the ranks' results are summed
             position = position / dist.get_world_size(self.tp_group)
         return super().forward(input) + position
 
 
 class Unrotated(Module):
-    """In the place of rotary positions: none."""
+    """A stand-in for rotary positions that rotates nothing."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        """Its configuration."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as they are."""
         return q, k
 
 
@@ -99,25 +104,33 @@ class Mlp(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Its configuration."""
+
         w1: Linear.Config
         w2: Linear.Config
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.w1, self.w2 = config.w1.build(), config.w2.build()
+        self.w1 = config.w1.build()
+        self.w2 = config.w2.build()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [b, s, h] for x [b, s, h]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
 class TitanTrainer:
-    """One rank of torchtitan's training step: losses are sums over the tokens of the whole batch;
-    parameters are sharded over the data ranks (one, where there is one), which is its way to bf16
-    beside float32 masters, and gradients reduced into shards after each microbatch."""
+    """One rank of torchtitan's training step.
+
+    Losses are sums over the tokens of the whole batch. Parameters are sharded over the data ranks,
+    even over a single one: that is how it computes in bf16 with float32 masters. Gradients are
+    reduced into shards after each microbatch.
+    """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         connect_alone()
-        self.row, self.rank = row, rank
+        self.row = row
+        self.rank = rank
         sizes = row.sizes
         self.data_rank = rank if sizes.data > 1 else 0
         set_spmd_backend(BACKEND)
@@ -129,37 +142,41 @@ class TitanTrainer:
         loss = CrossEntropyLoss(CrossEntropyLoss.Config(global_vocab_size=row.case.vocab_size))
         tokens = torch.tensor(row.case.tokens)
         self.loss = lambda logits, labels: loss(logits, labels, tokens)
-        given = _settings(row, variant) | {"parallel_dims": dims}
-        self.schedule, self.ends = None, (True, True)
+        settings = _settings(row, variant) | {"parallel_dims": dims}
+        self.schedule = None
+        self.first = True
+        self.last = True
         if sizes.pipeline > 1:
-            found = pipeline_llm(
+            self.schedule, self.models, self.first, self.last = pipeline_llm(
                 model,
-                **given,
+                **settings,
                 device=torch.device("cpu"),
                 model_config=config,
                 parallelize_fn=parallelize_llama,
                 loss_fn=self.loss,
             )
-            self.schedule, self.models, *ends = found
-            self.ends = tuple(ends)
         else:
-            self.models = [parallelize_llama(model, **given)]
-        for module in (each for one in self.models for each in one.modules()):
-            if isinstance(module, FSDPModule):
-                # torchtitan's factor of 1 would be multiplied within the sum, which gloo cannot
-                module.set_force_sum_reduction_for_comms(True)
-        parameters = [each for one in self.models for each in one.parameters()]
+            self.models = [parallelize_llama(model, **settings)]
+        parameters = []
+        for part in self.models:
+            parameters += part.parameters()
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # torchtitan's factor of 1 would be multiplied in the sum, which gloo cannot
+                    module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's microbatches of a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
+        """Train a step; return its loss on a rank of the last stage."""
         losses = self._accumulated(batch) if self.schedule is None else self._piped(batch)
         self.optimizer.step()
         if not losses:
             return None
-        # of this rank's share of the tokens
+        # the losses are of this rank's share of the tokens
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
 
     def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -173,10 +190,9 @@ class TitanTrainer:
     def _piped(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
         losses: list[Tensor] = []
         inputs, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
-        first, last = self.ends
-        given = (inputs,) if first else ()
-        wanted = {"target": labels, "losses": losses} if last else {}
-        self.schedule.step(*given, **wanted, return_outputs=False)
+        arguments = [inputs] if self.first else []
+        targets = {"target": labels, "losses": losses} if self.last else {}
+        self.schedule.step(*arguments, **targets, return_outputs=False)
         return losses
 
 
@@ -195,8 +211,9 @@ def _dims(row: Row) -> ParallelDims:
 
 
 def _settings(row: Row, variant: Variant) -> dict[str, Any]:
-    """What it has as configuration."""
-    case, sizes = row.case, row.sizes
+    """Return its configuration: arguments of parallelize_llama and pipeline_llm."""
+    case = row.case
+    sizes = row.sizes
     parallelism = ParallelismConfig(
         spmd_backend=BACKEND,
         data_parallel_shard_degree=sizes.data,
@@ -221,19 +238,19 @@ def _settings(row: Row, variant: Variant) -> dict[str, Any]:
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """What each stage has, cut at the same layers as this project's."""
-    stages = [[f"layers.{layer}" for layer in each] for each in layers_of_stages(row)]
+    """Return the parts of each stage, cut at the same layers as ours."""
+    stages = [[f"layers.{layer}" for layer in layers] for layers in layers_of_stages(row)]
     return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
 
 
 def _model_config(row: Row, variant: Variant) -> Llama3Model.Config:
-    model, vocab_size = row.config.model, row.case.vocab_size
+    model = row.config.model
+    vocab_size = row.case.vocab_size
     divided = variant.sequence_parallel
-    between = (
-        shardings.dense_sequence_parallel_placement()
-        if divided
-        else shardings.dense_activation_placement(tp=spmd.I)
-    )
+    if divided:
+        between = shardings.dense_sequence_parallel_placement()
+    else:
+        between = shardings.dense_activation_placement(tp=spmd.I)
     embedding = PositionedEmbedding.Config(
         num_embeddings=vocab_size, embedding_dim=model.hidden, length=model.seq_length
     )
@@ -255,7 +272,8 @@ def _model_config(row: Row, variant: Variant) -> Llama3Model.Config:
 
 def _block(row: Row, between: Any, divided: bool) -> Llama3TransformerBlock.Config:
     model = row.config.model
-    hidden, inner = model.hidden, model.ffn_hidden
+    hidden = model.hidden
+    inner = model.ffn_hidden
     heads = {"head_dim": model.head_size, "n_heads": model.heads, "n_kv_heads": model.heads}
     qkv = Linear.Config(in_features=hidden, out_features=3 * hidden, bias=True)
     attention = GQAttention.Config(
@@ -292,14 +310,14 @@ def _norm(row: Row) -> LayerNorm.Config:
 
 
 def _with_bias(norm: LayerNorm.Config) -> None:
-    """Its norms have none, and so no word of how it is divided: as the weight is."""
+    """Divide a norm's bias as its weight: torchtitan's norms have no bias, and no rule for it."""
     states = norm.sharding_config.state_shardings
     states["bias"] = states["weight"]
 
 
 @torch.no_grad()
 def _load(model: nn.Module, row: Row) -> None:
-    """Plain torch's weights: both lay out qkv by heads."""
+    """Load plain torch's weights; both order the rows of qkv by heads."""
     config = row.config
     whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
     weights = dict(whole.named_parameters())

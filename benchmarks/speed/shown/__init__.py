@@ -1,1 +1,1 @@
-"""What of the measurements is shown beside their table."""
+"""The picture of the measurements, and the table of scaling."""

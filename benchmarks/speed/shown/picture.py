@@ -1,4 +1,4 @@
-"""results/latest.json as a picture: our tokens/s over each peer's, row by row."""
+"""A picture of results/latest.json: our tokens per second over each peer's, row by row."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ COLORS = {
 
 
 def draw(source: Path, target: Path) -> None:
-    """A panel for each type; medians, and bars from the least to the greatest of the rounds."""
+    """Draw a panel for each data type: medians, and bars from the least to the greatest round."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def draw(source: Path, target: Path) -> None:
 
 
 def _panel(panel: Any, rows: list[dict[str, Any]]) -> None:
-    layouts = [one for one in dict.fromkeys(row["layout"] for row in rows) if one not in WEAK]
+    layouts = [name for name in dict.fromkeys(row["layout"] for row in rows) if name not in WEAK]
     for place, layout in enumerate(layouts):
         beside = [row for row in rows if row["layout"] == layout]
         for number, row in enumerate(beside):

@@ -1,4 +1,4 @@
-"""From one rank to two, as shares of ideal: what `bench` has measured of this project alone."""
+"""Scaling efficiency of two ranks, from the rows that compare this project with itself."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from ptdmpi.plan.shape.flops import model_flops
 
 
 def share(result: Result) -> float:
-    """FLOP/s of each of the ranks over those of one rank alone: 1 is ideal."""
+    """Return the FLOP/s of each of a row's ranks over those of one rank alone: 1 is ideal."""
     row = Row(result.layout, result.precision, grown(result.layout, GptSizes()))
     return result.ratio_median * _per_token(row) / _per_token(row.alone) / row.sizes.ranks
 
@@ -18,10 +18,11 @@ def _per_token(row: Row) -> float:
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """A table of strong scaling (the same work) and weak (twice the work) on each axis; nothing
-    where none of it was measured."""
-    found = {(r.layout, r.precision): share(r) for r in results if r.peer == f"ptdmpi {ALONE}"}
-    if not found:
+    """Yield a table of strong scaling (the same work) and weak scaling (twice the work) on each
+    axis; no lines where none was measured."""
+    alone = [result for result in results if result.peer == f"ptdmpi {ALONE}"]
+    shares = {(result.layout, result.precision): share(result) for result in alone}
+    if not shares:
         return
     yield ""
     yield "from one rank to two, share of ideal: the same work; twice the work (batch, or layers)"
@@ -30,6 +31,6 @@ def lines(results: Sequence[Result]) -> Iterator[str]:
             keys = [(layout, precision)]
             if f"{layout},weak" in WEAK:
                 keys.append((f"{layout},weak", precision))
-            cells = [f"{found[key]:6.0%}" if key in found else f"{'-':>6}" for key in keys]
-            if any(key in found for key in keys):
+            cells = [f"{shares[key]:6.0%}" if key in shares else f"{'-':>6}" for key in keys]
+            if any(key in shares for key in keys):
                 yield f"{layout:12} {precision:5} {' '.join(cells)}"

@@ -127,6 +127,21 @@ def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
         assert saved(tmp_path) == ["step-00000002"]
         assert "validation after step 2 broken off" in log(tmp_path / "run")
         assert all("validation_loss" not in record for record in records(tmp_path / "run"))
+    comm.Barrier()
+    best = {**PIPELINE, **valid, "checkpoint.keep_best": 1}
+    with loop(comm, tmp_path, best) as made:  # what was due is made up
+        made.run()
+    comm.Barrier()
+    if comm.rank == 0:
+        validated = [one["step"] for one in records(tmp_path / "run") if "validation_loss" in one]
+        assert validated == [2, 4, 6]
+    comm.Barrier()
+    with loop(comm, tmp_path, {**best, "run.steps": 8}) as made:  # and nothing twice
+        made.run()
+    comm.Barrier()
+    if comm.rank == 0:
+        validated = [one["step"] for one in records(tmp_path / "run") if "validation_loss" in one]
+        assert validated == [2, 4, 6, 8]
 
 
 @parallel(ranks=[2])

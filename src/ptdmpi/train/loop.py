@@ -82,6 +82,8 @@ class Loop:
             self.lookout.place.enter("training")
             if self.completed is not None:  # a rank was lost between this step's update and its end
                 self._conclude(self.completed)
+            elif self.validation.owed(self.first):
+                self._make_up(self.first)
             asked = self._vote()  # a request may have come while the run was starting
             if asked.stop and self.attempt.live:
                 asked = self._save(self.first, asked)
@@ -135,6 +137,16 @@ class Loop:
             self.axes.world.barrier()  # after it, every rank knows that rank 0 has the record
         self.concluded = step
         if step < self.config.run.steps and not self.validation.standing.over:
+            self.stopping.stop_if_asked(asked, step)
+
+    def _make_up(self, step: int) -> None:
+        """Do what a stop of an earlier start broke off after `step`: the validation and the tasks.
+        If `step` is among the best then, save it again: its checkpoint lacks the loss."""
+        asked = self.validation.after_step(step)
+        self.saving.checkpoints.validated = self.validation.standing.last
+        if asked.save:
+            self._save(step, asked)
+        if not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, step)
 
     def _record(self, done: Completed, asked: Asked) -> None:

@@ -28,12 +28,16 @@ class Standing:
 
     A validation is worse if its loss is not below all earlier ones; NaN always is. `worse` counts
     the worse ones in a row up to now, and `stop_after_worse` of them end the run (0: none do).
+    `trained` and `tasks_step` are the newest steps of which the run directory had a record, and
+    scores of tasks, when the run started: a stop may have broken off what followed `trained`.
     """
 
     stop_after_worse: int = 0
     keep_best: int = 0
     seen: list[Validated] = field(default_factory=list)
     worse: int = 0
+    trained: int = 0
+    tasks_step: int = 0
 
     @property
     def last(self) -> Validated | None:
@@ -89,6 +93,12 @@ def standing_of(config: Config, step: int) -> Standing:
     """Return the standing after `step`, from the validations that the run directory has."""
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
-        if record["step"] <= step and isinstance(record.get("validation_loss"), float):
+        if record["step"] > step:
+            continue
+        if isinstance(record.get("validation_loss"), float):
             standing.take(record["step"], record["validation_loss"])
+        elif "tasks" in record:
+            standing.tasks_step = record["step"]
+        elif "loss" in record:
+            standing.trained = record["step"]
     return standing

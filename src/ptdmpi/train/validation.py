@@ -49,6 +49,21 @@ class Validation:
         last = self.config.run.steps
         return bool(self.feed.valid) and (step == last or (every > 0 and step % every == 0))
 
+    def owed(self, step: int) -> bool:
+        """Return True if this run trained `step` in an earlier start, and a stop broke off the
+        validation or the tasks that were due after it."""
+        here = 0 < step == self.standing.trained
+        return here and (self._validates(step) or self._asks_tasks(step))
+
+    def _validates(self, step: int) -> bool:
+        """Return True if a validation is due after `step` and has not been done."""
+        last = self.standing.last
+        return self._due(step) and (last is None or last.step < step)
+
+    def _asks_tasks(self, step: int) -> bool:
+        """Return True if the tasks are due after `step` and have not been evaluated."""
+        return self.tasks.due(step) and self.standing.tasks_step < step
+
     def after_step(self, step: int) -> Asked:
         """Measure, record and report what is due; return what the ranks ask for afterwards.
 
@@ -59,10 +74,10 @@ class Validation:
 
     def _after_step(self, step: int) -> Asked:
         asked = Asked("", Save.NO, 0)
-        if self._due(step):
+        if self._validates(step):
             asked = self._validate(step)
         ends = bool(self.standing.over)
-        if asked.stop or not (self.tasks.due(step) or ends):
+        if asked.stop or not (self._asks_tasks(step) or ends):
             return asked
         later = self.tasks.after_step(step, self.vote)
         stop = "" if ends else later.stop

@@ -50,7 +50,9 @@ def test_a_decoder_of_theirs_is_asked(comm, tmp_path, name):
     for layout in ("t=2", "d=2"):
         options = OPTIONS | {"tasks": (text,), "layout": layout}
         ((one,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
-        opened, stored = open_inference(tmp_path / "ours", World(comm), layout, None, True)
+        opened, stored = open_inference(
+            tmp_path / "ours", World(comm), layout, None, classifies=True
+        )
         form, (file,) = files_of(stored, opened.config, None, [text])
         found = predictions(opened, file, form).tolist()
         if comm.rank == 0:

@@ -186,7 +186,7 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
         file.write(f'[[data.train]]\npath = "{tmp_path}/shards"\n')
     (run / "tokenizer.json").write_text(content + " ")
     refused = CliRunner().invoke(command, [str(run), "--prompt", "some"])
-    assert refused.exit_code == 2 and "does not lie beside the shards; give" in refused.stderr
+    assert refused.exit_code == 2 and "is not in the folder of the shards; give" in refused.stderr
     (tmp_path / "shards/tokenizer.json").write_text(content)
     result = CliRunner().invoke(command, [str(run), "--prompt", "some text", "--json"])
     assert result.exit_code == 0, result.stdout
@@ -232,4 +232,4 @@ def test_a_damaged_file_of_a_converted_model(tmp_path, content):
     (run / "hugging_face/generation_config.json").write_text(content)
     result = CliRunner().invoke(command, [str(run), "--prompt", "a", "--tokenizer", "bytes"])
     assert result.exit_code == 2
-    assert "hugging_face/generation_config.json is no JSON object: " in result.stderr
+    assert "hugging_face/generation_config.json is not a JSON object: " in result.stderr

@@ -1,1 +1,1 @@
-"""How good a trained model is: perplexity, multiple choice, generated answers."""
+"""Quality of a trained model: perplexity, multiple choice, generated answers."""

@@ -1,4 +1,4 @@
-"""Generated answers against known ones: exact match, with majority votes over samples."""
+"""Scores of generated answers: exact match, with majority votes over samples."""
 
 import re
 import string
@@ -17,9 +17,12 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(answer: str) -> str:
-    """Without case, articles, punctuation and repeated spaces, as TriviaQA's own script and LLaMA
-    (arXiv 2302.13971, appendix A) compare answers. One that is all of these is only stripped; a
-    number keeps its sign and point: -1.5 is not 15."""
+    """Return an answer without case, articles, punctuation and repeated spaces.
+
+    TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers so. A number keeps
+    its sign and point, since -1.5 is not 15. If nothing would be left, only case and spaces are
+    normalised.
+    """
     if NUMBER.fullmatch(answer.strip()):
         return answer.strip().rstrip(".").lstrip("+").replace(",", "")
     plain = ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION))
@@ -27,52 +30,70 @@ def normalise(answer: str) -> str:
 
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
-    """Raises InputError for what is no regular expression."""
+    """Return the regular expression `pattern` compiled; None of None. Raises InputError."""
+    if pattern is None:
+        return None
     try:
-        return None if pattern is None else re.compile(pattern)
+        return re.compile(pattern)
     except re.error as error:
         raise InputError(f"--extract {pattern}: {error}") from None
 
 
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
-    """The answer in what was generated: up to the first of `until`, and of that what `pattern`
-    finds last (its first group, where it has one); nothing where it finds none."""
+    """Return the answer in a generated text.
+
+    It is the text before the first of `until`; with a pattern, its last match in that text (its
+    first group, if it has one), or "" without a match.
+    """
     text = cut(generated, until)
     if pattern is None:
         return text
-    found = list(pattern.finditer(text))
-    return (found[-1][1 if pattern.groups else 0] or "") if found else ""
+    matched = list(pattern.finditer(text))
+    if not matched:
+        return ""
+    group = 1 if pattern.groups else 0
+    return matched[-1][group] or ""
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """The text up to the first of `until`."""
-    ends = [text.find(one) for one in until]
+    """Return the text before the first of `until`."""
+    ends = [text.find(end) for end in until]
     return text[: min([end for end in ends if end >= 0], default=len(text))]
 
 
 class Stop:
-    """Whether some new ids hold, as text, one of `until`; spaces before the answer do not count."""
+    """A test whether new ids, as text, have one of the strings `until`."""
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
-        self.text, self.until = text, until
+        self.text = text
+        self.until = until
 
     def __call__(self, ids: list[int]) -> bool:
+        """Return True if generation is to stop after `ids`."""
         written = self.text.decode(ids)
-        return any(one in written for one in self.until)
+        return any(end in written for end in self.until)
 
 
 def majority(answers: Sequence[str]) -> str:
-    """The most frequent of some normalised answers, empty ones aside; of equally frequent ones the
-    first."""
+    """Return the most frequent answer that is not empty, the first of equally frequent ones.
+
+    `answers` are normalised. Returns "" if all are empty.
+    """
     given = [answer for answer in answers if answer]
-    return Counter(given).most_common(1)[0][0] if given else ""
+    if not given:
+        return ""
+    return Counter(given).most_common(1)[0][0]
 
 
 def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Shares of items that were answered right, by the majority of the samples of each
-    (`exact_match`; Wang et al. 2022, arXiv 2203.11171) and by a single one (`exact_match_single`,
-    the mean)."""
-    voted, single, samples = 0, 0, len(answers[0])
+    """Return the fraction of items that were answered right, and further scores.
+
+    `answers` has the samples of each item. `exact_match` goes by the majority of an item's samples
+    (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` by each of them.
+    """
+    voted = 0
+    single = 0
+    samples = len(answers[0])
     for item, given in zip(items, answers, strict=True):
         right = {normalise(answer) for answer in item.answers}
         normal = [normalise(answer) for answer in given]

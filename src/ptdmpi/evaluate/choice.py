@@ -1,8 +1,8 @@
-"""Multiple choice by log-likelihood, as in LLaMA's tables."""
+"""Accuracies of multiple choice by log-likelihood, as in LLaMA's tables."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ptdmpi.evaluate.scoring import Request, Score
 from ptdmpi.evaluate.tasks import TaskItem
@@ -10,11 +10,15 @@ from ptdmpi.generate.text import Text
 
 
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
-    """How probable is `rest` behind `context`? Tokenised together, for a token may span the end of
-    the context; spaces there belong to the rest, as tokenizers put them before words. Every text
-    that is not empty has at least one token to score. `place` stands in messages."""
+    """Return the request for the probability of `rest` after `context`.
+
+    Both are tokenized together, since a token may span the end of the context. Spaces there belong
+    to the rest, as tokenizers put them before words. Every text that is not empty has at least one
+    token to score. `place` begins error messages.
+    """
     end = len(context.rstrip(" "))
-    context, rest = context[:end], context[end:] + rest
+    rest = context[end:] + rest
+    context = context[:end]
     before = text.prompt(context)
     ids = [*text.prefix, *text.encode(context + rest)]
     if not context and not text.prefix:
@@ -23,52 +27,63 @@ def continuation(text: Text, context: str, rest: str, place: str = "") -> Reques
 
 
 def requests(
-    text: Text, items: Sequence[TaskItem], contexts: Sequence[str], separator: str, neutral: str
+    text: Text,
+    items: Sequence[TaskItem],
+    contexts: Sequence[str],
+    *,
+    separator: str,
+    neutral: str,
 ) -> list[Request]:
-    """For each choice of each item two: behind its context, and behind the `neutral` one."""
-    found = []
-    for item, context in zip(items, contexts, strict=True):
-        for choice in item.choices:
-            for before in (context, neutral):
-                found.append(continuation(text, before, separator + choice, item.place))
-    return found
+    """Return two requests for each choice of each item: after its context, and after `neutral`."""
+    return [
+        continuation(text, before, separator + choice, item.place)
+        for item, context in zip(items, contexts, strict=True)
+        for choice in item.choices
+        for before in (context, neutral)
+    ]
+
+
+class ChoiceScores(NamedTuple):
+    """The scores of one choice: after the context of its item, and after the neutral context."""
+
+    choice: str
+    here: Score
+    neutral: Score
+
+
+MEASURES: dict[str, Callable[[ChoiceScores], float]] = {
+    "accuracy": lambda scores: scores.here.log_likelihood,
+    "accuracy_per_character": lambda scores: scores.here.log_likelihood / len(scores.choice),
+    "accuracy_per_token": lambda scores: scores.here.log_likelihood / scores.here.tokens,
+    "accuracy_against_neutral": (
+        lambda scores: scores.here.log_likelihood - scores.neutral.log_likelihood
+    ),
+}
 
 
 def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
-    """Shares of items whose right choice is the most probable one: by the plain log-likelihood, per
-    character (LLaMA, arXiv 2302.13971, section 3, after Gao et al. 2021), per token, and against
-    the neutral context (there for OpenBookQA and BoolQ, after Brown et al. 2020).
+    """Return the fraction of items whose right choice is the most probable one, by each measure.
 
-    Of equally probable choices the first counts as chosen.
+    `scores` are those of `requests`, in their order. The measures are the log-likelihood itself,
+    per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al. 2021), per token, and less
+    that after the neutral context (LLaMA for OpenBookQA and BoolQ, after Brown et al. 2020). Among
+    equally probable choices the first counts as chosen.
     """
-    right = dict.fromkeys(("plain", "per_character", "per_token", "against_neutral"), 0)
-    scores, place = list(scores), 0
+    right = dict.fromkeys(MEASURES, 0)
+    rest = iter(scores)
     for item in items:
-        pairs = [scores[place + 2 * k : place + 2 * k + 2] for k in range(len(item.choices))]
-        place += 2 * len(item.choices)
-        values = {
-            "plain": [here.log_likelihood for here, _ in pairs],
-            "per_character": [
-                here.log_likelihood / len(choice)
-                for (here, _), choice in zip(pairs, item.choices, strict=True)
-            ],
-            "per_token": [here.log_likelihood / here.tokens for here, _ in pairs],
-            "against_neutral": [
-                here.log_likelihood - there.log_likelihood for here, there in pairs
-            ],
-        }
-        for key, of_choices in values.items():
-            right[key] += of_choices.index(max(of_choices)) == item.answer
+        choices = [ChoiceScores(choice, next(rest), next(rest)) for choice in item.choices]
+        for name, measure in MEASURES.items():
+            values = [measure(choice) for choice in choices]
+            right[name] += values.index(max(values)) == item.answer
     count = len(items)
     return {
         "items": count,
-        **{
-            f"accuracy{'' if key == 'plain' else '_' + key}": number / count
-            for key, number in right.items()
-        },
-        "standard_error": standard_error(right["plain"] / count, count),
+        **{name: number / count for name, number in right.items()},
+        "standard_error": standard_error(right["accuracy"] / count, count),
     }
 
 
 def standard_error(share: float, count: int) -> float:
+    """Return the standard error of a fraction `share` of `count` independent items."""
     return math.sqrt(share * (1.0 - share) / count)

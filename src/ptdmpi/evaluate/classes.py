@@ -1,4 +1,4 @@
-"""Accuracies of a model with a head for a task, in any layout."""
+"""Accuracies of models with a head for a task, in any layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,48 +21,59 @@ from ptdmpi.terminal.progress import progress
 def files_of(
     stored: StoredModel, config: Config, tokenizer: str | None, paths: Sequence[Path]
 ) -> tuple[LabelledForm, list[LabelledFile]]:
-    """The task files as sequences, and what a model takes them as: that of `config`, which knows
-    the tokens of `stored`. Raises InputError."""
+    """Return the task files `paths` as sequences of tokens, and the form of a model's inputs.
+
+    The tokens are those of `stored`, or of `tokenizer`, the sequences those of `config`. Raises
+    InputError.
+    """
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), config.model)
     return frame.form, [read(path, config.task, frame) for path in paths]
 
 
 def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -> np.ndarray:
-    """The class, or candidate, of the highest score for each sample [samples], on every rank."""
+    """Return the class or candidate of the highest score for each sample, on every rank.
+
+    The result is an array of integers [samples]; every rank calls it.
+    """
     data = model.axes["data"]
     micro = max(1, BATCH_TOKENS // (form.seq_length * file.sequences))
     microbatches = list(in_order(file, form, micro, data_rank=data.rank, data_size=data.size))
-    found: dict[int, int] = {}
+    chosen: dict[int, int] = {}
     with progress("classifying", len(microbatches), "batch") as advance:
         for microbatch in microbatches:
-            batch = as_batch(microbatch).each(lambda one: one.to(model.device))
+            batch = as_batch(microbatch).each(lambda tensor: tensor.to(model.device))
             scores = model.scores(batch)
             advance(1)
             if scores is not None:
                 numbers = microbatch.sample_ids[:: file.sequences] // file.sequences
                 best = scores.argmax(-1).tolist()
-                found |= dict(zip(numbers.tolist(), best, strict=True))
+                chosen |= dict(zip(numbers.tolist(), best, strict=True))
     model.finish()
-    parts = data.all_gather_object(model.share(found))
+    parts = data.all_gather_object(model.share(chosen))
     every = {number: best for part in parts for number, best in part.items()}
     return np.array([every[number] for number in range(len(file.labels))])
 
 
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """The share of samples that were classified right, that of each class among its own (by
-    `names`; None: it has none), and what always naming the most frequent class would reach."""
-    right, count = predicted == file.labels, len(file.labels)
+    """Return the fraction of samples that were classified right, and further scores.
+
+    `by_class` has that of each class, by `names` (None: it has no samples), and `most_frequent` the
+    accuracy of always choosing the most frequent class.
+    """
+    right = predicted == file.labels
+    count = len(file.labels)
     share = float(right.mean())
-    own = {name: right[file.labels == number] for number, name in enumerate(names)}
+    by_class: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        own = right[file.labels == number]
+        own_share = float(own.mean()) if len(own) else None
+        by_class[name] = {"items": len(own), "accuracy": own_share}
     return {
         "items": count,
         "accuracy": share,
         "standard_error": standard_error(share, count),
         "most_frequent": float(np.bincount(file.labels).max()) / count,
         "truncated": file.cut,
-        "by_class": {
-            name: {"items": len(part), "accuracy": float(part.mean()) if len(part) else None}
-            for name, part in own.items()
-        },
+        "by_class": by_class,
     }

@@ -1,7 +1,7 @@
-"""Programs that a model writes, judged by tests: pass@k (Chen et al. 2021, arXiv 2107.03374).
+"""Tests of programs that a model writes: pass@k (Chen et al. 2021, arXiv 2107.03374).
 
-A file has one JSON object a line, as HumanEval has them: `prompt` is the beginning of a program,
-`test` defines `check(candidate)`, `entry_point` names the function that it is called with.
+A file has one JSON object per line, in the form of HumanEval: `prompt` is the beginning of a
+program, `test` defines `check(candidate)`, and `entry_point` names the function to be checked.
 """
 
 import json
@@ -24,16 +24,19 @@ from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text
 from ptdmpi.inference.lines import numbered_lines
 
-if TYPE_CHECKING:  # it starts MPI, and files are also read where there is none
+if TYPE_CHECKING:  # its import starts MPI; files are also read without MPI
     from ptdmpi.inference.model import InferenceModel
 
-ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # of a function (Chen et al. 2021)
+# texts that end a function (Chen et al. 2021)
+ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The probability that of k samples at least one is right, without bias from `samples` of which
-    `right` are: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, equation 1). Raises ValueError unless
-    1 <= k <= n and 0 <= c <= n."""
+    """Return the unbiased estimate of the probability that at least one of k samples is right.
+
+    It is 1 - C(n - c, k) / C(n, k), where c = `right` of n = `samples` are right (Chen et al. 2021,
+    equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
     if not (1 <= k <= samples and 0 <= right <= samples):
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right")
     return float(1 - Fraction(comb(samples - right, k), comb(samples, k)))
@@ -41,7 +44,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class CodeTask:
-    """The beginning of a program, and what judges it. `place`: file and line, for messages."""
+    """The beginning of a program, and its test. `place`: file and line, for messages."""
 
     prompt: str
     test: str
@@ -49,13 +52,13 @@ class CodeTask:
     place: str
 
     def program(self, written: str) -> str:
-        """The whole program whose coming to its end means that the tests passed."""
+        """Return the whole program; it passes its test if it reaches its end."""
         return f"{self.prompt}{written}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 def read(path: Path) -> list[CodeTask]:
-    """The tasks of a file. Raises InputError with the line."""
-    found = []
+    """Return the tasks of a file. Raises InputError that names the line."""
+    tasks = []
     for place, line in numbered_lines(path, "task"):
         values = values_of(line, place, "prompt")
         for key in ("test", "entry_point"):
@@ -63,13 +66,13 @@ def read(path: Path) -> list[CodeTask]:
                 raise InputError(f"{place}: no text in the field {key!r}")
         if not values["entry_point"].isidentifier():
             raise InputError(f"{place}: 'entry_point' = {json.dumps(values['entry_point'])}")
-        found.append(CodeTask(values["prompt"], values["test"], values["entry_point"], place))
-    return found
+        tasks.append(CodeTask(values["prompt"], values["test"], values["entry_point"], place))
+    return tasks
 
 
 @dataclass(frozen=True)
 class CodeAsking:
-    """How many programs are written for each task, how, and for which k they are counted."""
+    """The way programs are written for each task, and the `ks` for which pass@k is computed."""
 
     samples: int
     sampling: Sampling
@@ -78,8 +81,10 @@ class CodeAsking:
     sandbox: Sandbox
 
     def ask(self, model: "InferenceModel", text: Text, tasks: Sequence[CodeTask]) -> dict[str, Any]:
-        """The shares of tasks that are solved; every rank calls it, rank 0 runs what was written.
-        Raises InputError on every rank."""
+        """Return pass@k of the tasks; every rank calls it, and rank 0 runs the programs.
+
+        Raises InputError on every rank.
+        """
         room = model.seq_length - self.max_new_tokens
         if room < 1:
             raise SharedInputError(
@@ -92,31 +97,31 @@ class CodeAsking:
             for number, ids in enumerate(encoded)
             for k in range(self.samples)
         ]
-        found = generate(model, prompts, self.sampling, text.ends)
+        continuations = generate(model, prompts, self.sampling, text.ends)
         written = [
-            cut(text.behind(prompt.ids, one.ids), ENDS)
-            for prompt, one in zip(prompts, found, strict=True)
+            cut(text.behind(prompt.ids, new.ids), ENDS)
+            for prompt, new in zip(prompts, continuations, strict=True)
         ]
         world = model.axes.world
         outcomes = None
         if world.rank == 0:
             rows = (task for task in tasks for _ in range(self.samples))
-            programs = [task.program(one) for task, one in zip(rows, written, strict=True)]
+            programs = [task.program(end) for task, end in zip(rows, written, strict=True)]
             outcomes = judged(programs, self.sandbox)
         truncated = sum(len(ids) > room for ids in encoded)
         return {"truncated": truncated, **self.result(world.broadcast_object(outcomes))}
 
     def result(self, outcomes: Sequence[str]) -> dict[str, Any]:
-        """The scores of what became of all samples, task by task; `outcomes` are counted, too."""
+        """Return pass@k and counts of failures from the outcomes of all samples, task by task."""
         n = self.samples
         right = [outcomes[i : i + n].count(PASSED) for i in range(0, len(outcomes), n)]
         shares = {f"pass@{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in self.ks}
-        counts = Counter(one for one in outcomes if one != PASSED)
+        counts = Counter(outcome for outcome in outcomes if outcome != PASSED)
         failures = ", ".join(f"{count} {why}" for why, count in counts.most_common(5))
         return {"items": len(right), "samples": n, **shares, "failures": failures or "none"}
 
 
 def judged(programs: Sequence[str], sandbox: Sandbox) -> list[str]:
-    """What became of each program, several at a time."""
+    """Return the outcome of each program (see `Sandbox.run`), several run at a time."""
     with ThreadPoolExecutor(max(1, (cpu_count() or 1) // 2)) as several:
         return list(several.map(sandbox.run, programs))

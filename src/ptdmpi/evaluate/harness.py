@@ -1,11 +1,11 @@
-"""The adapter for lm-evaluation-harness (Gao et al. 2021): its three questions, in any layout.
+"""Adapter for lm-evaluation-harness (Gao et al. 2021): its three questions, in any layout.
 
-Rank 0 runs the harness and asks; the other ranks take part in each answer until it says that it is
-done. The package `lm_eval` is needed by `simple_evaluate` alone (extra `eval`).
+Rank 0 runs the harness and asks; the other ranks take part in each answer until rank 0 is done.
+Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.evaluate.answers import Stop, cut
@@ -17,89 +17,121 @@ from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text
 from ptdmpi.inference.model import InferenceModel
 
-MAX_NEW_TOKENS = 256  # the harness' own default
+MAX_NEW_TOKENS = 256  # the default of the harness
+
+
+class Writing(NamedTuple):
+    """A prompt of the harness, and how it is continued: up to the first of `until`."""
+
+    ids: list[int]
+    max_new_tokens: int
+    until: list[str]
+    sampling: Sampling
 
 
 class Harness:
     """The questions of `lm_eval.api.model.LM`; rank 0 asks, the others `serve`."""
 
     def __init__(self, model: InferenceModel, text: Text) -> None:
-        self.model, self.text = model, text
+        self.model = model
+        self.text = text
         self.world = model.axes.world
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """(context, continuation) -> (log-likelihood in nats, whether greedy decoding gives it)."""
+        """Return (log-likelihood in nats, True if greedy) of each pair (context, continuation).
+
+        It is greedy if greedy decoding gives this continuation.
+        """
         wanted = [continuation(self.text, context, rest) for context, rest in pairs]
-        return [(one.log_likelihood, one.greedy) for one in self._ask("score", wanted)]
+        scores = self._ask("score", wanted)
+        return [(answer.log_likelihood, answer.greedy) for answer in scores]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-likelihood of each whole text, its first token behind the end of a document; in
-        windows of seq_length that have one token in common."""
+        """Return the log-likelihood of each whole text in nats.
+
+        The first token follows an end of document. Longer texts are scored in windows of
+        `seq_length`, of which neighbours have one token in common.
+        """
         parts: list[list[Request]] = []
-        for one in texts:
-            ids = [self.text.eod, *self.text.encode(one)]
-            length = self.model.seq_length
-            found = windows(len(ids), 0, length, length)
-            parts.append([Request(ids[a:end], first - a) for _, a, end, first in found])
-        scores = iter(self._ask("score", [one for part in parts for one in part]))
+        length = self.model.seq_length
+        for text in texts:
+            ids = [self.text.eod, *self.text.encode(text)]
+            parts.append(
+                [
+                    Request(ids[window.first : window.end], window.scored - window.first)
+                    for window in windows(len(ids), 0, length, length)
+                ]
+            )
+        scores = iter(self._ask("score", [request for part in parts for request in part]))
         return [sum(next(scores).log_likelihood for _ in part) for part in parts]
 
     def generate_until(self, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """(context, options) -> what is generated, up to the first of options["until"]."""
-        wanted = [self._wanted(context, dict(options)) for context, options in pairs]
+        """Return the continuation of each (context, options), up to the first of options["until"].
+
+        The options are those of the harness.
+        """
+        wanted = [self._wanted(context, options) for context, options in pairs]
         return self._ask("write", wanted)
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """End `serve` on the other ranks."""
         self._ask("close", None)
 
     def serve(self) -> None:
-        """What every rank but 0 does, until `close`."""
+        """Take part in the answers on every rank except 0, until rank 0 calls `close`."""
         while self._answer(*self.world.broadcast_object(None)) is not None:
             pass
 
-    def _wanted(
-        self, context: str, options: dict[str, Any]
-    ) -> tuple[list[int], int, list[str], Sampling]:
+    def _wanted(self, context: str, options: Mapping[str, Any]) -> Writing:
         length = options.get("max_gen_toks", MAX_NEW_TOKENS)
         length = max(1, min(length, self.model.seq_length - 1))
         until = options.get("until") or []
+        if isinstance(until, str):
+            until = [until]
+        temperature = 0.0
+        if options.get("do_sample"):
+            temperature = float(options.get("temperature", 0.0))
         sampling = Sampling(
-            temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
+            temperature=temperature,
             top_p=float(options.get("top_p", 1.0)),
             top_k=options.get("top_k") or None,
         )
         ids = self.text.prompt(context)[-(self.model.seq_length - length) :]
-        return ids, length, [until] if isinstance(until, str) else list(until), sampling
+        return Writing(ids, length, list(until), sampling)
 
     def _ask(self, kind: str, wanted: Any) -> Any:
+        """Answer a question on all ranks; called on rank 0."""
         return self._answer(*self.world.broadcast_object((kind, wanted)))
 
     def _answer(self, kind: str, wanted: Any) -> Any:
-        """On every rank; None means that nothing more comes."""
-        if kind == "score":
-            return score(self.model, wanted)
-        if kind == "close":
-            return None
+        """Answer a question of `kind` "score" or "write" on every rank; None for "close"."""
+        match kind:
+            case "score":
+                return score(self.model, wanted)
+            case "write":
+                return self._written(wanted)
+        return None
+
+    def _written(self, wanted: Sequence[Writing]) -> list[str]:
+        """Return the continuations, generated together where the sampling is the same."""
         written: dict[int, str] = {}
-        for sampling in dict.fromkeys(one[3] for one in wanted):
-            chosen = [i for i, one in enumerate(wanted) if one[3] == sampling]
+        for sampling in dict.fromkeys(prompt.sampling for prompt in wanted):
             prompts = [
-                Prompt(ids, length, i, Stop(self.text, until))
-                for i in chosen
-                for ids, length, until, _ in [wanted[i]]
+                Prompt(prompt.ids, prompt.max_new_tokens, number, Stop(self.text, prompt.until))
+                for number, prompt in enumerate(wanted)
+                if prompt.sampling == sampling
             ]
-            found = generate(self.model, prompts, sampling, self.text.ends)
-            for prompt, one in zip(prompts, found, strict=True):
-                text = self.text.behind(prompt.ids, one.ids)
-                written[prompt.number] = cut(text, wanted[prompt.number][2])
-        return [written[i] for i in range(len(wanted))]
+            continuations = generate(self.model, prompts, sampling, self.text.ends)
+            for prompt, new in zip(prompts, continuations, strict=True):
+                text = self.text.behind(prompt.ids, new.ids)
+                written[prompt.number] = cut(text, wanted[prompt.number].until)
+        return [written[number] for number in range(len(wanted))]
 
 
 def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness' results of its tasks `options["lm_eval"]`, on rank 0; nothing on others.
+    """Return the results of the harness for its tasks `options["lm_eval"]` on rank 0, else {}.
 
-    Task files of one's own are found in `options["lm_eval_path"]`. Raises InputError.
+    `options["lm_eval_path"]` is a folder of further task files. Raises InputError.
     """
     world = harness.world
     try:
@@ -113,25 +145,30 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
+        """The harness' model; it passes each request on."""
+
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
-            return harness.loglikelihood([one.args for one in requests])
+            """Return the log-likelihoods of continuations."""
+            return harness.loglikelihood([request.args for request in requests])
 
         def loglikelihood_rolling(
             self, requests: list[Any], disable_tqdm: bool = False
         ) -> list[float]:
-            return harness.loglikelihood_rolling([one.args[0] for one in requests])
+            """Return the log-likelihoods of whole texts."""
+            return harness.loglikelihood_rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            return harness.generate_until([one.args for one in requests])
+            """Return generated texts."""
+            return harness.generate_until([request.args for request in requests])
 
     try:
         manager = TaskManager(include_path=options["lm_eval_path"])
-        unknown = [one for one in options["lm_eval"] if one not in manager.all_tasks]
+        unknown = [name for name in options["lm_eval"] if name not in manager.all_tasks]
         if unknown:
             raise InputError(f"--lm-eval {unknown[0]}: the harness knows no such task")
-        found = run(
+        results = run(
             model=Adapter(),
             tasks=list(options["lm_eval"]),
             task_manager=manager,
@@ -139,4 +176,4 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         )
     finally:
         harness.close()
-    return found["results"]
+    return results["results"]

@@ -1,8 +1,7 @@
-"""Task files for heads: JSON lines of texts with a label, or of questions with candidates, as the
-sequences of a model.
+"""Task files for heads as sequences: JSON lines of texts with a label, or of questions.
 
-A text that a sequence has no room for loses the end of its first part (the passage), then that of
-its question, and nothing of the candidate. Cuts are counted.
+A text that is too long for a sequence loses the end of its first part (the passage), then the end
+of its question, and nothing of the candidate. Cuts are counted.
 """
 
 import hashlib
@@ -21,13 +20,17 @@ from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
 from ptdmpi.generate.text import Text, token_ids
 from ptdmpi.inference.lines import numbered_lines
 
-BETWEEN = "\n"  # of a passage, a question and an answer, for a model that reads them as one text
+# separates passage, question and answer for a model that reads them as one text
+BETWEEN = "\n"
 
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One sample as text: `first`, and one `second` for each of its sequences ("": none), in front
-    of which stands the `question`, of candidates."""
+    """One sample as text.
+
+    Each of its sequences has the text `first` and one of `seconds` ("": none), before which the
+    `question` is put if there are candidates. `place`: file and line, for messages.
+    """
 
     first: str
     seconds: tuple[str, ...]
@@ -37,15 +40,19 @@ class LabelledItem:
 
     @property
     def joined(self) -> list[str]:
-        """The second texts of its sequences as they are read: questions with their candidates."""
-        front = f"{self.question}{BETWEEN}" if self.question else ""
-        return [f"{front}{second}" for second in self.seconds]
+        """The second texts of its sequences, with the question before each candidate."""
+        if not self.question:
+            return list(self.seconds)
+        return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]
 
 
 @dataclass(frozen=True)
 class Framing:
-    """How texts become the sequences of a model. A masked one has `begin` in front and `separator`
-    behind each text, for which its vocabulary is to have `needed` rows; others `text.prefix`."""
+    """The form of a model's sequences, made of one or two texts.
+
+    A masked model has `begin` before the texts and `separator` after each; its vocabulary needs
+    `needed` rows for these. Other models have `text.prefix` before the texts.
+    """
 
     text: Text
     model: ModelConfig
@@ -55,23 +62,30 @@ class Framing:
 
     @property
     def form(self) -> LabelledForm:
+        """The form of the sequences as arrays."""
         last_type = 0 if self.model.token_types == 1 else 1
-        # an id of the model, which the end of document of a tokenizer need not be
+        # an id that the model has; the tokenizer's own end of document may be another
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
     def room(self, texts: int) -> int:
-        """Tokens that a sequence has room for, of so many texts."""
-        frame = 1 + texts if self.model.masked else len(self.text.prefix)
+        """Return how many tokens a sequence of so many texts has room for."""
+        frame = len(self.text.prefix)
+        if self.model.masked:
+            frame = 1 + texts
         return max(0, self.model.seq_length - frame)
 
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
-        """The sequence of one text, or of two; and how many tokens it has no room for."""
+        """Return the sequence of one text or two, and the number of tokens that it leaves out.
+
+        `second` None: one text.
+        """
         rest = list(second or ())
+        head = list(self.text.prefix)
+        tail: list[int] = []
         if self.model.masked:
-            head, tail = [self.begin], [self.separator]
-        else:
-            head, tail = list(self.text.prefix), []
+            head = [self.begin]
+            tail = [self.separator]
         room = self.room(1 if second is None else 2)
         kept = rest[:room]
         front = list(first[: room - len(kept)])
@@ -84,34 +98,45 @@ class Framing:
 
 
 def framing(text: Text, name: str, model: ModelConfig) -> Framing:
-    """`name` is what `load_tokenizer` takes for the tokenizer of `text`. Raises InputError where a
-    sequence has no room for two texts."""
+    """Return the form of the sequences of `model` by the tokenizer of `text`.
+
+    `name` is the argument of `load_tokenizer` for it. Raises InputError if a sequence has no room
+    for two texts.
+    """
     size = text.tokenizer.vocab_size
+    begin = text.eod
+    separator = text.eod
+    least = len(text.prefix)
     if model.masked:
-        found, size = special_ids(token_ids(name), size)
-        begin, separator = found["begin"], found["separator"]
-    else:
-        begin = separator = text.eod
-    least = 3 if model.masked else len(text.prefix)
+        special, size = special_ids(token_ids(name), size)
+        begin = special["begin"]
+        separator = special["separator"]
+        least = 3
     if model.seq_length < least + 2:
         raise InputError(f"model.seq_length = {model.seq_length}: a task needs {least + 2} or more")
     return Framing(text, model, begin, separator, size)
 
 
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
-    """The samples of a file as text; where the task does not say how many candidates a question
-    has, the first has as many as all. Raises InputError with the line."""
-    found: list[LabelledItem] = []
+    """Return the samples of a file as texts.
+
+    If the task does not say how many candidates a question has, all have as many as the first.
+    Raises InputError that names the line.
+    """
+    samples: list[LabelledItem] = []
     for place, line in numbered_lines(path, "sample"):
         if task.kind == "choice":
-            choices = task.choices or (len(found[0].seconds) if found else 0)
-            found.append(_question(item_of(line, place), line, choices, place))
+            choices = task.choices
+            if not choices and samples:
+                choices = len(samples[0].seconds)
+            samples.append(_question(item_of(line, place), line, choices, place))
         else:
-            found.append(_labelled(values_of(line, place, "text"), task, place))
-    return found
+            samples.append(_labelled(values_of(line, place, "text"), task, place))
+    return samples
 
 
 def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
+    """Return the sample of a question with that many candidates (0: any number above one)."""
     legal = choices or max(2, len(item.choices))
     if len(item.choices) != legal:
         raise InputError(
@@ -122,8 +147,11 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
+    """Return the sample of one or two texts with a label. Raises InputError."""
     label = values.get("label")
-    name = str(label) if isinstance(label, int) and not isinstance(label, bool) else label
+    name = label
+    if isinstance(label, int) and not isinstance(label, bool):
+        name = str(label)
     if name not in task.labels:
         raise InputError(f"{place}: 'label' = {label!r}; legal: {', '.join(task.labels)}")
     second = _text(values, "second", place)
@@ -131,49 +159,71 @@ def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledI
 
 
 def _text(values: dict[str, Any], key: str, place: str) -> str:
-    found = values.get(key, "")
-    if not isinstance(found, str):
-        raise InputError(f"{place}: {key!r} = {found!r} is no text")
-    return found
+    """Return the text in the field `key`, or "" without it. Raises InputError."""
+    text = values.get(key, "")
+    if not isinstance(text, str):
+        raise InputError(f"{place}: {key!r} = {text!r} is not a text")
+    return text
 
 
 def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
-    """The samples of a file as sequences. Raises InputError as `items` does, and where the file
-    cannot be read, or a sequence has no room for a candidate."""
-    every = items(path, task)
-    encode = frame.text.tokenizer.encode
+    """Return the samples of a file as sequences of tokens.
+
+    Raises InputError as `items` does, and if the file cannot be read, or a sequence has no room for
+    a candidate.
+    """
+    samples = items(path, task)
+    tokenizer = frame.text.tokenizer
     between = "" if frame.model.masked else BETWEEN
-    seconds = [f"{between}{one}" if one else "" for item in every for one in item.joined]
-    firsts, rest = encode([item.first for item in every]), iter(encode(seconds))
-    rows, cut, lost = [], 0, 0
-    for item, first in zip(every, firsts, strict=True):
-        for number, one in enumerate(item.joined):
-            ids, early = next(rest).tolist(), 0
+    seconds = [f"{between}{text}" if text else "" for sample in samples for text in sample.joined]
+    firsts = tokenizer.encode([sample.first for sample in samples])
+    rest = iter(tokenizer.encode(seconds))
+    rows: list[LabelledRow] = []
+    cut_rows = 0
+    lost_tokens = 0
+    for sample, first in zip(samples, firsts, strict=True):
+        for number, text in enumerate(sample.joined):
+            ids = next(rest).tolist()
+            lost_before = 0
             if task.kind == "choice" and len(ids) > frame.room(2):
-                ids, early = _with_candidate(item, number, frame)
-            row, gone = frame.row(first.tolist(), ids if one else None)
+                ids, lost_before = _with_candidate(sample, number, frame)
+            row, lost = frame.row(first.tolist(), ids if text else None)
+            lost += lost_before
             rows.append(row)
-            cut, lost = cut + (gone + early > 0), lost + gone + early
-    labels = np.array([item.label for item in every], dtype=np.int64)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    known = frame.text.tokenizer
-    counts = (len(every[0].seconds), labels, cut, lost)
-    return LabelledFile(path, known.name, known.sha256, digest, rows, *counts)
+            cut_rows += lost > 0
+            lost_tokens += lost
+    return LabelledFile(
+        path=path,
+        tokenizer=tokenizer.name,
+        tokenizer_sha256=tokenizer.sha256,
+        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        rows=rows,
+        sequences=len(samples[0].seconds),
+        labels=np.array([sample.label for sample in samples], dtype=np.int64),
+        cut=cut_rows,
+        lost=lost_tokens,
+    )
 
 
 def _with_candidate(item: LabelledItem, number: int, frame: Framing) -> tuple[list[int], int]:
-    """The tokens of a question and its candidate that a sequence has room for, which is not all:
-    the question loses its end; and how many it loses. Raises InputError where the candidate alone
-    is too long."""
+    """Return the tokens of a question and candidate `number`, cut to the room of a sequence.
+
+    The question loses its end; the second value is the number of tokens that it loses. Raises
+    InputError if the candidate alone is too long.
+    """
     between = "" if frame.model.masked else BETWEEN
-    front = f"{between}{item.question}" if item.question else ""
-    candidate = f"{BETWEEN if item.question else between}{item.seconds[number]}"
-    question, kept = (one.tolist() for one in frame.text.tokenizer.encode([front, candidate]))
+    front = ""
+    if item.question:
+        front = f"{between}{item.question}"
+        between = BETWEEN
+    texts = [front, f"{between}{item.seconds[number]}"]
+    question, candidate = (ids.tolist() for ids in frame.text.tokenizer.encode(texts))
     room = frame.room(2)
-    if len(kept) > room:
+    if len(candidate) > room:
         raise InputError(
-            f"{item.place}: choice {number} has {len(kept)} tokens, and of model.seq_length = "
-            f"{frame.model.seq_length} a sequence has room for {room}; legal: at most so many"
+            f"{item.place}: choice {number} has {len(candidate)} tokens, but a sequence of "
+            f"model.seq_length = {frame.model.seq_length} has room for {room}; legal: at most so "
+            "many"
         )
-    found = [*question[: room - len(kept)], *kept]
-    return found, len(question) + len(kept) - len(found)
+    kept = question[: room - len(candidate)]
+    return [*kept, *candidate], len(question) - len(kept)

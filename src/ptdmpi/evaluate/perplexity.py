@@ -1,9 +1,9 @@
-"""Perplexity of token shards, by a window that slides over each of them."""
+"""Perplexity of token shards, by a window that slides over each shard."""
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,31 +15,49 @@ from ptdmpi.evaluate.scoring import rows_of
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.inference.model import InferenceModel
 
-Window = tuple[int, int, int, int]  # shard, first input, labels until, first scored label
+
+class Window(NamedTuple):
+    """A part of a shard that is scored in one forward pass.
+
+    Its inputs begin with token `first` and its labels end before token `end`; the labels from token
+    `scored` on are scored.
+    """
+
+    shard: int
+    first: int
+    end: int
+    scored: int
 
 
 def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[Window]:
-    """Every token of a shard but the first is scored once. The first window scores all of its
-    tokens, each further one its last `stride`, which have seq_length - stride tokens or more before
-    them."""
+    """Yield the windows of a shard of `tokens` tokens, which score all but the first token once.
+
+    The first window scores all of its labels, each later one its last `stride` labels (fewer at the
+    end of the shard), which have at least seq_length - stride tokens before them.
+    """
     scored = 1
     while scored < tokens:
-        end = min(tokens, seq_length + 1 if scored == 1 else scored + stride)
-        yield shard, max(0, end - 1 - seq_length), end, scored
+        end = scored + stride
+        if scored == 1:
+            end = seq_length + 1
+        end = min(tokens, end)
+        yield Window(shard, max(0, end - 1 - seq_length), end, scored)
         scored = end
 
 
 def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
-    """exp of the mean negative log-likelihood over all tokens of the shards, on every rank.
+    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank.
 
-    `words`: how many words the original text had; the sum over the subwords is then also divided by
-    that number, so that tokenizers can be compared (Shoeybi et al. 2019, arXiv 1909.08053,
-    section 5.3 and appendix E.1). `stride` 32 is theirs; None is seq_length: no overlap, and the
-    least work. Raises InputError.
+    `words` is the number of words in the original text. With it the sum over tokens is also divided
+    by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv 1909.08053,
+    section 5.3 and appendix E.1). `stride` is the number of tokens that a window scores, 32 in that
+    paper; None: `seq_length`, for the shortest time (then only the last window overlaps). Every
+    rank calls it. Raises InputError.
     """
-    stride = model.seq_length if stride is None else stride
+    if stride is None:
+        stride = model.seq_length
     if not 1 <= stride <= model.seq_length:
         raise SharedInputError(f"stride = {stride}; legal: 1 to seq_length = {model.seq_length}")
     if dataset.vocab_size > model.vocab_size:
@@ -52,7 +70,7 @@ def perplexity(
         raise SharedInputError(f"{dataset.directory} has no shard of two tokens or more")
     if math.isnan(total):
         raise SharedInputError(f"{dataset.directory}: {NOT_FINITE}")
-    found = {
+    result = {
         "dataset": str(dataset.directory),
         "tokens": tokens,
         "stride": stride,
@@ -60,8 +78,8 @@ def perplexity(
         "perplexity": _exp(total / tokens),
     }
     if words is not None:
-        found |= {"words": words, "word_perplexity": _exp(total / words)}
-    return found
+        result |= {"words": words, "word_perplexity": _exp(total / words)}
+    return result
 
 
 def _exp(nats: float) -> float:
@@ -69,47 +87,50 @@ def _exp(nats: float) -> float:
 
 
 def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, int]:
-    """Negative log-likelihood in nats, and how many tokens were scored, of all data ranks."""
+    """Return the negative log-likelihood in nats and the number of scored tokens, of all ranks."""
     data = model.axes["data"]
-    every = (
+    shard_windows = (
         window
         for shard, header in enumerate(dataset.headers)
         for window in windows(header.tokens, shard, model.seq_length, stride)
     )
-    groups = _groups(every, rows_of(model.seq_length, model))
-    total, tokens = 0.0, 0
+    groups = _groups(shard_windows, rows_of(model.seq_length, model))
+    total = 0.0
+    tokens = 0
     for group in islice(groups, data.rank, None, data.size):
         answer = model.log_probabilities(*_batch(dataset, group, model))
         if answer is None:
             continue
         values = answer[0].double().cpu()
-        for column, (_, first, end, scored) in enumerate(group):
-            total -= float(values[scored - 1 - first : end - 1 - first, column].sum())
-            tokens += end - scored
+        for column, window in enumerate(group):
+            labels = slice(window.scored - 1 - window.first, window.end - 1 - window.first)
+            total -= float(values[labels, column].sum())
+            tokens += window.end - window.scored
     model.finish()
     sums = data.all_gather_object(model.share((total, tokens)))
-    return sum(one for one, _ in sums), sum(count for _, count in sums)
+    return sum(part for part, _ in sums), sum(count for _, count in sums)
 
 
-def _groups(every: Iterator[Window], rows: int) -> Iterator[list[Window]]:
-    while group := list(islice(every, rows)):
+def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:
+    """Yield groups of `rows` windows."""
+    while group := list(islice(all_windows, rows)):
         yield group
 
 
 def _batch(
     dataset: Dataset, group: Sequence[Window], model: InferenceModel
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and labels [s, b] of the windows."""
-    width = max(end - first for _, first, end, _ in group)
+    """Return inputs and labels [s, b] of the windows. Raises InputError for other tokens."""
+    width = max(window.end - window.first for window in group)
     ids = np.zeros((width, len(group)), dtype=np.int64)
-    for column, (shard, first, end, _) in enumerate(group):
-        tokens = dataset.shard_tokens(shard)[first:end]
+    for column, window in enumerate(group):
+        tokens = dataset.shard_tokens(window.shard)[window.first : window.end]
         if tokens.max() >= model.vocab_size:
-            path = dataset.headers[shard].path
+            path = dataset.headers[window.shard].path
             raise InputError(
                 f"shard {path}: token id {tokens.max()} is outside the model's "
                 f"vocabulary of {model.vocab_size}"
             )
-        ids[: end - first, column] = tokens
+        ids[: len(tokens), column] = tokens
     placed = torch.from_numpy(ids).to(model.device)
     return placed[:-1], placed[1:]

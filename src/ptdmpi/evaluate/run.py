@@ -1,4 +1,4 @@
-"""Everything that `ptdmpi evaluate` is asked for, on a model that is loaded once."""
+"""All evaluations of one `ptdmpi evaluate`, on a model that is loaded once."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,20 +23,30 @@ from ptdmpi.inference.stored import StoredModel, kind_of, open_adapter, open_mod
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
+Work = dict[str, tuple[list[TaskItem], list[str]]]  # by file: items, and a context for each
 
 
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
-    """`options` are those of `ptdmpi evaluate`; every rank calls it and gets the results.
+    """Return the results of `ptdmpi evaluate` on every rank, each of which calls it.
 
-    Raises InputError on every rank, before anything is computed where that is possible.
+    `options` are those of the command. Raises InputError on every rank, before anything is computed
+    if possible.
     """
-    heads = world.on_root(lambda: _has_task_head(run, options))
-    work = world.on_root(lambda: {} if heads else _read(options))
-    kind = kind_of(options["ema"])
-    how = options["layout"], options["precision"], heads, options["adapter"], kind
-    model, stored = open_inference(run, world, *how)
+    classifies = world.on_root(lambda: _has_task_head(run, options))
+    work: Work = {}
+    if not classifies:
+        work = world.on_root(lambda: _read(options))
+    model, stored = open_inference(
+        run,
+        world,
+        options["layout"],
+        options["precision"],
+        classifies=classifies,
+        adapter=options["adapter"],
+        kind=kind_of(options["ema"]),
+    )
     parallel = model.config.parallel
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "checkpoint": str(stored.checkpoint),
         "step": stored.step,
         "layout": f"t={parallel.tensor},p={parallel.pipeline},d={model.config.data_size}",
@@ -44,42 +54,57 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         "perplexity": [],
         "tasks": [],
     }
-    if heads:
-        return found | {"tasks": _accuracies(model, world, stored, options)}
+    if classifies:
+        return results | {"tasks": _accuracies(model, world, stored, options)}
     for path in options["data"]:
         world.on_root(partial(check_dataset, path, stored))
-        found["perplexity"].append(
+        results["perplexity"].append(
             perplexity(model, Dataset(path), options["stride"], options["words"])
         )
     if not (work or options["lm_eval"] or options["code"]):
-        return found
+        return results
+    # on rank 0 first: its InputError is raised on every rank
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
-    asking, limits = _asking(options), Limits(model.seq_length, model.vocab_size)
-    for path, (items, contexts) in work.items():
-        asked = world.on_root(partial(questions, text, items, contexts, asking, limits))
-        given = asked.ask(model, text, range(len(items)))
-        found["tasks"].append({"file": path, "shots": options["shots"], **asked.result(given)})
+    results["tasks"] = _scores(model, world, text, work=work, options=options)
     if options["code"]:
-        found["code"] = _programs(model, world, text, options)
+        results["code"] = _programs(model, world, text, options)
     if options["lm_eval"]:
-        harness = Harness(model, text)
-        found["lm_eval"] = simple_evaluate(harness, options)
-    return found
+        results["lm_eval"] = simple_evaluate(Harness(model, text), options)
+    return results
+
+
+def _scores(
+    model: InferenceModel, world: World, text: Text, *, work: Work, options: Options
+) -> list[dict[str, Any]]:
+    """Return the scores of each task file."""
+    asking = _asking(options)
+    limits = Limits(model.seq_length, model.vocab_size)
+    results = []
+    for path, (items, contexts) in work.items():
+        prepare = partial(questions, text, items, contexts, asking=asking, limits=limits)
+        asked = world.on_root(prepare)
+        answers = asked.ask(model, text, range(len(items)))
+        results.append({"file": path, "shots": options["shots"], **asked.result(answers)})
+    return results
 
 
 def _has_task_head(run: Path, options: Options) -> bool:
-    """Whether the model, or what was trained beside it, has a head for a task. Raises InputError
-    where that is asked for more than it can give."""
-    stored, adapter = open_model(run), options["adapter"]
-    beside = adapter is not None and open_adapter(adapter).adapted.has_head
-    if not beside and stored.tree["model"].get("output_head") != "classes":
+    """Return True if the model or its adapter has a head for a task.
+
+    Raises InputError if `options` ask such a model for anything except tasks.
+    """
+    stored = open_model(run)
+    adapter = options["adapter"]
+    adapter_has_head = adapter is not None and open_adapter(adapter).adapted.has_head
+    if not adapter_has_head and stored.tree["model"].get("output_head") != "classes":
         return False
+    owner = adapter if adapter_has_head else run
     for key in ("data", "code", "lm_eval", "shots", "words", "stride"):
         if options[key]:
             raise InputError(
-                f"--{key.replace('_', '-')}: {adapter if beside else run} has a head for a task, "
-                "and gives no tokens; legal: --tasks FILE"
+                f"--{key.replace('_', '-')}: {owner} has a head for a task, and gives no tokens; "
+                "legal: --tasks FILE"
             )
     if not options["tasks"]:
         raise InputError("nothing to evaluate: give --tasks")
@@ -89,20 +114,23 @@ def _has_task_head(run: Path, options: Options) -> bool:
 def _accuracies(
     model: InferenceModel, world: World, stored: StoredModel, options: Options
 ) -> list[dict[str, Any]]:
-    """What a model with a head for a task reaches on each file."""
-    task, paths = model.config.task, options["tasks"]
-    given = options["tokenizer"] or task.tokenizer or None
-    form, files = world.on_root(lambda: files_of(stored, model.config, given, paths))
-    found = []
+    """Return the accuracies of a model with a head for a task, on each file."""
+    task = model.config.task
+    tokenizer = options["tokenizer"] or task.tokenizer or None
+    form, files = world.on_root(lambda: files_of(stored, model.config, tokenizer, options["tasks"]))
+    results = []
     for file in files:
         names = task.labels or [str(number) for number in range(file.sequences)]
         values = accuracy(file, predictions(model, file, form), names)
-        found.append({"file": str(file.path), "kind": task.kind, **values})
-    return found
+        results.append({"file": str(file.path), "kind": task.kind, **values})
+    return results
 
 
-def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
-    """The items of each task file and their contexts, solved examples included."""
+def _read(options: Options) -> Work:
+    """Return the items of each task file, with their contexts and solved examples before these.
+
+    Raises InputError for options that do not go together, and for files that cannot be used.
+    """
     if not any(options[key] for key in ("data", "tasks", "code", "lm_eval")):
         raise InputError("nothing to evaluate: give --data, --tasks, --code or --lm-eval")
     _check_code(options)
@@ -118,19 +146,21 @@ def _read(options: Options) -> dict[str, tuple[list[TaskItem], list[str]]]:
         raise InputError("--until '' would end every answer before it begins; legal: some text")
     compiled(options["extract"])
     _sampling(options)
-    examples = tasks.read(options["shots_from"]) if options["shots"] else []
+    examples: list[TaskItem] = []
+    if options["shots"]:
+        examples = tasks.read(options["shots_from"])
     if len(examples) < options["shots"]:
         raise InputError(f"{options['shots_from']} has {len(examples)} items of --shots")
-    found = {}
+    work: Work = {}
     for path in options["tasks"]:
         items = tasks.read(path)
         shown = tasks.with_shots(items, examples, options["shots"], options["separator"])
-        found[str(path)] = items, shown
-    return found
+        work[str(path)] = (items, shown)
+    return work
 
 
 def _check_code(options: Options) -> None:
-    """What programs need before a model is asked for any. Raises InputError."""
+    """Raise InputError if the programs of `--code` could not be written or tested."""
     if not options["code"]:
         return
     if max(options["k"]) > options["samples"]:
@@ -146,16 +176,19 @@ def _check_code(options: Options) -> None:
 def _programs(
     model: InferenceModel, world: World, text: Text, options: Options
 ) -> list[dict[str, Any]]:
-    """pass@k on each file of programs."""
-    sandbox = Sandbox(network=options["allow_network"])
-    ks = tuple(dict.fromkeys(options["k"]))
-    sizes = (options["samples"], _sampling(options), options["max_new_tokens"])
-    asking = code.CodeAsking(*sizes, ks, sandbox)
-    found = []
+    """Return pass@k on each file of programs."""
+    asking = code.CodeAsking(
+        samples=options["samples"],
+        sampling=_sampling(options),
+        max_new_tokens=options["max_new_tokens"],
+        ks=tuple(dict.fromkeys(options["k"])),
+        sandbox=Sandbox(network=options["allow_network"]),
+    )
+    results = []
     for path in options["code"]:
         programs = world.on_root(partial(code.read, path))
-        found.append({"file": str(path), **asking.ask(model, text, programs)})
-    return found
+        results.append({"file": str(path), **asking.ask(model, text, programs)})
+    return results
 
 
 def _sampling(options: Options) -> Sampling:
@@ -170,7 +203,7 @@ def _asking(options: Options) -> Asking:
 
 
 def check_dataset(path: Path, stored: StoredModel) -> None:
-    """Raises InputError unless the shards were made with the model's tokenizer."""
+    """Raise InputError unless the shards at `path` were made with the model's tokenizer."""
     dataset = Dataset(path)
     known = tokenizer_sha256(stored)
     if known not in (None, dataset.tokenizer_sha256):

@@ -1,8 +1,8 @@
 """A sandbox for programs that a model wrote: a process of its own that inherits nothing.
 
-Limits of time, memory, files and processes, a directory of its own, no network. It holds up
-accidents and simple tricks; it is no prison for a program that was written to break out (files that
-the user may read can be read): what is not trusted at all belongs into a container.
+It limits time, memory, files and processes, has a directory of its own, and no network. It stops
+accidents and simple tricks, but not a program that was written to break out: files that the user
+may read can be read. Run programs that are not trusted at all in a container.
 """
 
 import os
@@ -19,19 +19,25 @@ from pathlib import Path
 from ptdmpi.config import InputError
 
 INSIDE = Path(__file__).with_name("inside.py")
-PASSED, TIMEOUT, KILLED = "passed", "timeout", "ended"
+PASSED = "passed"
+TIMEOUT = "timeout"
+KILLED = "ended"
 
 
 @cache
 def without_network() -> tuple[str, ...]:
-    """The command that starts another one where there is no network. Raises InputError where the
-    system does not allow that."""
+    """Return the words of a command that starts another command without network.
+
+    Raises InputError if the system does not allow that.
+    """
     tool = shutil.which("unshare")
     user = () if os.geteuid() == 0 else ("--user",)
     command = (tool or "unshare", *user, "--net")
     try:
         tried = subprocess.run((*command, "true"), capture_output=True, text=True, timeout=30)
-        failure = tried.stderr.strip() if tried.returncode else ""
+        failure = ""
+        if tried.returncode:
+            failure = tried.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         failure = str(error)
     if failure:
@@ -45,30 +51,33 @@ def without_network() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits of one program: seconds of time, bytes of memory, whether it may reach the network."""
+    """The limits of one program: seconds, bytes of memory, and whether it may use the network."""
 
     time_s: float = 5.0
     memory_bytes: int = 1 << 29
     network: bool = False
 
     def run(self, program: str) -> str:
-        """PASSED if the program came to its end; else the kind of exception that ended it, TIMEOUT,
-        or KILLED where it left without a word. Raises InputError as `without_network` does."""
-        prefix = () if self.network else without_network()
-        word = secrets.token_hex(16)  # which a program that only prints does not know
-        with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o777)  # for a user without rights
-            said = self._said(prefix, folder, program.encode(errors="replace"), word.encode())
-        if said is None:
-            return TIMEOUT
-        if said == word.encode():
-            return PASSED
-        return said.decode(errors="replace")[:80] or KILLED
+        """Run a Python program and return its outcome.
 
-    def _said(
+        PASSED: it reached its end. TIMEOUT: it took too long. KILLED: it ended without a verdict.
+        Otherwise the kind of exception that ended it. Raises InputError as `without_network` does.
+        """
+        prefix = () if self.network else without_network()
+        word = secrets.token_hex(16)  # a program cannot print it without having read it
+        with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o777)  # root's programs run as a user without rights
+            verdict = self._verdict(prefix, folder, program.encode(errors="replace"), word.encode())
+        if verdict is None:
+            return TIMEOUT
+        if verdict == word.encode():
+            return PASSED
+        return verdict.decode(errors="replace")[:80] or KILLED
+
+    def _verdict(
         self, prefix: tuple[str, ...], folder: str, program: bytes, word: bytes
     ) -> bytes | None:
-        """What the process wrote as its verdict; None where it had to be killed."""
+        """Return the verdict that the process wrote; None if it took too long and was killed."""
         token, token_in = os.pipe()
         verdict_out, verdict = os.pipe()
         os.write(token_in, word)

@@ -13,18 +13,20 @@ from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.terminal.progress import progress
 
-if TYPE_CHECKING:  # it starts MPI, and questions are also prepared where there is none
+if TYPE_CHECKING:  # its import starts MPI; questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# A batch is as large as both allow: enough tokens for efficient products, and not more logits.
+# Limits of a batch: enough tokens for efficient products, and a bound on the memory of logits.
 BATCH_TOKENS = 4096
 LOGITS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Request:
-    """How probable are ids[first:], each token given all that are before it? `first` >= 1.
-    `place`: what stands in front of messages."""
+    """A question for the probability of ids[first:], each token given all before it.
+
+    `first` is at least 1. `place` begins error messages.
+    """
 
     ids: Sequence[int]
     first: int
@@ -33,7 +35,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Score:
-    """`log_likelihood`: the sum, in nats; `greedy`: each token is the most probable one."""
+    """The answer to a request.
+
+    `log_likelihood`: the sum over its `tokens`, in nats. `greedy`: each token is the most probable
+    one.
+    """
 
     log_likelihood: float
     tokens: int
@@ -41,18 +47,18 @@ class Score:
 
 
 def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
-    """The score of each request, on every rank; every rank calls it with the same requests.
+    """Return the score of each request, on every rank, which all call it with the same requests.
 
-    What does not fit `seq_length` loses its first tokens. Raises InputError where that would cut
-    into the scored ones, an id is none of the vocabulary, or a score is no number: then no answer
-    is better than another.
+    A request that is longer than `seq_length` loses its first tokens. Raises InputError if it would
+    lose scored ones, if an id is outside the vocabulary, or if a score is NaN, which makes answers
+    incomparable.
     """
-    inside = [fitted(one, model.seq_length, model.vocab_size) for one in requests]
+    inside = [fitted(request, model.seq_length, model.vocab_size) for request in requests]
     order = sorted(range(len(inside)), key=lambda i: (-len(inside[i].ids), i))
     groups = list(_groups([len(inside[i].ids) - 1 for i in order], model))
     data = model.axes["data"]
     mine = [[order[i] for i in group] for group in groups[data.rank :: data.size]]
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     with progress("scoring", len(mine), "batch") as advance:
         for group in mine:
             answer = model.log_probabilities(*_batch([inside[i] for i in group], model.device))
@@ -64,19 +70,23 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
                 place = slice(inside[i].first - 1, len(inside[i].ids) - 1)
                 total = float(values[place, column].sum(dtype=np.float64))
                 tokens = place.stop - place.start
-                found[i] = Score(total, tokens, bool(greedy[place, column].all()))
+                scores[i] = Score(total, tokens, bool(greedy[place, column].all()))
     model.finish()
-    found = model.share(found)
-    everything = {i: one for part in data.all_gather_object(found) for i, one in part.items()}
-    if any(math.isnan(one.log_likelihood) for one in everything.values()):
+    for part in data.all_gather_object(model.share(scores)):
+        scores |= part
+    if any(math.isnan(answer.log_likelihood) for answer in scores.values()):
         raise SharedInputError(NOT_FINITE)
-    return [everything[i] for i in range(len(requests))]
+    return [scores[i] for i in range(len(requests))]
 
 
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
-    """The request without the first tokens that a sequence has no place for. Raises InputError
-    where that would cut into the scored ones, or an id is none of the vocabulary."""
-    ids, first, place = request.ids, request.first, f"{request.place}: " if request.place else ""
+    """Return the request without the first tokens that a sequence has no room for.
+
+    Raises InputError if these include scored ones, or if an id is outside the vocabulary.
+    """
+    ids = request.ids
+    first = request.first
+    place = f"{request.place}: " if request.place else ""
     if not 1 <= first < len(ids):
         raise SharedInputError(
             f"{place}nothing to score: {len(ids)} tokens, the first {first} of them given"
@@ -95,7 +105,7 @@ def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
 
 
 def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[int]]:
-    """Numbers of requests of falling lengths that are scored together."""
+    """Yield groups of numbers of requests that are scored together; `lengths` decrease."""
     start = 0
     while start < len(lengths):
         rows = rows_of(lengths[start], model)
@@ -104,13 +114,13 @@ def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[in
 
 
 def rows_of(length: int, model: "InferenceModel") -> int:
-    """How many sequences of so many tokens make a batch."""
+    """Return how many sequences of `length` tokens make a batch."""
     logits_bytes = 4 * length * math.ceil(model.vocab_size / model.axis.size)
     return max(1, min(BATCH_TOKENS // length, LOGITS_BYTES // logits_bytes))
 
 
 def _batch(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and labels [s, b]; what is behind a shorter sequence does not matter."""
+    """Return inputs and labels [s, b]; shorter sequences are padded, which has no effect."""
     width = max(len(request.ids) for request in requests)
     ids = torch.zeros(width, len(requests), dtype=torch.int64)
     for column, request in enumerate(requests):

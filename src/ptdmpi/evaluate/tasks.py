@@ -1,5 +1,4 @@
-"""Tasks from JSON lines: a context, and either choices with the number of the right one, or the
-answers that count."""
+"""Task files of JSON lines: a context with choices and the right one's number, or with answers."""
 
 import json
 from collections.abc import Sequence
@@ -15,8 +14,11 @@ BETWEEN_SHOTS = "\n\n"
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question. Multiple choice: `choices`, of which number `answer` is right; else any of
-    `answers` is. `place`: file and line, for messages."""
+    """One question.
+
+    Multiple choice has `choices`, of which number `answer` is right; otherwise any of `answers` is
+    right. `place`: file and line, for messages.
+    """
 
     context: str
     choices: tuple[str, ...] = ()
@@ -26,12 +28,14 @@ class TaskItem:
 
     @property
     def right(self) -> str:
-        """What an example shows as the answer."""
-        return self.choices[self.answer] if self.choices else self.answers[0]
+        """The answer that a solved example shows."""
+        if self.choices:
+            return self.choices[self.answer]
+        return self.answers[0]
 
 
 def read(path: Path) -> list[TaskItem]:
-    """The items of a .jsonl file, all of one kind. Raises InputError with the line."""
+    """Return the items of a .jsonl file, all of one kind. Raises InputError that names the line."""
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
@@ -39,7 +43,10 @@ def read(path: Path) -> list[TaskItem]:
 
 
 def values_of(line: str, place: str, key: str) -> dict[str, Any]:
-    """The JSON object of a line that has a text in the field `key`. Raises InputError."""
+    """Return the JSON object of a line, which must have a text in the field `key`.
+
+    Raises InputError that begins with `place`.
+    """
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -49,17 +56,18 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InputError(f"{place}: half of a UTF-16 pair is no text") from None
+        raise InputError(f"{place}: half of a UTF-16 pair is not a text") from None
     return values
 
 
 def item_of(line: str, place: str) -> TaskItem:
-    """The item of a line. Raises InputError."""
+    """Return the item of a line. Raises InputError that begins with `place`."""
     values = values_of(line, place, "context")
     if "choices" in values and "answers" in values:
         raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")
     if "choices" in values:
-        choices, answer = _texts(values["choices"], "choices", place), values.get("answer")
+        choices = _texts(values["choices"], "choices", place)
+        answer = values.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, int):
             raise InputError(f"{place}: 'answer' = {answer!r}; legal: the number of a choice")
         if not 0 <= answer < len(choices):
@@ -72,6 +80,7 @@ def item_of(line: str, place: str) -> TaskItem:
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
+    """Return the texts of a field. Raises InputError unless they are a list of non-empty texts."""
     if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
         raise InputError(f"{place}: {key!r} must be a list of texts that are not empty")
     if not values:
@@ -82,11 +91,13 @@ def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
 def with_shots(
     items: Sequence[TaskItem], examples: Sequence[TaskItem], shots: int, separator: str
 ) -> list[str]:
-    """The context of each item with the first `shots` solved examples before it; one that is the
-    item itself is left out."""
+    """Return the context of each item with the first `shots` solved examples before it.
+
+    An example that is the item itself is left out.
+    """
     contexts = []
     for item in items:
-        shown = [one for one in examples[: shots + 1] if one != item][:shots]
-        solved = (f"{one.context}{separator}{one.right}{BETWEEN_SHOTS}" for one in shown)
+        shown = [example for example in examples[: shots + 1] if example != item][:shots]
+        solved = (f"{shot.context}{separator}{shot.right}{BETWEEN_SHOTS}" for shot in shown)
         contexts.append("".join(solved) + item.context)
     return contexts

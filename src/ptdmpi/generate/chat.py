@@ -1,4 +1,4 @@
-"""A conversation on the terminal: line by line, each behind all that was said before."""
+"""Conversations with a model on the terminal, line by line."""
 
 import sys
 from collections.abc import Callable
@@ -14,25 +14,28 @@ from ptdmpi.terminal.say import note
 
 SIGN = "> "
 QUIT = "/quit"
-TORN = "\ufffd"  # what a character of several tokens is decoded to while some are missing
+TORN = "\ufffd"  # the text of an incomplete character, whose last tokens are still missing
 
 
 class Chat:
-    """Keeps what was said, and answers. Every rank has one.
+    """A conversation: the lines and answers so far. Every rank has one.
 
-    The text so far is that of all lines and answers, as the model's chat template writes them, or
-    each ended by a newline; where it leaves no room for an answer, the oldest lines and answers
-    fall out of sight, and of a line that is too long by itself its beginning.
+    The model reads all lines and answers, as its chat template writes them, or each ended by a
+    newline. If they leave no room for an answer, the oldest ones are dropped; a line that is too
+    long by itself loses its beginning.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
-        """`out`: where answers are written as they arise; stdout. Raises InputError on every
-        rank."""
-        self.writer, self.out = writer, out or sys.stdout
+        """`out` receives the answers token by token; None: stdout.
+
+        Raises InputError on every rank.
+        """
+        self.writer = writer
+        self.out = out or sys.stdout
         self.said: list[str] = []
         self.answers = 0
         self._shown = ""
-        # found by rank 0 first, whose mistake is everybody's
+        # on rank 0 first: its InputError is raised on every rank
         writer.world.on_root(lambda: _dialogue(writer) and None)
         self.dialogue = _dialogue(writer)
         most = writer.model.seq_length - self.dialogue.around - 1
@@ -43,8 +46,11 @@ class Chat:
             )
 
     def talk(self, read: Callable[[], str | None]) -> str:
-        """Answer every line that rank 0's `read` gives (None: no more); returns why it ended. On
-        one rank Ctrl-C ends it at any moment; of several ranks only while rank 0 reads."""
+        """Answer every line that `read` returns on rank 0 (None: no more); return why it ended.
+
+        Ctrl-C ends the conversation at any time on one rank; of several ranks, only while rank 0
+        waits for a line.
+        """
         world = self.writer.world
         try:
             while True:
@@ -63,51 +69,55 @@ class Chat:
             return "Ctrl-C"
 
     def answer(self, line: str) -> str:
-        """What the model writes behind `line` and all that was said before, printed as it arises by
-        the one rank that decides."""
+        """Return the model's answer to `line`, and print it token by token on the deciding rank."""
         writer = self.writer
         ids = self._within(line)
         self._shown = ""
 
         def show(new: list[int]) -> bool:
+            """Print the new ids; never end the answer."""
             self._show(self.dialogue.answer(ids, new))
             return False
 
         prompt = Prompt(ids, self._room, self.answers, show)
-        (found,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
-        written = self.dialogue.answer(ids, found.ids)
+        (continuation,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
+        written = self.dialogue.answer(ids, continuation.ids)
         if writer.model.decides and writer.model.axes["data"].rank == 0:
-            self._show(written + ("" if written.endswith("\n") else "\n"), whole=True)
+            line_end = "" if written.endswith("\n") else "\n"
+            self._show(written + line_end, whole=True)
         self.said += [line, written]
         self.answers += 1
         return written
 
     @property
     def _room(self) -> int:
-        """How many tokens an answer may have: as asked, by itself at most half of `seq_length`."""
-        length = self.writer.model.seq_length
+        """The most tokens of an answer: as asked for, or by default up to half of `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
-        return min(MAX_NEW_TOKENS, max(1, length // 2)) if asked is None else asked
+        if asked is not None:
+            return asked
+        return min(MAX_NEW_TOKENS, max(1, self.writer.model.seq_length // 2))
 
     def _require(self, line: str) -> None:
-        """Raises InputError for a line that cannot be said."""
+        """Raise InputError for a line that is not UTF-8, or has a special token's name."""
         text = self.writer.text
         text.encode(line)
-        special = () if self.dialogue.template is None else text.special
-        if named := sorted(one for one in special if one in line):
+        if self.dialogue.template is None:
+            return
+        named = sorted(name for name in text.special if name in line)
+        if named:
             raise InputError(
                 f"the line has the text {named[0]}, which the chat template would make a special "
                 "token of"
             )
 
     def _within(self, line: str) -> list[int]:
-        """The ids of the text so far with `line`, as many as leave room for the answer."""
+        """Return the ids of the conversation with `line`, shortened to leave room for an answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
         while len(ids := self.dialogue.prompt([*self.said, line])) > most:
             if self.said:
                 del self.said[:2]
-                note("ptdmpi generate: the oldest line and its answer are out of sight now")
+                note("ptdmpi generate: the oldest line and its answer are dropped")
             elif self.dialogue.template is None:
                 kept = most - len(text.prefix)
                 return [*text.prefix, *ids[len(ids) - kept :]]
@@ -116,7 +126,7 @@ class Chat:
         return ids
 
     def _show(self, written: str, whole: bool = False) -> None:
-        """Print what is new in an answer; a character that is not whole yet waits."""
+        """Print the new part of an answer; wait with a character that is incomplete."""
         if (whole or not written.endswith(TORN)) and written.startswith(self._shown):
             self.out.write(written[len(self._shown) :])
             self.out.flush()
@@ -124,24 +134,28 @@ class Chat:
 
 
 def _dialogue(writer: Writer) -> Dialogue:
-    """How the writer's model, with its adapters, is asked. Raises InputError."""
-    adapter: Path | None = writer.options["adapter"]
-    beside = None if adapter is None else open_adapter(adapter)
-    return Dialogue.of(writer.stored, writer.text, beside)
+    """Return the dialogue of the writer's model with its adapters. Raises InputError."""
+    path: Path | None = writer.options["adapter"]
+    adapter = None
+    if path is not None:
+        adapter = open_adapter(path)
+    return Dialogue.of(writer.stored, writer.text, adapter)
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Rank 0's next line, or None and why there is none."""
+    """Return rank 0's next line; at the end, None and the reason."""
     try:
         line = read()
-        # Open MPI's mpirun never hands the end of input on: a word has to do there
-        return (None, QUIT) if line == QUIT else (line, "end of input")
+        # Open MPI's mpirun does not pass the end of input on: a command ends it instead
+        if line == QUIT:
+            return None, QUIT
+        return line, "end of input"
     except KeyboardInterrupt:
         return None, "Ctrl-C"
 
 
 def read_line() -> str | None:
-    """A line of standard input, with a sign before it on a terminal; None at its end."""
+    """Return a line of standard input, after a prompt sign on a terminal; None at its end."""
     if sys.stdin.isatty():
         sys.stdout.write(SIGN)
         sys.stdout.flush()

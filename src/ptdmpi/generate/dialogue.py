@@ -1,4 +1,4 @@
-"""A conversation as a model's tokens: its chat template, and where an answer begins and ends."""
+"""Conversations as tokens of a model: its chat template, and the ends of its answers."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,19 +13,24 @@ from ptdmpi.inference.stored import StoredAdapter, StoredModel
 
 @dataclass(frozen=True)
 class Dialogue:
-    """How a model is asked for its next answer: by its `template`, or, None, by plain lines.
-    `ends`: the ids that end an answer."""
+    """The form in which a model is asked for its next answer.
+
+    `template`: its chat template; None: plain lines. `ends`: the ids that end an answer.
+    """
 
     text: Text
     template: ChatTemplate | None
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, stored: StoredModel, text: Text, beside: StoredAdapter | None) -> Self:
-        """By the template of the model, or of the adapters `beside` it. Answers end as texts do;
-        in a template's words also by the special token that it writes behind an answer, and by
-        those that the config.json of a model from Hugging Face names. Raises InputError."""
-        template = find_chat(stored, text, beside)
+    def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
+        """Return the dialogue of a model, by its chat template or that of an adapter.
+
+        Answers end as texts do. With a template they also end by the special token that it writes
+        after an answer, and by those in the config.json of a model from Hugging Face. Raises
+        InputError.
+        """
+        template = find_chat(stored, text, adapter)
         if template is None:
             return cls(text, None, text.ends)
         turn = template.end_of_turn(text.special)
@@ -33,24 +38,31 @@ class Dialogue:
         return cls(text, template, text.ends.union(ends_of(stored), ends))
 
     def prompt(self, lines: Sequence[str]) -> list[int]:
-        """The ids of lines and answers in turn, and of what asks for the next answer."""
+        """Return the ids of a user's lines and the answers in turn, up to the next answer."""
         if self.template is None:
-            return self.text.prompt("".join(one.removesuffix("\n") + "\n" for one in lines))
-        said = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
-        messages = [{"role": role, "content": content} for role, content in said]
+            return self.text.prompt("".join(line.removesuffix("\n") + "\n" for line in lines))
+        turns = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
+        messages = [{"role": role, "content": content} for role, content in turns]
         return self._without_spaces(self.template.render(messages, ask=True), self._left)
 
     def answer(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """What was written behind a prompt, as the next one has it among its lines: without the
-        spaces in front that the template writes itself."""
-        found = self.text.behind(prompt, ids)
-        own = 0 if self.template is None else self._left + len(self.template.lead)
-        return found[min(own, len(found) - len(found.lstrip(" "))) :]
+        """Return the answer `ids` to a prompt as text.
+
+        The leading spaces that the template writes itself are removed.
+        """
+        answer = self.text.behind(prompt, ids)
+        if self.template is None:
+            return answer
+        spaces = len(answer) - len(answer.lstrip(" "))
+        return answer[min(self._left + len(self.template.lead), spaces) :]
 
     @cached_property
     def _left(self) -> int:
-        """How many of the spaces that end what asks for an answer are no token of their own once
-        there is one (a word, say), but the beginning of its first: a prompt goes without them."""
+        """The number of spaces at the end of a prompt that the prompt must leave out.
+
+        These spaces are not tokens of their own before an answer, but become part of its first
+        token, such as " word".
+        """
         if self.template is None:
             return 0
         asks = self.template.asks
@@ -59,12 +71,15 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # where even other tokens change
+        return 0  # other tokens change too, so nothing is left out
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
+        """Return the ids of a template's text without its last `left` characters."""
         return self.text.marked(asks[: len(asks) - left])
 
     @property
     def around(self) -> int:
-        """How many ids stand around a line that has none."""
-        return len(self.text.prefix if self.template is None else self.prompt([""]))
+        """The number of ids that a prompt has in addition to those of its line."""
+        if self.template is None:
+            return len(self.text.prefix)
+        return len(self.prompt([""]))

@@ -12,16 +12,19 @@ from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.terminal.progress import progress
 
-if TYPE_CHECKING:  # it starts MPI, and questions are also prepared where there is none
+if TYPE_CHECKING:  # its import starts MPI; questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# Prompts that are continued together.
-ROWS = 16
+ROWS = 16  # prompts that are continued together
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`number` tells samples apart for the random draws. `finished(new ids)` may end it early."""
+    """A text to be continued, as ids.
+
+    `number` makes the random draws of samples differ. `finished(new ids)` returns True to end the
+    continuation early.
+    """
 
     ids: Sequence[int]
     max_new_tokens: int
@@ -31,15 +34,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The new ids, without the end of document. `reason`: "eod", "length" or "finished"."""
+    """The new ids of a prompt, without an end of document.
+
+    `reason` is why it ended: "eod", "length" or "finished"; empty until then.
+    """
 
     ids: list[int]
     reason: str
 
 
 def check(prompt: Prompt, model: "InferenceModel") -> None:
-    """Raises InputError for a prompt that is empty or not of the vocabulary, or that does not fit
-    the model with what is to come."""
+    """Raise InputError unless the model can continue a prompt by `max_new_tokens`.
+
+    The prompt must not be empty, must be of the vocabulary, and must fit `seq_length` with its
+    continuation.
+    """
     if not prompt.ids:
         raise SharedInputError("an empty prompt: give at least one token")
     if prompt.max_new_tokens < 1:
@@ -67,27 +76,28 @@ def generate(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     ends: Collection[int],
+    *,
     rows: int = ROWS,
 ) -> list[Continuation]:
-    """The continuation of each prompt, on every rank; every rank calls it with the same prompts.
+    """Return the continuation of each prompt, on every rank.
 
-    `ends`: the ids that end a text. Groups of `rows` prompts are dealt to the data ranks. Raises
-    InputError.
+    Every rank calls it with the same prompts. `ends` are the ids that end a text. Groups of `rows`
+    prompts are distributed over the data ranks. Raises InputError.
     """
     for prompt in prompts:
         check(prompt, model)
     data = model.axes["data"]
-    # of like lengths together: a group runs until its last one ends
+    # prompts of similar lengths form a group, which runs until its last continuation ends
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # whoever asks for a group at a time has a progress of its own
+    # callers that ask for one group at a time show a progress of their own
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
-            found = _continue([prompts[i] for i in group], model, sampling, ends)
-            done.update(zip(group, found, strict=True))
+            written = _continue([prompts[i] for i in group], model, sampling, ends)
+            done.update(zip(group, written, strict=True))
             advance(1)
     model.finish()
     for part in data.all_gather_object(done):
@@ -101,6 +111,7 @@ def _continue(
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Continuation]:
+    """Return the continuations of one group of prompts, on all ranks of this data rank."""
     lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.zeros(width, len(prompts), dtype=torch.int64)
@@ -110,22 +121,22 @@ def _continue(
     last = lengths - 1
     capacity = max(len(prompt.ids) + prompt.max_new_tokens for prompt in prompts)
     cache = model.new_cache(len(prompts), capacity)
-    found = [Continuation([], "") for _ in prompts]
+    texts = [Continuation([], "") for _ in prompts]
     while True:
         cache.at(positions.to(model.device))
         logits = model.next_logits(ids.to(model.device), cache, last.to(model.device))
         if logits is not None and model.decides:
             values = logits.cpu().numpy()
-            found = [
-                one if one.reason else _longer(one, prompt, row, sampling, ends)
-                for one, prompt, row in zip(found, prompts, values, strict=True)
+            texts = [
+                _longer(text, prompt, row, sampling=sampling, ends=ends)
+                for text, prompt, row in zip(texts, prompts, values, strict=True)
             ]
-        new, going = model.share(
-            ([one.ids[-1] if one.ids else 0 for one in found], any(not one.reason for one in found))
-        )
+        new = [text.ids[-1] if text.ids else 0 for text in texts]
+        going = any(not text.reason for text in texts)
+        new, going = model.share((new, going))
         if not going:
-            return model.share(found)
-        # a text that has ended is continued idly at its last place
+            return model.share(texts)
+        # a text that has ended is computed on at its last place, and the result is dropped
         ids = torch.tensor([new])
         positions = positions[last, torch.arange(len(prompts))] + 1
         positions = positions.clamp(max=capacity - 1)[None]
@@ -133,17 +144,20 @@ def _continue(
 
 
 def _longer(
-    one: Continuation,
+    text: Continuation,
     prompt: Prompt,
     logits: np.ndarray,
+    *,
     sampling: Sampling,
     ends: Collection[int],
 ) -> Continuation:
-    """A continuation with one more token."""
-    token = choose(logits, sampling, prompt.number, len(prompt.ids) + len(one.ids))
+    """Return a continuation with one more token, drawn from logits [V], unless it has ended."""
+    if text.reason:
+        return text
+    token = choose(logits, sampling, prompt.number, len(prompt.ids) + len(text.ids))
     if token in ends:
-        return replace(one, reason="eod")
-    longer = [*one.ids, token]
-    if prompt.finished is not None and prompt.finished(longer):
-        return Continuation(longer, "finished")
-    return Continuation(longer, "length" if len(longer) == prompt.max_new_tokens else "")
+        return replace(text, reason="eod")
+    ids = [*text.ids, token]
+    if prompt.finished is not None and prompt.finished(ids):
+        return Continuation(ids, "finished")
+    return Continuation(ids, "length" if len(ids) == prompt.max_new_tokens else "")

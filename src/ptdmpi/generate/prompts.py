@@ -1,4 +1,4 @@
-"""Prompts from a file: a line each, or a JSON object each."""
+"""Prompts from a file of lines or of JSON objects."""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +15,10 @@ PROMPT = "prompt"
 
 @dataclass(frozen=True)
 class Given:
-    """A prompt. `fields`: what else stood in its JSON object; `place`: file and line, for
-    messages."""
+    """A prompt from a user.
+
+    `fields`: the other fields of its JSON object. `place`: file and line, for messages.
+    """
 
     text: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -24,8 +26,11 @@ class Given:
 
 
 def read_prompts(path: Path) -> list[Given]:
-    """The prompts of a file: of one that ends in .jsonl the field "prompt" of each line's object,
-    else each line that is not blank. Raises InputError with the line."""
+    """Return the prompts of a file: its lines that are not blank.
+
+    In a file whose name ends in .jsonl, each line is a JSON object with the field "prompt". Raises
+    InputError that names the line.
+    """
     numbered = numbered_lines(path, "prompt")
     if path.suffix == JSON_LINES:
         return [_of_json(line, place) for place, line in numbered]
@@ -33,6 +38,7 @@ def read_prompts(path: Path) -> list[Given]:
 
 
 def _of_json(line: str, place: str) -> Given:
+    """Return the prompt of one JSON line. Raises InputError."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:

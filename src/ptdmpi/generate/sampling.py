@@ -1,7 +1,7 @@
-"""Which token comes next: temperature, top-k, top-p, decided from float32 logits.
+"""Sampling of the next token from float32 logits: temperature, top-k, top-p.
 
-The draw is a pure function of (seed, number of the sample, position), so it depends neither on the
-layout nor on what else is in the batch.
+The draw is a pure function of (seed, number of the sample, position). It depends neither on the
+layout nor on the rest of the batch.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,12 @@ NOT_FINITE = "logits are not finite: weights that are inf or NaN, or too large f
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 takes the most probable token. `top_k` None: of all tokens; `top_p`: of the
-    fewest that hold so much probability (Holtzman et al. 2020, arXiv 1904.09751)."""
+    """Parameters of sampling. Raises InputError for values out of range.
+
+    `temperature`: 0 takes the most probable token. `top_k`: draw from that many most probable
+    tokens; None: from all. `top_p`: draw from the fewest tokens whose probabilities add up to it
+    (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -38,32 +42,38 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, log weights) of the tokens that may be drawn, most probable first; of equal ones the
-    lowest id first. First temperature, then top-k, then top-p."""
+    """Return (ids, log weights) of the tokens that may be drawn, the most probable first.
+
+    `logits` is float32 [V]. Equal tokens are ordered by their ids. Temperature is applied first,
+    then top-k, then top-p.
+    """
     order = np.argsort(-logits, kind="stable")
     if sampling.temperature == 0.0:
         return order[:1], np.zeros(1)
     order = order[: sampling.top_k]
-    # subtracted before it is divided: the quotient overflows to impossible tokens at most
+    # subtract before dividing: an overflow can then only make tokens impossible
     with np.errstate(over="ignore"):
         values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
     if sampling.top_p < 1.0:
         weights = np.exp(values)
         before = np.cumsum(weights) - weights
         count = int(np.count_nonzero(before < sampling.top_p * weights.sum()))
-        order, values = order[:count], values[:count]
+        order = order[:count]
+        values = values[:count]
     return order, values
 
 
 def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
-    """The token at `position` of sample number `sample`, from logits float32 [V]. Raises
-    InputError where no token can be told from others."""
+    """Return the token at `position` of sample number `sample`, drawn from logits float32 [V].
+
+    Raises InputError if logits are NaN or infinite.
+    """
     if np.isnan(logits).any() or logits.max() == np.inf:
         raise InputError(NOT_FINITE)
     ids, values = candidates(logits, sampling)
     if len(ids) == 1:
         return int(ids[0])
     bits = np.random.Philox(key=[sampling.seed, sample], counter=[0, 0, 0, position])
-    # the greatest of value + Gumbel noise is a draw by softmax(value) (Gumbel 1954)
+    # the maximum of value + Gumbel noise is a draw from softmax(value) (Gumbel 1954)
     noise = np.random.Generator(bits).gumbel(size=len(ids))
     return int(ids[np.argmax(values + noise)])

@@ -1,4 +1,4 @@
-"""From prompts as text to continuations as text."""
+"""Continuations of prompts, as texts."""
 
 import json
 import sys
@@ -21,75 +21,89 @@ MAX_NEW_TOKENS = 100
 
 
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
-    """`samples` continuations of each of the `prompts`, on rank 0; every rank calls it.
+    """Return `samples` continuations of each prompt on rank 0, nothing on others.
 
-    `options` are those of `ptdmpi generate`. Raises InputError on every rank.
+    Every rank calls it. `options` are those of `ptdmpi generate`. Raises InputError on every rank.
     """
     writer = Writer(run, world, options)
     given = [Given(text) for text in options["prompts"] or ("",)]
-    return writer.continuations(given, world.on_root(lambda: writer.prepare(given)))
+    prompts = world.on_root(lambda: writer.prepare(given))
+    return writer.continuations(given, prompts)
 
 
 def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
-    """The same for the file `options["from_file"]`, as lines of JSON in its order, each on rank 0
-    as soon as it is there: every rank goes through it. All prompts are checked before the first one
-    is continued."""
+    """Yield the continuations of the prompts in `options["from_file"]`, as lines of JSON.
+
+    Rank 0 yields each line as soon as it is complete, in the order of the file; every rank iterates
+    over it. All prompts are checked before the first one is continued. Raises InputError on every
+    rank.
+    """
     given = world.on_root(lambda: read_prompts(options["from_file"]))
     writer = Writer(run, world, options)
     prompts = world.on_root(lambda: writer.prepare(given))
     samples = options["samples"]
     at_once = max(1, options["batch"] * writer.model.axes["data"].size // samples)
-    # on one terminal a bar and the lines would write over each other
+    # no bar on the terminal that the lines go to: they would overwrite each other
     bar = progress("generating", len(given), "prompt")
     with nullcontext(_silent) if sys.stdout.isatty() else bar as advance:
         for first in range(0, len(given), at_once):
-            some = given[first : first + at_once]
-            ready = prompts[first * samples : (first + len(some)) * samples]
-            for one in writer.continuations(some, ready):
-                yield json.dumps(one)
-            advance(len(some))
+            batch = given[first : first + at_once]
+            ready = prompts[first * samples : (first + len(batch)) * samples]
+            for record in writer.continuations(batch, ready):
+                yield json.dumps(record)
+            advance(len(batch))
 
 
 def _silent(more: float) -> None:
-    """Progress that nobody is to see."""
+    """Show no progress."""
 
 
 class Writer:
-    """A model with its tokenizer, asked by texts. Every rank has one and calls all methods but
-    `prepare`, which is rank 0's. Raises InputError on every rank."""
+    """A model with its tokenizer, which continues texts.
+
+    Every rank has one, and calls all methods except `prepare`, which is rank 0's. All raise
+    InputError on every rank.
+    """
 
     text: Text
 
     def __init__(self, run: Path, world: World, options: Mapping[str, Any]) -> None:
-        """`options` are those of `ptdmpi generate`."""
+        """Load the model at `run`; `options` are those of `ptdmpi generate`."""
+        self.world = world
+        self.options = options
         chosen = {key: options[key] for key in ("temperature", "top_k", "top_p", "seed")}
-        self.world, self.options = world, options
         self.sampling = world.on_root(lambda: Sampling(**chosen))
-        kind = kind_of(options["ema"])
-        how = options["layout"], options["precision"], False, options["adapter"], kind
-        opened = open_inference(run, world, *how)
-        self.model: InferenceModel = opened[0]
-        self.stored: StoredModel = opened[1]
-        # found by rank 0 first, whose mistake is everybody's
+        self.model: InferenceModel
+        self.stored: StoredModel
+        self.model, self.stored = open_inference(
+            run,
+            world,
+            options["layout"],
+            options["precision"],
+            adapter=options["adapter"],
+            kind=kind_of(options["ema"]),
+        )
+        # on rank 0 first: its InputError is raised on every rank
         world.on_root(lambda: find_text(self.stored, options["tokenizer"]) and None)
         self.text = find_text(self.stored, options["tokenizer"])
 
     def prepare(self, given: Sequence[Given]) -> list[Prompt]:
-        """The prompts of `samples` continuations of each. Raises InputError."""
+        """Return the prompts of `samples` continuations of each text. Raises InputError."""
         prompts: list[Prompt] = []
-        for one in given:
+        for text in given:
             try:
-                ids = self.text.prompt(one.text)
+                ids = self.text.prompt(text.text)
                 length = self.length(ids)
                 check(Prompt(ids, length), self.model)
             except InputError as error:
-                raise InputError(f"{one.place}: {error}" if one.place else str(error)) from None
+                place = f"{text.place}: " if text.place else ""
+                raise InputError(f"{place}{error}") from None
             first = len(prompts)
             prompts += [Prompt(ids, length, first + k) for k in range(self.options["samples"])]
         return prompts
 
     def length(self, ids: Sequence[int]) -> int:
-        """How many new tokens are asked for behind these."""
+        """Return the number of new tokens that are asked for after the prompt `ids`."""
         asked: int | None = self.options["max_new_tokens"]
         if asked is not None:
             return asked
@@ -98,20 +112,26 @@ class Writer:
     def continuations(
         self, given: Sequence[Given], prompts: Sequence[Prompt]
     ) -> list[dict[str, Any]]:
-        """What is written behind each of `prompts`, as `prepare` made them of `given`; on rank 0,
-        nothing on others."""
-        ends = self.text.ends
-        found = generate(self.model, prompts, self.sampling, ends, rows=self.options["batch"])
+        """Return a record of each continuation on rank 0, nothing on others.
+
+        `prompts` are those that `prepare` made of `given`.
+        """
+        written = generate(
+            self.model, prompts, self.sampling, self.text.ends, rows=self.options["batch"]
+        )
         if self.world.rank:
             return []
-        return [
-            {
-                **given[place // self.options["samples"]].fields,
-                "prompt": given[place // self.options["samples"]].text,
-                "text": self.text.behind(prompt.ids, one.ids),
-                "prompt_tokens": len(prompt.ids),
-                "ids": one.ids,
-                "reason": one.reason,
-            }
-            for place, (prompt, one) in enumerate(zip(prompts, found, strict=True))
-        ]
+        records = []
+        for number, (prompt, new) in enumerate(zip(prompts, written, strict=True)):
+            text = given[number // self.options["samples"]]
+            records.append(
+                {
+                    **text.fields,
+                    "prompt": text.text,
+                    "text": self.text.behind(prompt.ids, new.ids),
+                    "prompt_tokens": len(prompt.ids),
+                    "ids": new.ids,
+                    "reason": new.reason,
+                }
+            )
+        return records

@@ -1,4 +1,4 @@
-"""Lines of a file that somebody wrote to ask a model: prompts, or items of a task."""
+"""Lines of a file of questions to a model: prompts, or items of a task."""
 
 from pathlib import Path
 
@@ -6,18 +6,19 @@ from ptdmpi.config import InputError
 
 
 def numbered_lines(path: Path, what: str) -> list[tuple[str, str]]:
-    """("FILE:number", line) of each line that is not blank, in UTF-8; `what` a line holds.
+    """Return ("FILE:number", line) for each line of a UTF-8 file that is not blank.
 
-    Raises InputError for a file that cannot be read, is not UTF-8, or has no such line.
+    `what` is the content of a line in words. Raises InputError if the file cannot be read, is not
+    UTF-8, or has only blank lines.
     """
     try:
-        # only \n ends a line: others (U+2028) may stand in texts as they are
+        # only \n ends a line: other separators (U+2028) may be part of a text
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
-    found = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise InputError(f"{path} holds no {what}")
-    return found
+    return numbered

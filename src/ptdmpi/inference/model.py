@@ -1,14 +1,14 @@
-"""A trained model that is asked, not trained: forward passes on a tensor and a pipeline axis.
+"""A trained model for inference: forward passes on a tensor and a pipeline axis.
 
-Every data rank holds a whole model (over its tensor and pipeline ranks) and may be asked something
-else. No gradients, optimizer or schedule: stages pass activations on, one after the other, while
-the first ones go on with the next batch. The weights are a checkpoint's, or those of a run.
+Every data rank has a whole model (over its tensor and pipeline ranks) and computes other batches.
+It has no gradients, optimizer or schedule: each stage sends its activations to the next one, and
+takes its next batch. The weights are those of a checkpoint, or of a run.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,22 +45,31 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """This rank's part of a model. All ranks of a data rank call its methods together."""
+    """This rank's part of a model. All ranks of a data rank call its methods together.
+
+    `device` and `dtype` are those of its weights, `axis` is its tensor axis.
+    """
 
     def __init__(
         self,
         config: Config,
         axes: Axes,
         vocab_size: int,
+        *,
         stages: Mapping[int, Stage],
-        placed: Placement,
+        placement: Placement,
     ) -> None:
-        """`stages`: those that `placed` puts on this rank, with their weights; of `new_stages`."""
-        self.config, self.axes, self.vocab_size = config, axes, vocab_size
-        self.stages, self.placed = dict(sorted(stages.items())), placed
-        some = next(iter(self.stages.values()))
-        weight = next(some.parameters())
-        self.device, self.dtype, self.axis = weight.device, weight.dtype, some.axis
+        """`stages`: those of `new_stages`, which `placement` has on this rank, with weights."""
+        self.config = config
+        self.axes = axes
+        self.vocab_size = vocab_size
+        self.stages = dict(sorted(stages.items()))
+        self.placement = placement
+        first = next(iter(self.stages.values()))
+        weight = next(first.parameters())
+        self.device = weight.device
+        self.dtype = weight.dtype
+        self.axis = first.axis
         for stage in self.stages.values():
             stage.place_tables(config.model, self.device)
         self._head = next((stage for stage in self.stages.values() if stage.last), None)
@@ -68,43 +77,48 @@ class InferenceModel:
 
     @property
     def seq_length(self) -> int:
+        """The longest sequence that the model takes, in tokens."""
         return self.config.model.seq_length
 
     @property
     def decides(self) -> bool:
-        """Whether this is the one of a data rank's ranks that sees logits and may speak for it."""
+        """True on the one rank of a data rank that has the logits and decides for the others."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """The deciding rank's `value` on all ranks of this data rank."""
+        """Return the deciding rank's `value` on all ranks of this data rank."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
-        last = self.placed.rank_of(self.placed.stages - 1)
+        last = self.placement.rank_of(self.placement.stages - 1)
         return self.axes["pipeline"].broadcast_object(value, last)
 
     def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
+        """Return an empty cache for `rows` sequences of up to `capacity` tokens."""
         model = self.config.model
         kv_heads = max(1, model.kv_heads // self.axis.size)
         shape = (rows, capacity, kv_heads, model.head_size)
-        layers = (int(one) for stage in self.stages.values() for one in stage.layers)
+        layers = (int(number) for stage in self.stages.values() for number in stage.layers)
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
-        """ids [s, b] -> activations [s, b, h] for the head on the last stage; None on others.
+        """Return the activations [s, b, h] of ids [s, b] on the last stage; None on others.
 
-        With a cache the ids stand at its positions and see what it keeps; else each column is a
-        sequence from its beginning.
+        With a cache, the ids are at its positions and attend to its content. Without, each column
+        is a sequence from its beginning.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
+            """Compute one stage."""
             context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
             return stage.advance(ids, x, context)
 
         return self._through(ids, advance)
 
     def scores(self, batch: Batch) -> Tensor | None:
-        """Scores [samples, n] of the classes or candidates, of a model with a head for a task, on
-        the last stage; None on others. After the last call comes `finish`."""
+        """Return scores [samples, n] of classes or candidates on the last stage; None on others.
+
+        The model needs a head for a task. Call `finish` after the last call.
+        """
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None
@@ -114,35 +128,43 @@ class InferenceModel:
     def _through(
         self, ids: Tensor, advance: Callable[[Stage, Tensor | None], Tensor]
     ) -> Tensor | None:
-        """What the last stage makes of ids [s, b], each stage by `advance`; None on other ranks."""
-        pipeline, last = self.axes["pipeline"], self.placed.stages - 1
+        """Pass ids [s, b] through all stages, each computed by `advance`.
+
+        Return the output of the last stage; None on other ranks.
+        """
+        pipeline = self.axes["pipeline"]
+        last = self.placement.stages - 1
         x: Tensor | None = None
         for number, stage in self.stages.items():
-            if not stage.first and self.placed.rank_of(number - 1) != pipeline.rank:
+            if not stage.first and self.placement.rank_of(number - 1) != pipeline.rank:
                 shape = (*ids.shape, self.config.model.hidden)
                 x = torch.empty(shape, dtype=self.dtype, device=self.device)
-                pipeline.recv(x, self.placed.rank_of(number - 1))
+                pipeline.recv(x, self.placement.rank_of(number - 1))
             with torch.no_grad():
                 x = advance(stage, x)
-            if number < last and self.placed.rank_of(number + 1) != pipeline.rank:
-                self._send(x.contiguous(), self.placed.rank_of(number + 1))
-        return x if self._head is not None else None
+            if number < last and self.placement.rank_of(number + 1) != pipeline.rank:
+                self._send(x.contiguous(), self.placement.rank_of(number + 1))
+        if self._head is None:
+            return None
+        return x
 
     def _send(self, x: Tensor, following: int) -> None:
-        """Send activations on without waiting: the next stage may be busy with those before."""
+        """Send activations without waiting: the next stage may still compute earlier ones."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
         self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived. To be called before the model is let go."""
+        """Wait until all messages have arrived. Call it before the model is dropped."""
         for handle, _ in self._leaving:
             handle.wait()
         self._leaving = []
 
     def next_logits(self, ids: Tensor, cache: KeyValueCache, last: Tensor) -> Tensor | None:
-        """float32 [b, V] behind the token at place `last` [b] of the ids [s, b] on the ranks of the
-        last stage; None on others. Keeps all ids in the cache."""
+        """Return the logits of the next token, float32 [b, V], on the last stage; None on others.
+
+        It follows the token at place `last` [b] of the ids [s, b]. All ids enter the cache.
+        """
         x = self.hidden(ids, cache)
         if x is None or self._head is None:
             return None
@@ -152,8 +174,11 @@ class InferenceModel:
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """ids and labels [s, b]: log probabilities [s, b] of the labels, and where no label is more
-        probable, on the last stage; None on others. After the last call comes `finish`."""
+        """Return the log probabilities of labels on the last stage; None on others.
+
+        ids and labels are [s, b]. The result is (log probabilities in nats [s, b]; True [s, b]
+        where no token is more probable than the label). Call `finish` after the last call.
+        """
         x = self.hidden(ids)
         if x is None or self._head is None:
             return None
@@ -162,7 +187,7 @@ class InferenceModel:
 
 
 def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
-    """The angles of the ids' places, where the model has such."""
+    """Return (cos, sin) of the rotary angles at the ids' positions; None without."""
     if stage.rotary is None:
         return None
     cos, sin = stage.rotary
@@ -172,19 +197,24 @@ def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Ten
     return cos[: ids.shape[0]], sin[: ids.shape[0]]
 
 
-def new_stages(config: Config, axes: Axes, vocab_size: int, placed: Placement) -> dict[int, Stage]:
-    """This rank's stages without weights. Sequences are whole on every rank, also where the run
-    divides them: a text to be continued has one new token at a time."""
-    layers = split_model(config.model, vocab_size, placed)
+def new_stages(
+    config: Config, axes: Axes, vocab_size: int, placement: Placement
+) -> dict[int, Stage]:
+    """Return this rank's stages by number, without weights.
+
+    Sequences are whole on every rank, even if the run divides them: generation has one new token at
+    a time.
+    """
+    layers = split_model(config.model, vocab_size, placement)
     axis = TensorAxis(axes["tensor"])
     return {
         number: Stage(config, vocab_size, layers[number], axis)
-        for number in placed.stages_of(axes["pipeline"].rank)
+        for number in placement.stages_of(axes["pipeline"].rank)
     }
 
 
 def device_of(world: World) -> torch.device:
-    """A GPU of this rank's node, where it has any."""
+    """Return this rank's device: a GPU if its node has any, which becomes torch's current one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -197,69 +227,106 @@ def open_inference(
     world: World,
     layout: str | None,
     precision: str | None,
+    *,
     classifies: bool = False,
     adapter: Path | None = None,
     kind: str = WEIGHTS,
 ) -> tuple[InferenceModel, StoredModel]:
-    """The model at `path` with its weights, on all ranks of `world`: one that is asked for tokens,
-    or that `classifies`, with a head for a task; with the adapters at `adapter`, where given.
+    """Load the model at `path` on all ranks of `world`, each of which calls it.
 
-    `layout` such as "t=2,p=2"; None: that of the run, where it fits these ranks, else one rank for
-    each model. `precision` None: as it was trained. `kind` of its state stands for its
-    weights, such as their average; of the adapters' state, where given. Raises InputError on every
-    rank.
+    `layout`: such as "t=2,p=2"; None: that of the run if it fits these ranks, else one rank for
+    each model. `precision`: None: as it was trained. `classifies`: the model has a head for a task;
+    otherwise it gives tokens. `adapter`: adapters that are loaded on top of it. `kind`: the state
+    that is loaded as the weights (of the adapters, if given), such as their moving average.
+
+    Returns the model and what is stored of it. Raises InputError on every rank.
     """
-
-    def prepare() -> tuple[StoredModel, StoredAdapter | None, Config]:
-        stored = open_model(path, kind if adapter is None else WEIGHTS)
-        trained = stored.tree.get("precision", {}).get("compute", "fp32")
-        sizes = _sizes(stored, world.size, layout)
-        config = stored.config(world.size, precision or trained, **sizes)
-        beside = None if adapter is None else open_adapter(adapter)
-        if beside is not None:
-            config = beside.over(stored, config)
-        elif classifies:
-            config = config.model_copy(update={"task": stored.task})
-        if config.model.classifies != classifies:
-            raise InputError(
-                f"{adapter or stored.path} has a head for a task: it gives no tokens, but its "
-                "accuracy: ptdmpi evaluate --tasks FILE"
-            )
-        if config.model.masked and not classifies:
-            raise InputError(
-                f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
-            )
-        return stored, beside, config
-
-    stored, beside, config = world.on_root(prepare)
-    threads = stored.tree.get("run", {}).get("threads", 1)
-    torch.set_num_threads(threads)
+    opened = world.on_root(
+        lambda: _opened(
+            path,
+            world.size,
+            layout=layout,
+            precision=precision,
+            classifies=classifies,
+            adapter=adapter,
+            kind=kind,
+        )
+    )
+    stored = opened.stored
+    config = opened.config
+    torch.set_num_threads(stored.tree.get("run", {}).get("threads", 1))
     device = device_of(world)
     axes = world.split(grid_of(config), wire_named(device=device))
-    placed = schedules.placement("forward", config.parallel.pipeline, 1)
-    stages = new_stages(config, axes, stored.vocab_size, placed)
+    placement = schedules.placement("forward", config.parallel.pipeline, 1)
+    stages = new_stages(config, axes, stored.vocab_size, placement)
     compute = data_types(config.precision.compute).compute
     buffer = ParameterBuffer(
-        [one for stage in stages.values() for one in stage.named_logical_parameters()],
-        DataTypes(compute, compute),  # nothing is updated: no masters beside the weights
+        [named for stage in stages.values() for named in stage.named_logical_parameters()],
+        DataTypes(compute, compute),  # without updates no master weights are needed
         device,
         Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,
     )
     state = State(buffer)
-    if beside is not None:
-        _load(load_frozen(state, axes.world, stored.checkpoint, head=task_head(config.model)))
+    checkpoint = stored.checkpoint
+    if opened.adapter is not None:
+        _require(load_frozen(state, axes.world, checkpoint, head=task_head(config.model)))
+        checkpoint = opened.adapter.checkpoint
     read = partial(manifest_of, kind=kind)
-    _load(load_tensors(state, axes.world, (beside or stored).checkpoint, read=read))
-    return InferenceModel(config, axes, stored.vocab_size, stages, placed), stored
+    _require(load_tensors(state, axes.world, checkpoint, read=read))
+    model = InferenceModel(config, axes, stored.vocab_size, stages=stages, placement=placement)
+    return model, stored
 
 
-def _load(loaded: Manifest | str) -> None:
+class _Opened(NamedTuple):
+    """A model on the disk, the adapters on top of it, and the configuration of both."""
+
+    stored: StoredModel
+    adapter: StoredAdapter | None
+    config: Config
+
+
+def _opened(
+    path: Path,
+    ranks: int,
+    *,
+    layout: str | None,
+    precision: str | None,
+    classifies: bool,
+    adapter: Path | None,
+    kind: str,
+) -> _Opened:
+    """Read what `open_inference` loads, without the weights. Raises InputError."""
+    stored = open_model(path, kind if adapter is None else WEIGHTS)
+    trained = stored.tree.get("precision", {}).get("compute", "fp32")
+    sizes = _sizes(stored, ranks, layout)
+    config = stored.config(ranks, precision or trained, **sizes)
+    opened: StoredAdapter | None = None
+    if adapter is not None:
+        opened = open_adapter(adapter)
+        config = opened.over(stored, config)
+    elif classifies:
+        config = config.model_copy(update={"task": stored.task})
+    if config.model.classifies != classifies:
+        raise InputError(
+            f"{adapter or stored.path} has a head for a task: it gives no tokens, but its "
+            "accuracy: ptdmpi evaluate --tasks FILE"
+        )
+    if config.model.masked and not classifies:
+        raise InputError(
+            f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
+        )
+    return _Opened(stored, opened, config)
+
+
+def _require(loaded: Manifest | str) -> None:
+    """Raise InputError on every rank if loading returned an error instead of a manifest."""
     if isinstance(loaded, str):
         raise SharedInputError(loaded)
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:
+    """Return the sizes of the axes that `layout` names, or those of the run if they fit `ranks`."""
     if layout is not None:
         sizes = layouts.parse(layout)
         extra = sizes.keys() - {"tensor", "pipeline", "data"}
@@ -268,4 +335,6 @@ def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int
         return sizes
     parallel = stored.tree.get("parallel", {})
     sizes = {axis: parallel.get(axis, 1) for axis in ("tensor", "pipeline")}
-    return sizes if ranks % (sizes["tensor"] * sizes["pipeline"]) == 0 else {}
+    if ranks % (sizes["tensor"] * sizes["pipeline"]):
+        return {}
+    return sizes

@@ -1,5 +1,4 @@
-"""A model on the disk: its shape and its weights, from a run directory, a converted one, or a
-checkpoint. Without MPI."""
+"""Models on the disk, of a run, a conversion or a checkpoint: shape and weights, without MPI."""
 
 import tomllib
 from collections.abc import Mapping
@@ -35,14 +34,17 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CONFIG = "config.toml"
-# Beside it, of a model that came from Hugging Face: its own config.json, tokenizer and so on.
+# The folder of config.json, tokenizer and other files that came with a model from Hugging Face.
 KEPT = "hugging_face"
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """`path`: the directory that holds config.toml; `tree`: what stands in it, but the model that
-    the checkpoint itself says."""
+    """A whole model on the disk.
+
+    `path`: the directory of its config.toml. `tree`: the content of that file, with the section
+    [model] of the checkpoint.
+    """
 
     path: Path
     checkpoint: Path
@@ -51,88 +53,107 @@ class StoredModel:
 
     @property
     def vocab_size(self) -> int:
+        """The number of rows of the vocabulary's tables."""
         return self.manifest[key(WEIGHTS, TIED_NAME)].shape[0]
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """What its weights were trained on; None where an older version wrote them, or another
-        program. Raises InputError for a damaged manifest."""
+        """The data that the weights were trained on, or None.
+
+        None: an older version or another program wrote them. Raises InputError for a damaged
+        manifest.
+        """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
 
     @property
     def datasets(self) -> list[str]:
-        """Paths of the shards that the model was trained on last; none where that was elsewhere, or
-        on a task's files."""
+        """Paths of the shards that the model was trained on last.
+
+        Empty if another program trained it, or if it was trained on a task's files.
+        """
         if self.tree.get("task", {}).get("kind", "none") != "none":
             return []
         if self.trained_on is not None:
-            return [one.path for one in self.trained_on.last.sources]
-        return [one["path"] for one in self.tree.get("data", {}).get("train", [])]
+            return [source.path for source in self.trained_on.last.sources]
+        return [part["path"] for part in self.tree.get("data", {}).get("train", [])]
 
     @property
     def task(self) -> TaskConfig:
-        """The task that it has a head for. Raises InputError where it does not say."""
+        """The task of its head; `kind` "none" without one. Raises InputError if they disagree."""
         try:
-            found = TaskConfig.model_validate(self.tree.get("task", {}))
+            task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
             raise InputError(f"{self.path}: [task]: {error}") from None
-        if (found.kind != "none") != (self.tree["model"].get("output_head") == "classes"):
-            told = f'task.kind = "{found.kind}" and its head do not go together'
+        if (task.kind != "none") != (self.tree["model"].get("output_head") == "classes"):
             raise InputError(
-                f"{self.path / CONFIG}: {told}; legal: the [task] that it has a head for"
+                f'{self.path / CONFIG}: task.kind = "{task.kind}" and its head do not go together; '
+                "legal: the [task] that it has a head for"
             )
-        return found
+        return task
 
     @property
     def began(self) -> Path | None:
-        """The model that its run began from: what is frozen beneath its adapters, or
-        `checkpoint.initial`."""
-        adapt, checkpoint = (self.tree.get(name, {}) for name in ("adapt", "checkpoint"))
-        frozen = adapt.get("base") if adapt.get("method", "none") != "none" else None
-        found = frozen or checkpoint.get("initial")
-        return Path(found) if found else None
+        """The model that its run began from: the frozen model of adapters, or the initial one.
+
+        None if it began from random weights.
+        """
+        adapt = self.tree.get("adapt", {})
+        model = None
+        if adapt.get("method", "none") != "none":
+            model = adapt.get("base")
+        model = model or self.tree.get("checkpoint", {}).get("initial")
+        return Path(model) if model else None
 
     @property
     def step(self) -> int:
+        """The number of steps that the weights were trained for."""
         return self.manifest.progress.step
 
     def config(self, ranks: int = 1, precision: str = "fp32", **sizes: int) -> Config:
-        """A configuration of this model for work without training, as `config_of` has it."""
+        """Return a configuration of this model without training (see `config_of`)."""
         return config_of(self.tree["model"], ranks, precision, **sizes)
 
     def reader(self) -> Reader:
+        """Return a reader of the checkpoint's tensors."""
         return Reader(self.checkpoint, self.manifest)
 
 
 def kind_of(average: bool) -> str:
-    """What of a checkpoint stands for its weights: they themselves, or their moving average."""
+    """Return the kind of state that is loaded as weights: these, or their moving `average`."""
     return AVERAGE if average else WEIGHTS
 
 
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
-    """What is in a checkpoint; of another `kind` than the weights, that in their place. Raises
-    InputError."""
+    """Return the manifest of a checkpoint, with the state of `kind` in place of the weights.
+
+    Raises InputError if the manifest is damaged, or the checkpoint has no such state.
+    """
     manifest = sound_manifest(checkpoint)
+    if kind == WEIGHTS:
+        return manifest
     try:
-        return manifest if kind == WEIGHTS else manifest.as_weights(kind)
+        return manifest.as_weights(kind)
     except InputError as error:
         raise InputError(f"checkpoint {checkpoint}: {error}") from None
 
 
 def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
-    """The newest complete checkpoint that `path` names, and its config.toml; `kind` stands for its
-    weights. Raises InputError."""
+    """Return the newest complete checkpoint of `path`, with its config.toml.
+
+    `path` is a run directory, a converted model or a checkpoint; state of `kind` is taken as the
+    weights. Raises InputError.
+    """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
     require_kind(checkpoint, manifest.said)
     if manifest.find(key(WEIGHTS, TIED_NAME)) is None:
         raise InputError(f"checkpoint {checkpoint} holds no {key(WEIGHTS, TIED_NAME)}")
-    folders = (path, checkpoint.parent.parent, checkpoint)
-    folder = next((one for one in folders if (one / CONFIG).is_file()), None)
+    places = (path, checkpoint.parent.parent, checkpoint)
+    folder = next((place for place in places if (place / CONFIG).is_file()), None)
     if folder is None:
         raise InputError(
-            f"no {CONFIG} in {checkpoint.parent.parent}: it says what shape the model has, and "
-            "stands in every run directory"
+            f"no {CONFIG} in {checkpoint.parent.parent}: it has the shape of the model, and is in "
+            "every run directory"
         )
     try:
         tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -140,22 +161,25 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # the file has what a command asked for last, the checkpoint what was trained
+    # the file has the model that was asked for last, the checkpoint the one that was trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """Adapters on the disk: the checkpoint that holds them, and what it says of them."""
+    """Adapters on the disk: their checkpoint, and their description in its manifest."""
 
     checkpoint: Path
     adapted: Adapted
     manifest: Manifest
 
     def over(self, stored: StoredModel, config: Config) -> Config:
-        """`config`, of the model beneath, with them, and with their head for a task, which reads
-        texts as long as it was trained on. Raises InputError if they were trained over another."""
+        """Return `config`, that of the frozen model `stored`, extended by the adapters.
+
+        Their head for a task is added too, with the sequence length that it was trained with.
+        Raises InputError if they were trained on top of another model.
+        """
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
         )
@@ -166,44 +190,54 @@ class StoredAdapter:
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """What they were trained on; None where another program wrote them. Raises InputError for a
-        damaged manifest."""
+        """The data that they were trained on; None if another program wrote them.
+
+        Raises InputError for a damaged manifest.
+        """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
 
     @property
     def datasets(self) -> list[str]:
-        """Paths of the shards that they were trained on last; none of those with a head for a
-        task."""
-        known = None if self.adapted.has_head else self.trained_on
-        return [] if known is None else [one.path for one in known.last.sources]
+        """Paths of the shards that they were trained on last; empty with a head for a task."""
+        if self.adapted.has_head:
+            return []
+        known = self.trained_on
+        if known is None:
+            return []
+        return [source.path for source in known.last.sources]
 
     @property
     def model(self) -> ModelConfig:
-        """The shape of the model beneath as they were trained with it, with their head."""
+        """The shape of the frozen model as in their training, with their head."""
         return ModelConfig.model_validate(self.manifest.said["model"])
 
 
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
-    """The adapters of the newest complete checkpoint that `path` names; `kind` stands for their
-    weights. Raises InputError."""
+    """Return the adapters in the newest complete checkpoint of `path`.
+
+    State of `kind` is taken as their weights. Raises InputError.
+    """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
-    found = adapted_of(checkpoint, manifest.said)
-    if found is None:
+    adapted = adapted_of(checkpoint, manifest.said)
+    if adapted is None:
         raise InputError(f"checkpoint {checkpoint} is a whole model, no adapter; legal: as RUN")
-    return StoredAdapter(checkpoint, found, manifest)
+    return StoredAdapter(checkpoint, adapted, manifest)
 
 
 def config_of(
     model: Mapping[str, Any],
     ranks: int = 1,
     precision: str = "fp32",
+    *,
     tensor: int = 1,
     pipeline: int = 1,
     data: int | None = None,
 ) -> Config:
-    """A configuration for work without training. `data` None: what fills the ranks. Raises
-    InputError."""
+    """Return a configuration without training of the model with the given keys of [model].
+
+    `data` None: the size that uses all `ranks`. Raises InputError.
+    """
     if data is None:
         data = max(1, ranks // (tensor * pipeline))
     layout = Layout(tensor, pipeline, data)
@@ -211,7 +245,7 @@ def config_of(
 
 
 def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
-    """Every parameter of the model by its logical name; nothing is allocated."""
+    """Return the declaration of every parameter by its logical name; nothing is allocated."""
     stage = Stage(config, vocab_size, range(config.model.layers), TensorAxis(OneRank()))
     return {name: weight.declaration for name, weight in stage.named_logical_parameters()}
 
@@ -219,10 +253,14 @@ def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
 def loaded_layer(
     config: Config, vocab_size: int, layer: int, reader: Reader
 ) -> tuple[Stage, ParameterBuffer]:
-    """One layer of a model on the host with its weights, and what stands before the first or after
-    the last; in the type of `config`, which is fp32 or fp64. Raises Damaged."""
+    """Return one layer of a model on the host, with the buffer that holds its weights.
+
+    The first layer comes with the embedding, the last one with the head. `config` has the precision
+    fp32 or fp64. Raises Damaged if the checkpoint is.
+    """
     stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
-    host, precision = torch.device("cpu"), data_types(config.precision.compute)
+    host = torch.device("cpu")
+    precision = data_types(config.precision.compute)
     named = stage.named_logical_parameters()
     buffer = ParameterBuffer(named, precision, host, Portion(), trains=False)
     for name, entry in buffer.entries.items():
@@ -233,7 +271,7 @@ def loaded_layer(
 
 
 def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
-    """Raises InputError unless the checkpoint has exactly these weights in these shapes."""
+    """Raise InputError unless the checkpoint has exactly these weights in these shapes."""
     for name, declaration in needed.items():
         reader.require(key(WEIGHTS, name), declaration.shape)
     known = {key(WEIGHTS, name) for name in needed}

@@ -1,4 +1,4 @@
-"""From arrays to tensors: microbatches as a model takes them."""
+"""Microbatches of arrays as batches of tensors."""
 
 import numpy as np
 import torch
@@ -9,13 +9,14 @@ from ptdmpi.model.documents import Documents
 
 
 def as_batch(microbatch: Microbatch) -> Batch:
-    """The microbatch as tensors on the host, sequence first."""
+    """Return a microbatch [b, s] as tensors [s, b] on the host."""
 
-    # [b, s] -> [s, b]: what sequence parallelism divides is then one piece of memory
     def sequence_first(array: np.ndarray) -> torch.Tensor:
+        """Return [s, b] of [b, s]; sequence parallelism then divides contiguous memory."""
         return torch.from_numpy(array).t().contiguous()
 
     def perhaps(array: np.ndarray | None) -> torch.Tensor | None:
+        """Return `sequence_first(array)`, or None of None."""
         return None if array is None else sequence_first(array)
 
     documents = None

@@ -48,7 +48,7 @@ def live_model(engine: Engine) -> InferenceModel:
         # Gather all weights at once and keep them until the questions are answered: data ranks have
         # different questions, and would gather unequally often.
         GatheredWeights(engine.buffer, weights).hold_all()
-    return InferenceModel(config, axes, engine.vocab_size, stages, placement)
+    return InferenceModel(config, axes, engine.vocab_size, stages=stages, placement=placement)
 
 
 class Tasks:

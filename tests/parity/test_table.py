@@ -38,7 +38,7 @@ def test_table_of_all_layouts_is_markdown_of_120_columns():
     assert len({line.count("|") for line in in_table}) == 1
     assert lines[-1] == f"{len(ROWS)} rows, all ok"
     assert "RED" not in "\n".join(lines)
-    assert "Every legal pair of settings stands in a row of the first table." in lines
+    assert "Every legal pair of settings is in a row of the first table." in lines
 
 
 @pytest.mark.parametrize("value", [2e-5, math.nan, math.inf])
@@ -60,7 +60,7 @@ def test_muon_has_wider_bars_in_float32():
     found = [row(first, value) for value in (2e-5, 2e-4)]
     # all four of float64, and of float32 at first the gradients of the first step alone
     assert [len(one.red()) for one in found] == [5, 7]
-    assert "Of Muon, whose iteration is in bfloat16: fp32 1e-04" in table.text(ROWS, 8, 20)
+    assert "Bars of Muon, which iterates in bfloat16: fp32 1e-04" in table.text(ROWS, 8, 20)
     assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(found, 8, 20)
 
 
@@ -94,7 +94,7 @@ def test_json_names_every_setting():
 def test_short_set_says_what_it_leaves_out():
     rows = [row(comparison) for comparison in suite.comparisons(4, short=True)]
     text = table.text(rows, 4, suite.SHORT_STEPS)
-    assert "legal pairs of settings stand in no row" in text
+    assert "legal pairs of settings are in no row" in text
     assert "Not legal (more than 4 ranks)" in text
 
 
@@ -109,4 +109,4 @@ def test_all_kinds_of_comparisons_are_made():
     assert all(one.base.layout.data == 1 for one in of_kind[suite.REPRODUCIBLE])
     (twice,) = of_kind[suite.TWICE]
     assert twice.case == twice.base
-    assert twice.found("fp32", 20) != twice.same_bits("fp32", 20)
+    assert twice.compared("fp32", 20) != twice.same_bits("fp32", 20)

@@ -138,7 +138,7 @@ def check_parity(
 
     wanted = world.on_root(chosen_rows)
     steps = suite.SHORT_STEPS if short else suite.STEPS
-    rows = suite.run(world, wanted, steps, partial(click.echo, err=True), chosen)
+    rows = suite.run(world, wanted, steps, say=partial(click.echo, err=True), wire=chosen)
     if world.rank == 0:
         if as_json:
             click.echo(json.dumps(table.as_json(rows, ranks, steps)))

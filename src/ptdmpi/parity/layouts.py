@@ -1,9 +1,9 @@
-"""The layouts and models that are compared: every legal pair of settings stands in one of them.
+"""The layouts and models that are compared: every legal pair of settings is in one of them.
 
 Most faults need two settings to meet (sequence parallelism and dropout, an uneven split and a tied
-embedding), so all pairs are covered, not all combinations (Cohen et al. 1997, "The AETG system").
-The candidates are few enough to be listed, so the greedy choice needs no random search: it is the
-same set on every machine.
+embedding). So all pairs are covered, but not all combinations (Cohen et al. 1997, "The AETG
+system"). The candidates are few enough to be listed, and the greedy choice needs no random search:
+it is the same set on every machine.
 """
 
 import itertools
@@ -18,8 +18,10 @@ from ptdmpi.base.words import counted
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.zero import STAGES
 
-HIDDEN, HEADS, SEQ_LENGTH = 32, 4, 16
-MOST_RANKS = 16  # a pair of settings needs no more: t = 4 with p = 4, say
+HIDDEN = 32
+HEADS = 4
+SEQ_LENGTH = 16
+MOST_RANKS = 16  # enough for every pair of settings, such as t = 4 with p = 4
 GLOBAL_SIZE = 16  # sequences: every d and b below divides it
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -37,10 +39,10 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# Of all combinations one in so many is a candidate: a prime, so that each value of each factor
-# meets each of any other, and as many as are listed in a few seconds.
+# One combination in so many is a candidate. It is a prime, so that each value of a factor meets
+# each value of any other, and leaves as many candidates as can be listed in a few seconds.
 STRIDE = 41
-# 12 layers hold p v = 12 stages; no p v but 1 divides 7. No t but 1 divides 53.
+# 12 layers suffice for p v = 12 stages; 7 is divided by no p v above 1, 53 by no t above 1.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
@@ -51,7 +53,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
 }
 
-# Beside the defaults of a kind: at this size, all that models after LLaMA brought.
+# Keys in addition to the defaults of a kind: the features of models after LLaMA, at this size.
 MORE = {
     "gemma2": {
         "kv_heads": 1,
@@ -67,7 +69,7 @@ MORE = {
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """What is trained; all layouts of one model are compared with one reference."""
+    """A model that is trained; all its layouts are compared with one reference."""
 
     kind: str = "gpt"
     layers: int = 7
@@ -91,10 +93,20 @@ class ComparedModel:
             "tie_embeddings": self.tied,
         }
 
+    @property
+    def adapt(self) -> dict[str, Any]:
+        """Its keys of [adapt]: none, the whole model trains."""
+        return {}
+
+    @property
+    def optimizer(self) -> str:
+        """The kind of optimizer that trains it."""
+        return "adamw"
+
 
 @dataclass(frozen=True)
 class AdaptedModel(ComparedModel):
-    """The same, frozen, with adapters beside it that train."""
+    """A frozen model with adapters that train."""
 
     method: str = "lora"
 
@@ -108,12 +120,17 @@ class AdaptedModel(ComparedModel):
 
 @dataclass(frozen=True)
 class MuonModel(ComparedModel):
-    """The same, its matrices made orthogonal."""
+    """A model whose matrices are updated by Muon."""
+
+    @property
+    def optimizer(self) -> str:
+        """The kind of optimizer that trains it."""
+        return "muon"
 
 
 @dataclass(frozen=True)
 class ComparedLayout(Layout):
-    """How it is trained. The defaults are the plainest layout: one rank, nothing recomputed."""
+    """A layout of a training. The defaults are the plainest one: one rank, nothing recomputed."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -124,37 +141,40 @@ class ComparedLayout(Layout):
 
     @property
     def reference(self) -> "ComparedLayout":
-        """One rank and the whole global batch in one microbatch: nothing is divided or summed."""
+        """The layout of one rank with the global batch as one microbatch: nothing is divided."""
         return ComparedLayout(micro_size=GLOBAL_SIZE)
 
     @property
     def base(self) -> "ComparedLayout":
         """The plainest layout whose training must have the same bits.
 
-        It keeps what decides the order of a sum: t, b, sequence parallelism and, unless the run is
-        reproducible, d; of the sharding, whether ranks are summed before microbatches, or within
-        groups first.
+        It keeps the settings that decide the order of sums: t, b, sequence parallelism and, unless
+        the run is reproducible, d. It also keeps whether sharding sums over ranks before it sums
+        over microbatches, or within groups first.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
-            data=1 if self.reproducible else self.data,
+            data=self.data,
             sequence_parallel=self.sequence_parallel,
             micro_size=self.micro_size,
             reproducible=self.reproducible,
         )
-        if self.reproducible or not (self.has_copies or self.sums_by_microbatch):
-            return plain
-        group = self.shard_group if self.has_copies else None
-        return replace(plain, zero=2 if self.sums_by_microbatch else 1, shard_group=group)
+        if self.reproducible:
+            return replace(plain, data=1)
+        if self.has_copies:
+            plain = replace(plain, zero=1, shard_group=self.shard_group)
+        if self.sums_by_microbatch:
+            plain = replace(plain, zero=2)
+        return plain
 
     @property
     def has_copies(self) -> bool:
-        """Whether groups of data ranks share state out, and other groups hold the same."""
+        """True if groups of data ranks divide the state, and several groups have the same."""
         return 1 < self.shards < self.data
 
     @property
     def sums_by_microbatch(self) -> bool:
-        """Whether gradients are summed over ranks before they are over several microbatches."""
+        """True if gradients are summed over ranks before they are summed over microbatches."""
         return self.shards_gradients and self.microbatches(GLOBAL_SIZE) > 1
 
 
@@ -174,20 +194,23 @@ class Case:
 
     @property
     def work(self) -> float:
-        """What a step costs: layers computed by all ranks, each microbatch and tensor rank apart,
-        for at this size a layer takes the same time however little it holds."""
+        """The cost of a step: layers computed, counted for each microbatch and tensor rank.
+
+        At this size a layer takes the same time however small a rank's part of it is.
+        """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
         return again * microbatches * self.layout.tensor * self.model.layers
 
     @property
     def effects(self) -> dict[str, Any]:
-        """What settings come to: a switch that is on need not do anything in a given layout.
+        """The effects of the settings: a switch that is on may have none in a given layout.
 
         Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only
-        where t = 1.
+        at t = 1.
         """
-        layout, model = self.layout, self.model
+        layout = self.layout
+        model = self.model
         divided = layout.sequence_parallel and layout.tensor > 1
         scattered = layout.scatter_gather and layout.tensor > 1 and layout.pipeline > 1
         plain = layout.schedule == "interleaved" and layout.virtual == 1
@@ -204,16 +227,16 @@ class Case:
         }
 
 
-# A rule of layouts by its name -> why a case breaks it, in the words of the table.
+# The name of a rule of layouts -> the reason why a case breaks it, as the table prints it.
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
-    "zero": "zb-h1 and zb-v put off what zero 2 and 3 sum at once",
+    "zero": "zb-h1 and zb-v postpone what zero 2 and 3 sum at once",
     "shard_group": "groups share out what zero shards, of several data ranks",
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# What a setting cannot do without, where nothing else is said.
+# The settings that a setting needs, unless a case has others.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -223,18 +246,20 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs(values: dict[str, Any]) -> Iterator[Pair]:
-    """All pairs of (name, value), in the order of the names."""
+    """Yield all pairs of (name, value), in the order of the names."""
     return itertools.combinations(values.items(), 2)
 
 
 def refusal(case: Case, ranks: int) -> str | None:
-    """Why the case cannot be trained on `ranks` ranks; None if it can."""
+    """Return why the case cannot be trained on `ranks` ranks; None if it can."""
     layout = case.layout
     if layout.ranks > ranks:
         return f"more than {counted(ranks, 'rank')}"
     rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
-    return None if broken is None else REASONS.get(broken, broken)
+    if broken is None:
+        return None
+    return REASONS.get(broken, broken)
 
 
 @cache
@@ -243,18 +268,24 @@ def _shape(model: ComparedModel) -> ModelConfig:
 
 
 def models() -> list[ComparedModel]:
-    """A few models in which every pair of the model's settings occurs."""
-    every = [ComparedModel(*values) for values in itertools.product(*MODEL_FACTORS.values())]
-    return [every[i] for i in _cover([vars(model) for model in every], [1.0] * len(every))]
+    """Return a few models in which every pair of the model's settings occurs."""
+    all_models = [
+        ComparedModel(**dict(zip(MODEL_FACTORS, values, strict=True)))
+        for values in itertools.product(*MODEL_FACTORS.values())
+    ]
+    chosen = _cover([vars(model) for model in all_models], [1.0] * len(all_models))
+    return [all_models[number] for number in chosen]
 
 
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
-    """Cases of at most `ranks` ranks that hold every pair of settings and effects that any legal
-    case holds. The first few hold most for the time they take."""
-    every = itertools.product(*LAYOUT_FACTORS.values(), models())
+    """Return cases of at most `ranks` ranks that together have every pair that any legal case has.
+
+    Pairs are of settings and effects. The first cases have the most pairs for the time they take.
+    """
+    combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
         Case(ComparedLayout(**dict(zip(LAYOUT_FACTORS, values, strict=True))), model)
-        for *values, model in itertools.islice(every, 0, None, STRIDE)
+        for *values, model in itertools.islice(combinations, 0, None, STRIDE)
     )
     candidates = [case for case in cases if refusal(case, ranks) is None]
     held = [case.settings | case.effects for case in candidates]
@@ -262,13 +293,17 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, list[Pair]]:
-    """Pairs of settings that are in no case, by the reason that forbids them ("" is none)."""
+    """Return the pairs of settings that are in no case, by the reason that forbids them.
+
+    Legal pairs have the reason "".
+    """
     covered = {pair for case in cases for pair in pairs(case.settings)}
     factors = LAYOUT_FACTORS | MODEL_FACTORS
     missing: dict[str, list[Pair]] = {}
-    for one, other in itertools.combinations(factors, 2):
+    for first, second in itertools.combinations(factors, 2):
         for pair in itertools.product(
-            [(one, value) for value in factors[one]], [(other, value) for value in factors[other]]
+            [(first, value) for value in factors[first]],
+            [(second, value) for value in factors[second]],
         ):
             if pair not in covered:
                 missing.setdefault(refusal(_mildest(dict(pair)), ranks) or "", []).append(pair)
@@ -276,7 +311,7 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """The case with these values that breaks a rule only if the values do."""
+    """Return a case with these values that breaks a rule only if the values themselves do."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -286,17 +321,19 @@ def _mildest(values: dict[str, Any]) -> Case:
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
-    """Indices of rows that together hold every pair that any row holds.
+    """Return the indices of rows that together have every pair of values that any row has.
 
-    Each time the row is taken that adds most pairs over the root of its cost. Of the candidates
-    here that gives a third more rows than the number of pairs alone, in a quarter less time.
+    Each choice takes the row with the most new pairs divided by the root of its cost. With the
+    candidates here this gives a third more rows than the number of pairs alone would, which take a
+    quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
         [[code.setdefault(row[name], len(code)) for name, code in codes.items()] for row in rows],
         dtype=np.int32,
     )
-    columns, offset = [], 0
+    columns = []
+    offset = 0
     sizes = [len(code) for code in codes.values()]
     for i, j in itertools.combinations(range(len(sizes)), 2):
         columns.append(offset + table[:, i] * sizes[j] + table[:, j])
@@ -312,56 +349,101 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     return chosen
 
 
+def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
+    """Return the cases that can be trained on `ranks` ranks."""
+    return [case for case in cases if refusal(case, ranks) is None]
+
+
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Layouts whose bits must not depend on d either; the model has all that could disturb them."""
+    """Return layouts whose bits must not depend on d either; the model has dropout."""
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
-        ComparedLayout(1, 2, 4, 3, schedule="interleaved", recompute="full", zero=1),
+        ComparedLayout(
+            pipeline=2, data=4, virtual=3, schedule="interleaved", recompute="full", zero=1
+        ),
         ComparedLayout(data=4, micro_size=2, zero=1, shard_group=2),
         ComparedLayout(data=2, tensor=2, pipeline=2, sequence_parallel=True),
     ]
-    cases = [Case(replace(layout, reproducible=True), model) for layout in layouts]
-    return [case for case in cases if refusal(case, ranks) is None]
+    return _legal([Case(replace(layout, reproducible=True), model) for layout in layouts], ranks)
 
 
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """A model with windows, caps, norms of queries and keys, and one key head for all tensor ranks,
-    where these meet what divides, recomputes or cuts into documents."""
+    """Return cases of a model with the features of models after LLaMA.
+
+    It has windows, caps, norms of queries and keys, and one key head for all tensor ranks. The
+    layouts divide it, recompute it and cut its sequences into documents.
+    """
     model = ComparedModel(kind="gemma2", documents=True)
-    layouts = [
-        ComparedLayout(4, 1, 1, sequence_parallel=True, recompute="full", micro_size=2),
-        ComparedLayout(2, 2, 2, schedule="1f1b", scatter_gather=True, micro_size=2),
-        ComparedLayout(1, 2, 1, 3, 4, "interleaved", "selective"),
+    cases = [
+        Case(
+            ComparedLayout(tensor=4, sequence_parallel=True, recompute="full", micro_size=2),
+            replace(model, dropout=True),
+        ),
+        Case(
+            ComparedLayout(
+                tensor=2, pipeline=2, data=2, schedule="1f1b", scatter_gather=True, micro_size=2
+            ),
+            model,
+        ),
+        Case(
+            ComparedLayout(
+                pipeline=2,
+                virtual=3,
+                micro_size=4,
+                schedule="interleaved",
+                recompute="selective",
+            ),
+            replace(model, documents=False),
+        ),
     ]
-    models = [replace(model, dropout=True), model, replace(model, documents=False)]
-    cases = [Case(*both) for both in zip(layouts, models, strict=True)]
-    return [case for case in cases if refusal(case, ranks) is None]
+    return _legal(cases, ranks)
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Adapters where their sums, splits and random masks meet what divides, shards or puts off."""
+    """Return cases of adapters, whose sums, splits and dropout masks meet each kind of division."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
-    layouts = [
-        ComparedLayout(2, 2, 1, schedule="zb-h1", sequence_parallel=True, micro_size=2),
-        ComparedLayout(2, 1, 2, recompute="full", zero=3, micro_size=2),
-        ComparedLayout(4, 2, 1, 2, schedule="zb-v", micro_size=4),
-        ComparedLayout(2, 2, 2, schedule="1f1b", recompute="selective", zero=1),
+    cases = [
+        Case(
+            ComparedLayout(
+                tensor=2, pipeline=2, schedule="zb-h1", sequence_parallel=True, micro_size=2
+            ),
+            lora,
+        ),
+        Case(ComparedLayout(tensor=2, data=2, recompute="full", zero=3, micro_size=2), lora),
+        Case(
+            ComparedLayout(tensor=4, pipeline=2, virtual=2, schedule="zb-v", micro_size=4),
+            replace(lora, dropout=False),
+        ),
+        Case(
+            ComparedLayout(
+                tensor=2, pipeline=2, data=2, schedule="1f1b", recompute="selective", zero=1
+            ),
+            replace(lora, method="ia3"),
+        ),
     ]
-    models = [lora, lora, replace(lora, dropout=False), replace(lora, method="ia3")]
-    cases = [Case(*both) for both in zip(layouts, models, strict=True)]
-    return [case for case in cases if refusal(case, ranks) is None]
+    return _legal(cases, ranks)
 
 
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Matrices that are updated as wholes, where the tensor axis divides them and shards cut them:
-    in one group, in groups with copies, and by microbatch."""
+    """Return cases of matrices that are updated as wholes, although a layout divides them.
+
+    The tensor axis divides them, and shards cut them: in one group, in groups with copies, and by
+    microbatch.
+    """
     model = MuonModel("llama", layers=4)
     layouts = [
         ComparedLayout(data=2, zero=1, micro_size=2),
-        ComparedLayout(2, 1, 2, zero=3, recompute="full", micro_size=8),
+        ComparedLayout(tensor=2, data=2, zero=3, recompute="full", micro_size=8),
         ComparedLayout(data=4, zero=2, shard_group=2, micro_size=2),
-        ComparedLayout(2, 2, 2, schedule="1f1b", sequence_parallel=True, zero=1, micro_size=2),
+        ComparedLayout(
+            tensor=2,
+            pipeline=2,
+            data=2,
+            schedule="1f1b",
+            sequence_parallel=True,
+            zero=1,
+            micro_size=2,
+        ),
     ]
-    cases = [Case(layout, model) for layout in layouts]
-    return [case for case in cases if refusal(case, ranks) is None]
+    return _legal([Case(layout, model) for layout in layouts], ranks)

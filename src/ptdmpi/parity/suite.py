@@ -1,4 +1,4 @@
-"""Which trainings are compared with which, and the rows of the table that come of it."""
+"""The comparisons of trainings, and their verdicts, which are the rows of the table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,8 @@ from ptdmpi.parity.layouts import Case
 from ptdmpi.parity.run import Blocks, Training, TrainingTask
 
 STEPS = 20
-SHORT_STEPS, SHORT_ROWS = 3, slice(1, 3)  # the first row is one rank
+SHORT_STEPS = 3
+SHORT_ROWS = slice(1, 3)  # without the first row, which is one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
@@ -31,27 +32,33 @@ TWICE = "A second run of one layout"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case, and the training whose bits it must have."""
+    """A case, and a case `base` whose training must have the same bits.
+
+    `attempt` distinguishes the training from an equal one that it is compared with.
+    """
 
     section: str
     case: Case
     base: Case
     attempt: int = 0
 
-    def found(self, compute: str, steps: int) -> TrainingTask:
+    def compared(self, compute: str, steps: int) -> TrainingTask:
+        """Return the training of the case itself."""
         return TrainingTask(self.case, compute, steps, self.attempt)
 
     def expected(self, compute: str, steps: int) -> TrainingTask:
-        """The one-rank training of the same model."""
+        """Return the one-rank training of the same model."""
         return TrainingTask(replace(self.case, layout=self.case.layout.reference), compute, steps)
 
     def same_bits(self, compute: str, steps: int) -> TrainingTask:
+        """Return the training that must have the same bits."""
         return TrainingTask(self.base, compute, steps)
 
     def tasks(self, steps: int) -> list[TrainingTask]:
+        """Return all trainings that the comparison needs."""
         computes = BARS.keys() | set(BITWISE)
         return [
-            *(self.found(compute, steps) for compute in sorted(computes)),
+            *(self.compared(compute, steps) for compute in sorted(computes)),
             *(self.expected(compute, steps) for compute in BARS),
             *(self.same_bits(compute, steps) for compute in BITWISE),
         ]
@@ -59,9 +66,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison found. `bits` names the first thing that differs, or None; `torn` the
-    tensors whose copies on several ranks differ; both by compute type. No bits are compared on a
-    wire that is not exact."""
+    """The result of a comparison.
+
+    By compute type: `differences`, by kind of value; `bits`, the first value whose bits differ, or
+    None; `torn`, the tensors whose copies on several ranks differ. Bits are not compared on a wire
+    that is not exact.
+    """
 
     comparison: Comparison
     differences: dict[str, dict[str, Greatest]]
@@ -69,45 +79,46 @@ class Verdict:
     torn: dict[str, list[str]] = field(default_factory=dict)
 
     def red(self) -> list[str]:
-        """Each bar that is broken, in words."""
+        """Return each bar that is exceeded and each other fault, in words."""
         bars = bars_of(self.comparison.case.model)
-        found = [
-            f"{compute} {name} {one.value:.1e} at {one.where}, bar {bars[compute][name]:.0e}"
-            for compute, of_type in self.differences.items()
-            for name, one in of_type.items()
-            if not one.within(bars[compute][name])
-        ]
-        found += [f"{compute} bits: {where}" for compute, where in self.bits.items() if where]
-        found += [
-            f"{compute}: copies of {', '.join(names)} differ"
-            for compute, names in self.torn.items()
-            if names
-        ]
-        return found
+        faults = []
+        for compute, of_type in self.differences.items():
+            for name, greatest in of_type.items():
+                bar = bars[compute][name]
+                if not greatest.within(bar):
+                    value = f"{greatest.value:.1e} at {greatest.where}"
+                    faults.append(f"{compute} {name} {value}, bar {bar:.0e}")
+        for compute, where in self.bits.items():
+            if where:
+                faults.append(f"{compute} bits: {where}")
+        for compute, names in self.torn.items():
+            if names:
+                faults.append(f"{compute}: copies of {', '.join(names)} differ")
+        return faults
 
 
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
-    """All comparisons that `ranks` ranks can make; `short`: a few of each kind that need little
-    time; `exact` false: none of runs that need a wire which is."""
+    """Return all comparisons that `ranks` ranks can make.
+
+    `short`: only a few of each kind, which take little time. `exact` False: without those that need
+    an exact wire.
+    """
     covering = layouts.covering_set(ranks)
-    reproducible, modern = layouts.reproducible_cases(ranks), layouts.modern_cases(ranks)
-    adapted, muon = layouts.adapted_cases(ranks), layouts.muon_cases(ranks)
-    # most ranks, and of these most effects: as much as possible can go wrong
+    sections = {
+        COVERING: covering,
+        REPRODUCIBLE: layouts.reproducible_cases(ranks) if exact else [],
+        MODERN: layouts.modern_cases(ranks),
+        ADAPTED: layouts.adapted_cases(ranks),
+        MUON: layouts.muon_cases(ranks),
+    }
+    # the most ranks, and among these the most effects: most can go wrong there
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
     if short:
-        covering, reproducible, twice = covering[SHORT_ROWS], reproducible[:1], covering[1:2]
-        modern, adapted, muon = modern[:1], adapted[:1], muon[:1]
-    if not exact:
-        reproducible = []
-    sections = {
-        COVERING: covering,
-        REPRODUCIBLE: reproducible,
-        MODERN: modern,
-        ADAPTED: adapted,
-        MUON: muon,
-    }
+        sections = {section: cases[:1] for section, cases in sections.items()}
+        sections[COVERING] = covering[SHORT_ROWS]
+        twice = covering[1:2]
     return [
         *(
             Comparison(section, case, replace(case, layout=case.layout.base))
@@ -122,16 +133,17 @@ def run(
     world: World,
     wanted: Sequence[Comparison],
     steps: int,
+    *,
     say: Callable[[str], None] = lambda line: None,
     wire: Wire | None = None,
 ) -> list[Verdict]:
-    """Do the trainings, small layouts side by side, and compare; every rank calls it alike. Bits
-    are compared only on a wire that is exact.
+    """Train for the comparisons `wanted`, small layouts side by side, and compare.
 
-    Rank 0 gets the rows and is told by `say` how it goes; the other ranks get no rows. Raises
-    InputError if a layout needs more ranks than the world has.
+    Every rank calls it with the same arguments. Returns a verdict of each comparison on rank 0, []
+    on others; `say` gets lines on the progress there. Bits are compared only on an exact wire.
+    Raises InputError if a layout needs more ranks than the world has.
     """
-    tasks = list(dict.fromkeys(task for one in wanted for task in one.tasks(steps)))
+    tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()
     blocks = Blocks(world, wire)
     results: dict[TrainingTask, Training] = {}
@@ -147,25 +159,24 @@ def run(
             blocks.run(alike)
     if world.rank:
         return []
-    return [_row(one, steps, results, wire.kind.exact) for one in wanted]
+    return [_verdict(comparison, steps, results, wire.kind.exact) for comparison in wanted]
 
 
-def _row(
-    one: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
+def _verdict(
+    comparison: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
 ) -> Verdict:
+    """Compare the results; `exact`: bits too."""
+    mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
+    bitwise = BITWISE if exact else ()
     return Verdict(
-        one,
+        comparison,
         differences={
-            compute: differences(
-                results[one.found(compute, steps)], results[one.expected(compute, steps)]
-            )
+            compute: differences(mine[compute], results[comparison.expected(compute, steps)])
             for compute in BARS
         },
         bits={
-            compute: first_other_bit(
-                results[one.found(compute, steps)], results[one.same_bits(compute, steps)]
-            )
-            for compute in (BITWISE if exact else ())
+            compute: first_other_bit(mine[compute], results[comparison.same_bits(compute, steps)])
+            for compute in bitwise
         },
-        torn={compute: results[one.found(compute, steps)].torn for compute in (*BARS, "bf16")},
+        torn={compute: mine[compute].torn for compute in (*BARS, "bf16")},
     )

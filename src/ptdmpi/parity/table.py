@@ -1,4 +1,4 @@
-"""The table as Markdown that is readable as it stands, at most 120 columns, and as JSON."""
+"""The table of verdicts as Markdown of at most 120 columns, and as JSON."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ HEADINGS = (
 
 
 def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
-    """All rows, what stands behind their short words, and the verdict as the last line."""
+    """Return the table: all rows, the legend of their abbreviations, and the verdict at the end."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):
@@ -43,16 +43,17 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
         lines += [*(_line(row, widths) for row in cells), ""]
     lines += [*_legend(models, steps), ""]
     lines += [*_missing(rows, ranks), ""]
-    broken = [(row, what) for row in rows for what in row.red()]
-    lines += [f"RED: {_describe(row)}: {what}" for row, what in broken]
+    lines += [f"RED: {_describe(row)}: {fault}" for row in rows for fault in row.red()]
     count = sum(bool(row.red()) for row in rows)
-    lines.append(f"{len(rows)} rows, {count} red" if count else f"{len(rows)} rows, all ok")
+    verdict = f"{count} red" if count else "all ok"
+    lines.append(f"{len(rows)} rows, {verdict}")
     return "\n".join(lines)
 
 
 def named(comparison: Comparison) -> str:
-    """What its row is called where rows are asked for: section, sizes, schedule, options, model."""
-    layout, model = comparison.case.layout, comparison.case.model
+    """Return the name of a row for `doctor`: section, sizes, schedule, options, model."""
+    layout = comparison.case.layout
+    model = comparison.case.model
     words = [comparison.section, _sizes(layout), layout.schedule, _options(layout), model.kind]
     return ", ".join(words)
 
@@ -68,6 +69,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
+    """Return the cells of a row, in the order of `HEADINGS`."""
     case = row.comparison.case
     return [
         _sizes(case.layout),
@@ -80,14 +82,19 @@ def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
 
 
 def _measured(row: Verdict, compute: str) -> str:
-    of_type, bars = row.differences[compute], bars_of(row.comparison.case.model)
-    fine = all(one.within(bars[compute][name]) for name, one in of_type.items())
+    """Return the cell of the differences in one compute type."""
+    of_type = row.differences[compute]
+    bars = bars_of(row.comparison.case.model)[compute]
+    fine = all(greatest.within(bars[name]) for name, greatest in of_type.items())
     fine = fine and not row.torn[compute]
-    return " ".join([*(_short(one.value) for one in of_type.values()), "ok" if fine else "RED"])
+    numbers = [_short(greatest.value) for greatest in of_type.values()]
+    return " ".join([*numbers, "ok" if fine else "RED"])
 
 
 def _short(value: float) -> str:
-    return f"{value:5.0e}" if value and math.isfinite(value) else f"{value:<5.0f}"
+    if value and math.isfinite(value):
+        return f"{value:5.0e}"
+    return f"{value:<5.0f}"
 
 
 def _sizes(layout: Layout) -> str:
@@ -108,6 +115,8 @@ def _options(layout: Layout) -> str:
 
 
 def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
+    """Return the lines that explain the columns, the bars and the models."""
+    bars = "; ".join(f"{compute} {_bars(BARS[compute])}" for compute in BARS)
     lines = [
         f"{steps} steps; greatest relative difference from one rank that takes the global batch "
         "as one microbatch.",
@@ -115,32 +124,38 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
         "tensor, greatest",
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",
-        f"Bars: {'; '.join(f'{compute} {_bars(BARS[compute])}' for compute in BARS)}; bits: equal "
-        "(-: this wire promises none).",
-        *(
-            [f"Of Muon, whose iteration is in bfloat16: fp32 {_bars(MUON_BARS['fp32'])}."]
-            if any(isinstance(model, MuonModel) for model in models)
-            else []
-        ),
+        f"Bars: {bars}; bits: equal (-: this wire promises none).",
+    ]
+    if any(isinstance(model, MuonModel) for model in models):
+        lines.append(f"Bars of Muon, which iterates in bfloat16: fp32 {_bars(MUON_BARS['fp32'])}.")
+    lines += [
         "sp sequence parallel, sg scatter/gather, sel and full recomputation, pa partitioned;",
         "z: what zero shards, g2: in groups of 2, of: the optimizer's state in a file.",
     ]
     for letter, model in enumerate(models, ord("A")):
-        words = [
-            f"{model.layers} layers",
-            f"vocabulary {model.vocab_size}",
-            "tied" if model.tied else "untied",
-            "dropout" if model.dropout else "no dropout",
-            "masked tokens" if model.masked else "no masks",
-            "documents" if model.documents else "no documents",
-            *([f"frozen, with {model.method}"] if isinstance(model, AdaptedModel) else ()),
-            *(["Muon"] if isinstance(model, MuonModel) else ()),
-        ]
-        lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(words)}.")
-    if names := left_out(models):
+        lines.append(f"Model {chr(letter)}: {model.kind}, {', '.join(_model_words(model))}.")
+    names = left_out(models)
+    if names:
         lines.append(f"Left out, for the true gradient is zero: the keys' part of {names[0]}")
         lines.append(f"to {names[-1]} (their bits are compared).")
     return lines
+
+
+def _model_words(model: ComparedModel) -> list[str]:
+    """Return the settings of a model in words."""
+    words = [
+        f"{model.layers} layers",
+        f"vocabulary {model.vocab_size}",
+        ("untied", "tied")[model.tied],
+        ("no dropout", "dropout")[model.dropout],
+        ("no masks", "masked tokens")[model.masked],
+        ("no documents", "documents")[model.documents],
+    ]
+    if isinstance(model, AdaptedModel):
+        words.append(f"frozen, with {model.method}")
+    if isinstance(model, MuonModel):
+        words.append("Muon")
+    return words
 
 
 def _bars(bars: Mapping[str, float]) -> str:
@@ -148,15 +163,16 @@ def _bars(bars: Mapping[str, float]) -> str:
 
 
 def _missing(rows: Sequence[Verdict], ranks: int) -> list[str]:
-    """Pairs of settings in no row of the covering set, by reason."""
+    """Return lines on the pairs of settings that are in no row of the covering set, by reason."""
     lines: list[str] = []
     missing = _missing_pairs(rows, ranks)
-    if legal := missing.pop("", []):
-        lines.append(f"A short set: {len(legal)} legal pairs of settings stand in no row.")
+    legal = missing.pop("", [])
+    if legal:
+        lines.append(f"A short set: {len(legal)} legal pairs of settings are in no row.")
     else:
-        lines.append("Every legal pair of settings stands in a row of the first table.")
-    for reason, found in missing.items():
-        words = [" ".join(f"{name}={value}" for name, value in pair) for pair in found]
+        lines.append("Every legal pair of settings is in a row of the first table.")
+    for reason, pairs in missing.items():
+        words = [" ".join(f"{name}={value}" for name, value in pair) for pair in pairs]
         lines += textwrap.wrap(f"Not legal ({reason}): {', '.join(words)}.", WIDTH)
     return lines
 
@@ -167,7 +183,7 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 
 
 def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the table for programs."""
     return {
         "ranks": ranks,
         "steps": steps,
@@ -181,23 +197,25 @@ def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
 
 
 def _row(row: Verdict) -> dict[str, Any]:
-    one = row.comparison
+    comparison = row.comparison
     return {
-        "section": one.section,
-        "layout": asdict(one.case.layout),
-        "model": asdict(one.case.model),
-        "base": asdict(one.base.layout),
+        "section": comparison.section,
+        "layout": asdict(comparison.case.layout),
+        "model": asdict(comparison.case.model),
+        "base": asdict(comparison.base.layout),
         "differences": {
-            compute: {name: _number(found) for name, found in of_type.items()}
+            compute: {name: _number(greatest) for name, greatest in of_type.items()}
             for compute, of_type in row.differences.items()
         },
-        "bits": {c: "equal" if where is None else where for c, where in row.bits.items()},
+        "bits": {compute: where or "equal" for compute, where in row.bits.items()},
         "torn": row.torn,
         "red": row.red(),
     }
 
 
-def _number(found: Greatest) -> dict[str, Any]:
-    # JSON has no NaN
-    value = found.value if math.isfinite(found.value) else str(found.value)
-    return {"value": value, "where": found.where}
+def _number(greatest: Greatest) -> dict[str, Any]:
+    """Return a difference for JSON, which has no NaN and no infinity."""
+    value: float | str = greatest.value
+    if not math.isfinite(greatest.value):
+        value = str(greatest.value)
+    return {"value": value, "where": greatest.where}

@@ -73,6 +73,18 @@ HOSTILE = {
         "passedAssertionError",
     ),
     "writes": (f"{BODY}open('/tmp/KEY/there', 'w')\n", "PermissionError"),
+    # other users' files, and root's: CAP_DAC_READ_SEARCH would open both
+    "reads private files": (f"{BODY}open('/tmp/KEY/secret')\n", "PermissionError"),
+    "lists private directories": (
+        f"{BODY}import os\nos.listdir('/tmp/KEY')\n",
+        "PermissionError",
+    ),
+    "has capabilities": (
+        f"{BODY}lines = [line for line in open('/proc/self/status') if line[:3] == 'Cap']\n"
+        "assert len(lines) == 5 and not any(int(line.split()[1], 16) for line in lines)\n",
+        PASSED,
+    ),
+    "imports": (f"{BODY}import decimal, json, random, sqlite3\n", PASSED),
     "large": (f"{BODY}open('large', 'wb').write(bytes(2**25))\n", "OSError"),
     "inherits": (f"{BODY}import os\nassert 'SECRET' not in os.environ, os.environ\n", PASSED),
     "reads": (f"{BODY}assert input() == ''\n", "EOFError"),
@@ -88,6 +100,8 @@ def test_hostile_programs(tmp_path, monkeypatch):
     import socket
 
     monkeypatch.setenv("SECRET", "x")
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o600)
     tmp_path.chmod(0o700)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -99,10 +113,11 @@ def test_hostile_programs(tmp_path, monkeypatch):
         found = dict(zip(HOSTILE, judged(programs, Sandbox(time_s=60.0)), strict=True))
     expected = {name: outcome for name, (_, outcome) in HOSTILE.items()}
     if os.geteuid() != 0:  # the same user may write where he may, and has his own network rules
-        expected["writes"] = found["writes"]
+        own = ("writes", "reads private files", "lists private directories", "has capabilities")
+        expected |= {name: found[name] for name in own}
     assert found == expected
     assert Sandbox(time_s=0.5).run(TASK.program("    while True: pass\n")) == TIMEOUT
-    assert os.geteuid() != 0 or list(tmp_path.iterdir()) == []
+    assert os.geteuid() != 0 or [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
 def test_without_a_way_to_cut_the_network_it_is_refused(monkeypatch):

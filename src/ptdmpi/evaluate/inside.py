@@ -14,10 +14,13 @@ FILE_BYTES = 1 << 24
 OPEN_FILES = 64
 NOBODY = 65534
 # <linux/prctl.h>, <linux/capability.h>
-KEEP_CAPABILITIES = 8
+DUMPABLE = 4
+DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
+AMBIENT = 47
+CLEAR_ALL = 4  # of AMBIENT
 CAPABILITY_VERSION = 0x20080522
-READ_ALL = 1 << 2
+CAPABILITIES = 64
 
 
 def confine(memory_bytes: int, cpu_s: int) -> None:
@@ -32,19 +35,38 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     libc = ctypes.CDLL(None, use_errno=True)
-    is_root = os.geteuid() == 0
-    if is_root:  # the limit on processes does not bind root
-        libc.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
+    if os.geteuid() == 0:  # the limit on processes does not bind root
+        keep_library()
+        for capability in range(CAPABILITIES):  # those that the kernel does not have say EINVAL
+            libc.prctl(DROP_BOUND, capability, 0, 0, 0)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+        libc.prctl(DUMPABLE, 1, 0, 0, 0)  # else /proc/self, which the library needs, is root's
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    # Root keeps the right to read all files, since the interpreter's library may be in its home;
-    # all other capabilities are dropped.
-    kept = READ_ALL if is_root else 0
+    libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept, 0, 0, 0, 0))
+    libc.capset(header, (ctypes.c_uint32 * 6)(0, 0, 0, 0, 0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def keep_library() -> None:
+    """Let modules be imported through open directories: the interpreter's library may lie below a
+    directory, such as root's home, that the user without rights may not enter."""
+    opened = {}
+    for path in sys.path:
+        try:
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # python311.zip, which need not exist
+            continue
+        opened[path] = f"/proc/self/fd/{directory}"
+    sys.path[:] = opened.values()
+    sys.path_importer_cache.clear()
+    for module in list(sys.modules.values()):  # packages that are loaded, such as encodings
+        for number, folder in enumerate(getattr(module, "__path__", ())):
+            parent, name = os.path.split(folder)
+            if parent in opened:
+                module.__path__[number] = f"{opened[parent]}/{name}"
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
 """A sandbox for programs that a model wrote: a process of its own that inherits nothing.
 
-It limits time, memory, files and processes, has a directory of its own, and no network. It stops
-accidents and simple tricks, but not a program that was written to break out: files that the user
-may read can be read. Run programs that are not trusted at all in a container.
+Limits of time, memory, files and processes, a directory of its own, no network, no capability. It
+holds up accidents and simple tricks; it is no prison for a program that was written to break out.
+What remains: started by root, the program is the user `nobody` and may read the files that all
+users may read, and those readable files next to the interpreter's library that `..` leads to;
+started by anybody else, it may read what that user may read. The kernel's system calls are open.
+What is not trusted at all belongs into a container.
 """
 
 import os

@@ -19,7 +19,7 @@ from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.choice import host_ways, written
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.probe.ways import ATTENTION
+from ptdmpi.probe.quickest import ATTENTION
 from ptdmpi.train.capacity import Memory
 
 REPEATS = 6

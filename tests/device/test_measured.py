@@ -13,7 +13,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
-from ptdmpi.probe import messages
+from ptdmpi.probe import collectives
 from ptdmpi.probe.bench import Bench
 from tests.device import _pretend
 from tests.device._pretend import is_pretended, pretended
@@ -106,11 +106,11 @@ def test_a_message_has_arrived_when_the_device_says_so(comm):
     """And the work beside it is the device's."""
     with (
         pretended() as device,
-        patch.object(messages, "wire_named", lambda device: Wire(Queues, HOST, device)),
-        patch.object(messages, "OVERLAP_TRIALS", 1),
-        patch.object(messages, "OVERLAP_BYTES", 64),  # so little leaves its sender at once
+        patch.object(collectives, "wire_named", lambda device: Wire(Queues, HOST, device)),
+        patch.object(collectives, "OVERLAP_TRIALS", 1),
+        patch.object(collectives, "OVERLAP_BYTES", 64),  # so little leaves its sender at once
         patch.object(MODULE, "synchronize", Queues.synchronise),
     ):
         bench = Bench(MpiCommunicator(comm), device, comm.size)
-        assert not messages.overlaps(bench, World(comm))
+        assert not collectives.overlaps(bench, World(comm))
         assert comm.rank == 1 or SEEN.launches["mm"] > 1

@@ -16,11 +16,11 @@ from ptdmpi.model import kernels as model_kernels
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.probed import KernelWays
-from ptdmpi.probe import bench, kernels, ways
+from ptdmpi.probe import bench, kernels, quickest
 from ptdmpi.probe.bench import ProbeError
 from ptdmpi.probe.layers import ProbedModel
 from ptdmpi.probe.machine import Effort, probe
-from ptdmpi.probe.ways import TimedSizes
+from ptdmpi.probe.quickest import TimedSizes
 from tests.parallel import mpirun, parallel
 
 TINY = Effort(
@@ -97,29 +97,29 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     oneDNN, and the library at once, from where they are the quicker at all sizes above."""
 
     def found(times, dtype=torch.float32):
-        own = ways.entries(Times(times), dtype, TINY.ways)
+        own = quickest.entries(Times(times), dtype, TINY.ways)
         assert "130, 140 positions" in own["attention"][0]["measured"]
         return model_kernels.measured_ways(dtype, KernelWays(**own).entries())
 
-    slow_products = ways.ATTENTION["products"]
+    slow_products = quickest.ATTENTION["products"]
     assert found(lambda way: 0.9 if way == slow_products else 1.0).products
-    assert found(lambda way: 0.98 if way != ways.LIBRARY else 1.0) == ways.LIBRARY  # chance
-    assert found(lambda way: 0.9 if way == ways.ATTENTION["whole"] else 1.0).whole_from == 130
+    assert found(lambda way: 0.98 if way != quickest.LIBRARY else 1.0) == quickest.LIBRARY  # chance
+    assert found(lambda way: 0.9 if way == quickest.ATTENTION["whole"] else 1.0).whole_from == 130
     for name in ("products in fpmath mode", "these in fpmath mode"):
-        way = ways.ATTENTION[name]
-        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == ways.LIBRARY
+        way = quickest.ATTENTION[name]
+        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == quickest.LIBRARY
         narrow = found(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)
         assert narrow == way
-    larger = ways.ATTENTION["products of 256 queries"]
+    larger = quickest.ATTENTION["products of 256 queries"]
     assert found(lambda way: 0.9 if way == larger else 1.0).block == 256
     assert (
         found(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).block == 128
     )  # chance
-    assert found(lambda way: 0.9 if way == ways.SIGMOID else 1.0) == ways.SIGMOID
-    quick = found(lambda way: 0.9 if way == ways.ONEDNN else 1.0)
+    assert found(lambda way: 0.9 if way == quickest.SIGMOID else 1.0) == quickest.SIGMOID
+    quick = found(lambda way: 0.9 if way == quickest.ONEDNN else 1.0)
     assert (quick.output, quick.input_gradient) == (64, 64)
-    assert ways._from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3
-    assert ways._from([2, 1], [1, 1], [2, 0.5]) is None
+    assert quickest._quicker_from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3
+    assert quickest._quicker_from([2, 1], [1, 1], [2, 0.5]) is None
 
 
 @parallel(ranks=[2])

@@ -1,5 +1,5 @@
-"""What this machine does: kernels, messages and whole layers, measured into a cluster file.
+"""Measurement of this machine's kernels, messages and whole layers, as a cluster file.
 
-All ranks measure at once, for they share memory and cores as they will in training, and every
-result is checked. The file that comes out is one that `ptdmpi plan --cluster FILE` reads.
+All ranks measure at once, since they share memory and cores as they will in training, and every
+result is checked. `ptdmpi plan --cluster FILE` reads the file.
 """

@@ -1,4 +1,4 @@
-"""Timing on all ranks at once, and checking what came out."""
+"""Timing on all ranks at once, with checks of the results."""
 
 import os
 import statistics
@@ -14,7 +14,7 @@ from ptdmpi.terminal.progress import SOON_S, progress
 from ptdmpi.terminal.say import note
 
 TRIALS = 5
-TRIAL_S = 2e-3  # quick work is repeated until a trial takes this long
+TRIAL_S = 2e-3  # short work is repeated until a trial takes this long
 MOST_REPEATS = 200
 
 
@@ -25,40 +25,48 @@ class ProbeError(Exception):
 class Bench:
     """One rank of the measurement; every rank ends with the same numbers.
 
-    `found` collects what is told at the end: (name, value in words). `clock` times a rank's own
-    work: of a single thread that has a core to itself it is the thread's CPU time, in which
-    whatever else runs on the machine does not count.
+    `findings` collects the results that are printed at the end: (name, value in words). `clock`
+    times a rank's own work. If its single thread has a core to itself, it is the thread's CPU time,
+    which other programs on the machine do not change.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
-        self.everyone, self.device = everyone, device
+        """`everyone` has all ranks, of which `local_ranks` are on this node."""
+        self.everyone = everyone
+        self.device = device
         own_core = local_ranks <= len(os.sched_getaffinity(0))
         single = device.type == "cpu" and torch.get_num_threads() == 1
-        self.clock = time.thread_time if own_core and single else time.perf_counter
-        self.found: list[tuple[str, str]] = []
+        self.clock = time.perf_counter
+        if own_core and single:
+            self.clock = time.thread_time
+        self.findings: list[tuple[str, str]] = []
         self.advance: Callable[[float], object] = lambda more: None
 
     @contextmanager
     def phase(self, what: str, measurements: int) -> Iterator[None]:
-        """Say what is measured, and while it lasts, how many of its measurements are done."""
+        """Print what is measured inside, with the progress of its `measurements`."""
         note(f"probe: {what}")
         with progress(f"probe: {what}", measurements, "measurement", SOON_S) as self.advance:
             yield
 
     def note(self, name: str, value: str) -> None:
-        self.found.append((name, value))
+        """Keep a finding for the end."""
+        self.findings.append((name, value))
 
     def median(self, value: float) -> float:
-        """The median over all ranks."""
+        """Return the median over all ranks; every rank calls it."""
         return statistics.median(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:
-        """Time of `work`, which sends nothing, on this rank while all ranks do it: the median over
-        the ranks of the trials' least, for whatever else runs on the machine only adds time."""
+        """Return the seconds of `work`, which sends no messages, while all ranks do it.
+
+        It is the median over the ranks of each one's fastest trial: other programs on the machine
+        only add time.
+        """
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """The same of messages, whose time passes in waiting, too."""
+        """Return the seconds of messages, measured as `work_s`, but with the time of waiting."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -69,7 +77,10 @@ class Bench:
         return least_s
 
     def _repeats(self, seconds: float) -> int:
-        """The same on all ranks, for `work` may be a collective."""
+        """Return how often a trial repeats work of `seconds`; the same number on all ranks.
+
+        The work may be a collective.
+        """
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))
 
@@ -83,12 +94,13 @@ class Bench:
         return (clock() - start) / repeats
 
     def finish(self) -> None:
-        """Wait for what the device has been given."""
+        """Wait until the device has computed all its work."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)
 
     def check(self, right: bool, what: str) -> None:
-        """Raises ProbeError on every rank if `right` is false on any."""
-        wrong = [str(i) for i, ok in enumerate(self.everyone.all_gather_object(right)) if not ok]
+        """Raise ProbeError on every rank if `right` is False on any of them."""
+        results = self.everyone.all_gather_object(right)
+        wrong = [str(rank) for rank, is_right in enumerate(results) if not is_right]
         if wrong:
             raise ProbeError(f"{what} is wrong on ranks {', '.join(wrong)}")

@@ -21,13 +21,18 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
-# Measurements of a product, and of attention and of what is done to each element, there and back.
-PER_PRODUCT, OTHERS = 3, 2 * len(HEAD_SIZES) + 2 * 5
+# Numbers of measurements: of a product, and of attention and elementwise kernels (both directions).
+PER_PRODUCT = 3
+OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How large the measured kernels are: sides of products, bytes of streams, attention."""
+    """The sizes of the measured kernels.
+
+    Sides of products, bytes that streams move, length and heads of attention, and rows and columns
+    of elementwise kernels.
+    """
 
     sides: tuple[int, ...]
     stream_bytes: tuple[int, ...]
@@ -43,7 +48,7 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Seconds of a kernel that does nothing: how fast kernels follow each other at best."""
+    """Return the seconds of a kernel that does almost nothing: the cost of a launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -53,8 +58,11 @@ def launch_s(bench: Bench) -> float:
 def products(
     bench: Bench, dtype: torch.dtype, sides: Sequence[int], launch: float
 ) -> dict[str, Any]:
-    """FLOP/s of products (m, k) x (k, n), the mean of a linear's three: output, gradient of the
-    input, gradient of the weight."""
+    """Return a table of the FLOP/s of products (m, k) x (k, n), for all `sides`.
+
+    A rate is the mean of a linear's three products: output, gradient of the input, gradient of the
+    weight. `launch` seconds are subtracted from each.
+    """
     rates: list[list[list[float]]] = []
     for m in sides:
         rates.append([])
@@ -71,13 +79,18 @@ def products(
 
 
 def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], launch: float) -> float:
+    """Return the FLOP/s of the products of a linear with k inputs and n outputs at m positions."""
     m, n, k = shape
 
     def random(*size: int) -> Tensor:
+        """Return random numbers in the measured type."""
         return torch.randn(size, device=bench.device).to(dtype)
 
-    x, weight, turned = random(m, k), random(n, k), random(k, n)
-    dy, given = random(k, n), random(k, m)
+    x = random(m, k)
+    weight = random(n, k)
+    turned = random(k, n)
+    dy = random(k, n)
+    given = random(k, m)
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros(n, m, dtype=wide, device=bench.device)
     exact = x[-1].double() @ weight.double().t()
@@ -97,8 +110,11 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
 def streams(
     bench: Bench, dtype: torch.dtype, sizes: Sequence[int], launch: float
 ) -> dict[str, Any]:
-    """Rate of sums of two tensors, by the bytes that are read and written: in caches and past
-    them."""
+    """Return a table of the bytes per second of sums of two tensors.
+
+    `sizes` are the bytes that are read and written, from those that fit caches to those that do
+    not.
+    """
     times = []
     for size in sizes:
         elements = size // 3 // dtype.itemsize
@@ -112,15 +128,16 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """More never takes less: what disturbed one measurement must not make a larger one look
-    quicker."""
+    """Return times that never fall: a disturbance must not make larger work look faster."""
     return list(accumulate(times_s, max))
 
 
 def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -> dict[str, Any]:
-    """Seconds per computed score of the causal core, forward and backward, at two head sizes."""
-    forward, backward = [], []
-    s, heads = extent.seq_length, extent.heads
+    """Return the seconds per score of causal attention, forward and backward, by head size."""
+    forward = []
+    backward = []
+    s = extent.seq_length
+    heads = extent.heads
     scores = Machine.causal_scores(heads * s, s)
     for size in HEAD_SIZES:
         q, k, v = (
@@ -151,23 +168,27 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
 
 
 def elementwise(
-    bench: Bench, axis: TensorAxis, dtype: torch.dtype, extent: Extent, launch: float
+    bench: Bench, axis: TensorAxis, dtype: torch.dtype, extent: Extent, *, launch: float
 ) -> dict[str, float]:
-    """Seconds per element of activation functions, norms and the loss, forward and backward, each
-    checked against double precision."""
+    """Return the seconds per element of activation functions, norms and the loss.
+
+    Forward and backward each; the results are checked against double precision.
+    """
     rows, columns = extent.elementwise
     ones = torch.ones(columns, device=bench.device, dtype=dtype, requires_grad=True)
     zeros = torch.zeros(columns, device=bench.device, dtype=dtype, requires_grad=True)
     labels = torch.arange(rows, device=bench.device)[:, None] % columns
 
     def layernorm(x: Tensor) -> Tensor:
+        """Compute LayerNorm."""
         return F.layer_norm(x, (columns,), ones.to(x.dtype), zeros.to(x.dtype))
 
     def rmsnorm(x: Tensor) -> Tensor:
+        """Compute RMSNorm."""
         return kernels.rms_norm(x, ones.to(x.dtype), 1e-5)
 
     def loss(x: Tensor) -> Tensor:
-        # it overwrites the logits
+        """Compute the loss of a copy of the logits, since it overwrites them."""
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
     kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -177,7 +198,7 @@ def elementwise(
         "rmsnorm": (rmsnorm, 1),
         "loss": (loss, 1),
     }
-    found = {}
+    seconds_per_element = {}
     for name, (function, width) in kinds.items():
         x = torch.randn(rows, width * columns, device=bench.device).to(dtype).requires_grad_()
         out = function(x)
@@ -188,17 +209,17 @@ def elementwise(
         forward_s = bench.work_s(partial(function, x))
         both_s = bench.work_s(partial(_there_and_back, function, x, gradient))
         for kind, seconds in ((name, forward_s), (f"{name}_backward", both_s - forward_s)):
-            found[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
+            seconds_per_element[kind] = max(seconds - launch, 0.2 * forward_s) / (rows * columns)
         bench.note(
             name,
-            f"{short(1 / found[name])} elements/s forward, "
-            f"{short(1 / found[f'{name}_backward'])} backward",
+            f"{short(1 / seconds_per_element[name])} elements/s forward, "
+            f"{short(1 / seconds_per_element[f'{name}_backward'])} backward",
         )
-    return found
+    return seconds_per_element
 
 
 def _there_and_back(
     function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Forward and backward: the gradient of `x`."""
+    """Compute forward and backward; return the gradient of `x`."""
     return torch.autograd.grad(function(x), x, gradient)

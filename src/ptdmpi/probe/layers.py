@@ -1,13 +1,13 @@
-"""The trainer's own stages, timed at a few sizes, and the fractions at which predictions agree.
+"""Times of the trainer's own stages, and the fractions at which predictions agree with them.
 
-Kernels alone promise more than layers keep: between them stand Python, autograd and the allocator,
-and what they read is not always in the cache where a loop over one kernel has it.
+Layers are slower than their kernels in a loop: Python, autograd and the allocator take time between
+the kernels, and operands are not always in the cache.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,14 +27,14 @@ from ptdmpi.probe.bench import Bench
 
 STEPS = 6  # the first one warms up
 MOST_TENSOR = 8
-# that a fitted number may differ from what kernels and messages in a loop say
-MOST_FACTOR, MOST_LINK_FACTOR = 100.0, 4.0
+# factors by which a fitted number may differ from the measurement of kernels, and of messages
+MOST_FACTOR = 100.0
+MOST_LINK_FACTOR = 4.0
 
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """What is timed: a small model of l layers of `hidden`, heads of `head_size`, on b sequences of
-    s tokens."""
+    """A small model that is timed on `micro_size` sequences of `seq_length` tokens."""
 
     layers: int
     hidden: int
@@ -44,16 +44,9 @@ class ProbedModel:
     micro_size: int
 
     def scaled(self, tensor: int) -> "ProbedModel":
-        """As wide as `tensor` ranks can share: their heads and columns divide evenly."""
+        """Return a model with heads and columns that `tensor` ranks can divide evenly."""
         heads = -(-self.hidden // self.head_size // tensor) * tensor
-        return ProbedModel(
-            self.layers,
-            heads * self.head_size,
-            self.head_size,
-            self.seq_length,
-            self.vocab_size,
-            self.micro_size,
-        )
+        return replace(self, hidden=heads * self.head_size)
 
 
 CPU_CASES = (
@@ -74,27 +67,35 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one step of a case, the median over steps and ranks."""
+    """Seconds of one step of a case, the median over steps and ranks.
+
+    `rest_s` is the time of a step outside forward, backward, optimizer and the sum over the data
+    axis. `elements` is the number of parameters.
+    """
 
     forward_s: float
     backward_s: float
     optimizer_s: float
-    rest_s: float  # of a step beside those and the sum over the data axis
+    rest_s: float
     elements: int
 
 
 class Layers:
-    """Times stages of the trainer and fits a cluster's fractions to them."""
+    """Times of the trainer's stages, and a cluster's fractions that fit them."""
 
     def __init__(
         self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
     ) -> None:
-        self.bench, self.world, self.precision, self.cases = bench, world, precision, cases
+        self.bench = bench
+        self.world = world
+        self.precision = precision
+        self.cases = cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """The cluster `tree` with its fractions, launches, updates and steps as measured."""
+        """Return the cluster `tree` with fractions, launches, updates and steps as measured."""
         taken = self.taken()
-        small, large = (pick(taken, key=lambda one: one.elements) for pick in (min, max))
+        small = min(taken, key=lambda case: case.elements)
+        large = max(taken, key=lambda case: case.elements)
         per_element_s = (large.optimizer_s - small.optimizer_s) / (large.elements - small.elements)
         per_element_s = max(per_element_s, 1e-12)
         fixed_s = max(0.0, small.optimizer_s - per_element_s * small.elements) + small.rest_s
@@ -104,7 +105,7 @@ class Layers:
             "step_s": fixed_s,
         }
         self.bench.note("optimizer", f"{short(1 / per_element_s)} parameters/s")
-        self.bench.note("beside kernels and messages", f"{fixed_s * 1e3:.2f} ms a step")
+        self.bench.note("outside kernels and messages", f"{fixed_s * 1e3:.2f} ms a step")
         tree = {**tree, "measured": measured}
         keys = (
             ("efficiency", "gemm_fraction"),
@@ -120,11 +121,12 @@ class Layers:
         return tree
 
     def taken(self) -> list[Taken]:
-        """Each case, timed on one rank each."""
+        """Return the times of each case, with t = 1."""
         with self.bench.phase("whole layers", len(self.cases)):
             return [self._take(case, 1) for case in self.cases]
 
     def _tensor(self) -> int:
+        """Return the largest size of the tensor axis that divides a node's ranks."""
         local = self.world.local_size
         return max(t for t in range(1, min(local, MOST_TENSOR) + 1) if local % t == 0)
 
@@ -135,27 +137,32 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """`tree` with the values of `keys` at which predicted forwards and backwards are those
-        taken."""
+        """Return `tree` with values of `keys` at which predictions agree best with `taken`.
+
+        The predictions are those of forward and backward passes on `tensor` ranks.
+        """
         cases = [case.scaled(tensor) for case in self.cases]
         models = [
             Model("probe", self._config(case, tensor).model, case.vocab_size) for case in cases
         ]
 
         def changed(values: Sequence[float]) -> dict[str, Any]:
+            """Return `tree` with these values of `keys`."""
             new = dict(tree)
             for (section, key), value in zip(keys, values, strict=True):
                 new[section] = {**new[section], key: value}
             return new
 
         def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-            cluster, found = Cluster.model_validate(changed(values)), []
-            for case, model, one in zip(cases, models, taken, strict=True):
+            """Return (predicted, measured) seconds of each pass."""
+            cluster = Cluster.model_validate(changed(values))
+            both = []
+            for case, model, measured in zip(cases, models, taken, strict=True):
                 pricer = Pricer(cluster, model, case.micro_size, self.precision)
                 times = pricer.stage_times(Layout(tensor, 1, 1, 1, case.micro_size))
-                found.append((times.forward_s[0], one.forward_s))
-                found.append((times.backward_s[0], one.backward_s))
-            return found
+                both.append((times.forward_s[0], measured.forward_s))
+                both.append((times.backward_s[0], measured.backward_s))
+            return both
 
         start = [tree[section][key] for section, key in keys]
         most = MOST_FACTOR if tensor == 1 else MOST_LINK_FACTOR
@@ -182,19 +189,22 @@ class Layers:
         )
 
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
-        """Times of steps in which each rank has its own batch, or t ranks share one."""
+        """Return the times of steps in which t = `tensor` ranks share a batch."""
         config = self._config(case, tensor)
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
-        batch, stage = self._batch(case), engine.stages[0]
+        batch = self._batch(case)
+        stage = engine.stages[0]
         clock = self.bench.clock if tensor == 1 else time.perf_counter
 
         def forward() -> None:
+            """Compute the forward pass."""
             stage.begin_step(0, [batch], 1.0)
             stage.forward_microbatch(0, None)
 
         def update() -> None:
+            """Update the weights."""
             engine.optimizer.step(1e-4, float(engine.reduction.global_norm()))
 
         works = (forward, lambda: stage.backward_microbatch(0, None), update)
@@ -216,6 +226,7 @@ class Layers:
     def _each_s(
         self, works: Sequence[Callable[[], object]], clock: Callable[[], float]
     ) -> list[float]:
+        """Return the seconds of each of `works`, done one after the other."""
         times = []
         self.bench.everyone.barrier()
         for work in works:
@@ -226,7 +237,7 @@ class Layers:
         return times
 
     def _rest_s(self, engine: Engine, step: int, batch: Batch) -> float:
-        """Seconds of a whole step that are neither forward, backward, sum nor update."""
+        """Return the seconds of a whole step outside forward, backward, sum and update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
         result = engine.step(step, [batch])
@@ -235,10 +246,10 @@ class Layers:
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: ProbedModel) -> Batch:
-        # one seed on all ranks: those of a tensor axis see the same tokens
+        # one seed for all ranks, since ranks of a tensor axis need the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)
         samples = torch.arange(case.micro_size)
         batch = Batch(ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples)
-        return batch.each(lambda one: one.to(self.bench.device))
+        return batch.each(lambda tensor: tensor.to(self.bench.device))

@@ -1,4 +1,4 @@
-"""All of a machine, measured: a cluster as a table for TOML."""
+"""The whole measurement of a machine, as a cluster in a table for TOML."""
 
 import importlib
 import os
@@ -20,13 +20,13 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import TRAINER
-from ptdmpi.probe import kernels, messages, ways
+from ptdmpi.probe import collectives, kernels, quickest
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# What is measured is reached; `Layers.fit` finds what whole layers reach of it.
+# Measured rates are reached as a whole; `Layers.fit` finds the fractions that whole layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -34,42 +34,47 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # a rate that stands in a data sheet, not in a measured file
+UNLIMITED = 1e15  # for rates of data sheets, which a measured file does without
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured."""
+    """The sizes that are measured.
+
+    `ways` None: the quickest kernels are not looked for. On a device that is `make gpu`'s task.
+    """
 
     extent: kernels.Extent
     sizes_bytes: tuple[int, ...]
     cases: tuple[ProbedModel, ...]
-    ways: ways.TimedSizes | None  # None: not timed, as on a device, whose table `make gpu` fills
+    ways: quickest.TimedSizes | None
 
 
-CPU_EFFORT = Effort(kernels.CPU, messages.SIZES_BYTES, CPU_CASES, ways.TimedSizes())
-GPU_EFFORT = Effort(kernels.GPU, messages.SIZES_BYTES, GPU_CASES, None)
+CPU_EFFORT = Effort(kernels.CPU, collectives.SIZES_BYTES, CPU_CASES, quickest.TimedSizes())
+GPU_EFFORT = Effort(kernels.GPU, collectives.SIZES_BYTES, GPU_CASES, None)
 
 
 def probe(
     world: World, precision: str, device: torch.device, effort: Effort | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """(the cluster as a table, what was found in words); equal on all ranks.
+    """Return the cluster as a table, and the findings as (name, value in words).
 
-    Raises ProbeError if a kernel or a message gives a wrong result anywhere, InputError if the
-    nodes have unequal numbers of ranks.
+    Every rank calls it and gets the same. Raises ProbeError if a kernel or a message gives a wrong
+    result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
     if effort is None:
         effort = CPU_EFFORT if device.type == "cpu" else GPU_EFFORT
     axes = world.split(training_grid(data=world.size), wire_named(device=device))
-    bench, alone = Bench(axes.world, device, world.local_size), TensorAxis(axes["tensor"])
-    compute, extent = data_types(precision).compute, effort.extent
+    bench = Bench(axes.world, device, world.local_size)
+    alone = TensorAxis(axes["tensor"])
+    compute = data_types(precision).compute
+    extent = effort.extent
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # what the program takes is not there for tensors, but is part of what a run is seen to use
+    # The program's own memory is not available for tensors, but counts as memory of a run.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     with _quickest_ways(bench, compute, effort.ways) as own:
@@ -79,17 +84,19 @@ def probe(
         with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
             stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
             attention = kernels.attention(bench, compute, extent, launch)
-            elementwise = kernels.elementwise(bench, alone, compute, extent, launch)
+            elementwise = kernels.elementwise(bench, alone, compute, extent, launch=launch)
         tree = {
             "name": f"probed-{world.processes[0].host}",
-            "device": _device(bench, precision, gemm, stream, memory + program)
+            "device": _device(bench, precision, gemm, stream, memory_bytes=memory + program)
             | {"kernel_s": launch, "runtime_bytes": float(program)},
             "node": _node(world),
             "software": TRAINER.model_dump()
             | {
                 "gradient_bytes": PRECISIONS[precision].master.bytes,
-                "overlap_pipeline": messages.overlaps(bench, world),
-                "wide_products": any(widens(device.type, k) for k in (compute, torch.bfloat16)),
+                "overlap_pipeline": collectives.overlaps(bench, world),
+                "wide_products": any(
+                    widens(device.type, dtype) for dtype in (compute, torch.bfloat16)
+                ),
             },
             "efficiency": dict(WHOLE),
             "kernels": own,
@@ -101,30 +108,33 @@ def probe(
                 "stream": stream,
                 "attention": attention,
                 "seconds_per_element": elementwise,
-                "messages": messages.tables(bench, world, compute, effort.sizes_bytes),
+                "messages": collectives.tables(bench, world, compute, effort.sizes_bytes),
             },
         }
         tree = Layers(bench, world, precision, effort.cases).fit(tree)
-    return _rounded(tree), bench.found
+    return _rounded(tree), bench.findings
 
 
 @contextmanager
 def _quickest_ways(
-    bench: Bench, dtype: torch.dtype, sizes: ways.TimedSizes | None
+    bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> Iterator[dict[str, Any]]:
-    """Entries of how a run is to compute here, by which all else is then measured."""
+    """Find the quickest kernels, yield their entries, and compute with them inside."""
     if sizes is None:
         yield {}
         return
     with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
-        found = ways.entries(bench, dtype, sizes)
-    with taken(measured_ways(dtype, found)):
-        yield found
+        entries = quickest.entries(bench, dtype, sizes)
+    with taken(measured_ways(dtype, entries)):
+        yield entries
 
 
 def _program_bytes(compute: torch.dtype) -> int:
-    """Resident memory of a rank that has trained a model of no size: what the trainer imports, and
-    what PyTorch loads with the first product, attention and backward pass."""
+    """Return the resident memory of the trainer itself, without a model.
+
+    It is that of all imports, and of all that PyTorch loads with its first product, attention and
+    backward pass.
+    """
     importlib.import_module("ptdmpi.train.loop")
     x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)
     y = F.scaled_dot_product_attention(x @ x, x, x, is_causal=True)
@@ -133,20 +143,24 @@ def _program_bytes(compute: torch.dtype) -> int:
 
 
 def _device(
-    bench: Bench, precision: str, gemm: dict[str, Any], stream: dict[str, Any], memory: int
+    bench: Bench,
+    precision: str,
+    gemm: dict[str, Any],
+    stream: dict[str, Any],
+    *,
+    memory_bytes: int,
 ) -> dict[str, Any]:
-    """The keys of a data sheet; what the measured tables stand for is without limit here."""
-    device = bench.device
-    if device.type != "cpu":
-        name = device_name(device)
+    """Return the keys of a data sheet, without limits where measured tables are used instead."""
+    if bench.device.type != "cpu":
+        name = device_name(bench.device)
     else:
-        name = f"{counted(os.cpu_count() or 1, 'core')}, "
-        name += f"{counted(torch.get_num_threads(), 'thread')} per rank"
+        cores = counted(os.cpu_count() or 1, "core")
+        name = f"{cores}, {counted(torch.get_num_threads(), 'thread')} per rank"
     best = max(rate for plane in gemm["flops_per_s"] for row in plane for rate in row)
     return {
         "name": name,
         "peak_flops": {precision: best},
-        "memory_bytes": float(memory),
+        "memory_bytes": float(memory_bytes),
         "memory_bytes_per_s": stream["bytes_per_s"][-1],
         "multiprocessors": 1,
         "clock_hz": 1.0,
@@ -168,9 +182,11 @@ def _node(world: World) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Four digits are more than a measurement has."""
+    """Return a table with numbers of four digits, more than a measurement is good for."""
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, list):
         return [_rounded(part) for part in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value

@@ -1,5 +1,4 @@
-"""Which way of computing causal attention, linears and GELU is the quickest on this host: entries
-as presets/kernels.toml has them."""
+"""The quickest kernels of attention, linears and GELU on this host, as in presets/kernels.toml."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,8 @@ from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.choice import OF_PRODUCTS
 from ptdmpi.probe.bench import Bench
 
-LEAST_GAIN = 0.03  # of the time; what is less may be chance
-# what a processor can do, the rarest first, as torch.cpu.get_capabilities() names it
+LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be chance
+# capabilities of processors by their names in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
 LIBRARY = HostWays()
 ATTENTION = {
@@ -38,8 +37,11 @@ SIGMOID = HostWays(gelu_by_sigmoid=True)
 
 @dataclass(frozen=True)
 class TimedSizes:
-    """What is timed: attention at these lengths with so many heads of such a size, linears of
-    (positions, inputs, outputs), GELU of (positions, numbers of each)."""
+    """The sizes that are timed.
+
+    Attention at these sequence lengths, linears of (positions, inputs, outputs), and GELU of
+    (positions, features).
+    """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
     heads: int = 4
@@ -55,14 +57,15 @@ class TimedSizes:
     gelu: tuple[int, int] = (1024, 2048)
 
     def measurements(self, dtype: torch.dtype) -> int:
+        """Return the number of measurements in numbers of `dtype`."""
         ways = len(_attention_ways(dtype))
         return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
-    """What was measured in numbers of a type: one entry of each kind, for processors as this one.
+    """Measure in numbers of `dtype`; return one entry of each kind, for processors like this one.
 
-    Raises ProbeError on every rank if a way gives a wrong result on any.
+    Every rank calls it. Raises ProbeError on every rank if a kernel gives a wrong result on any.
     """
     has = torch.cpu.get_capabilities()
     here = {
@@ -78,12 +81,45 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
 
 
 def _attention_ways(dtype: torch.dtype) -> dict[str, HostWays]:
-    """Those that differ in numbers of this type."""
-    narrow = dtype == torch.bfloat16
-    return {way: taken for way, taken in ATTENTION.items() if narrow or not taken.fpmath}
+    """Return the kernels that differ in numbers of this type."""
+    if dtype == torch.bfloat16:
+        return ATTENTION
+    return {way: taken for way, taken in ATTENTION.items() if not taken.fpmath}
 
 
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    """Return the entry of causal attention."""
+    ways = _attention_ways(dtype)
+    times = _attention_times(bench, dtype, sizes)
+    library = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
+    products = [way for way, settled in ways.items() if settled.products]
+    quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
+    if not _gains(times["products"], times[quickest]):
+        quickest = "products"  # the smallest blocks, unless others gain
+    entry: dict[str, Any] = {"way": "library"}
+    words = "library"
+    if _gains(library, times[quickest]):
+        taken = ways[quickest]
+        entry = {"way": "products", "block": taken.block}
+        entry |= {key: True for key in OF_PRODUCTS.values() if getattr(taken, key)}
+        words = quickest
+    else:
+        whole_from = _quicker_from(sizes.lengths, times["blocks"], times["whole"])
+        if whole_from is not None:
+            entry["whole_from"] = whole_from
+            words += f", at once from {whole_from}"
+    bench.note("causal attention by", words)
+    at = ", ".join(map(str, sizes.lengths))
+    measured = "; ".join(f"{way} {_ms(way_times)}" for way, way_times in times.items())
+    entry["measured"] = (
+        f"{sizes.heads} heads of {sizes.head_size}, there and back, ms at {at} positions: "
+        f"{measured}"
+    )
+    return entry
+
+
+def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[float]]:
+    """Return the seconds of attention in both directions by kernel and length."""
     ways = _attention_ways(dtype)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for length in sizes.lengths:
@@ -98,36 +134,20 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
         for way, result in results.items():
             apart = (result - results["blocks"]).abs().max()
             bench.check(bool(apart < 0.05), f"attention by {way}, {length} positions")
-    best = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
-    products = [way for way, settled in ways.items() if settled.products]
-    quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
-    if not _gains(times["products"], times[quickest]):
-        quickest = "products"  # the blocks that are the smallest, unless others gain
-    found: dict[str, Any] = {"way": "library"}
-    if _gains(best, times[quickest]):
-        taken = ways[quickest]
-        found |= {"way": "products", "block": taken.block}
-        found |= {key: True for key in OF_PRODUCTS.values() if getattr(taken, key)}
-    else:
-        whole_from = _from(sizes.lengths, times["blocks"], times["whole"])
-        found |= {} if whole_from is None else {"whole_from": whole_from}
-    words = "library" if found["way"] == "library" else quickest
-    words += f", at once from {found['whole_from']}" if "whole_from" in found else ""
-    bench.note("causal attention by", words)
-    at = ", ".join(map(str, sizes.lengths))
-    words = f"{sizes.heads} heads of {sizes.head_size}, there and back, ms at {at} positions: "
-    words += "; ".join(f"{way} {_ms(found_s)}" for way, found_s in times.items())
-    return found | {"measured": words}
+    return times
 
 
 def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> None:
+    """Compute forward and backward."""
     torch.autograd.grad(core(), operands, operands[0].detach())
 
 
 def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
+    """Return the entry of GELU."""
     x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
     work = partial(gelu, x, "gelu")
-    times, exact = [], gelu(x.detach().double(), "gelu")
+    exact = gelu(x.detach().double(), "gelu")
+    times = []
     for settled in (LIBRARY, SIGMOID):
         with kernels.taken(settled):
             apart = (work().detach().double() - exact).abs().max()
@@ -141,28 +161,35 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    said = []
+    """Return the entry of linears: from which size on oneDNN is quicker, for each product."""
+    entry: dict[str, Any] = {}
+    words = []
     able = kernels.has_fused() and dtype in kernels.FUSED_TYPES and not kernels.widens("cpu", dtype)
     ways = (LIBRARY, ONEDNN) if able else (LIBRARY,)
     products = [math.prod(shape) for shape in sizes.linears]
     for kind, works in (("output", _outputs), ("input_gradient", _input_gradients)):
         times: list[list[float]] = [[] for _ in ways]
         for shape, work in works(sizes.linears, dtype):
-            exact = None
-            for settled, taken_s in zip(ways, times, strict=True):
+            exact: Tensor | None = None
+            for settled, way_times in zip(ways, times, strict=True):
                 with kernels.taken(settled):
                     result = work().float()
-                    exact = result if exact is None else exact
+                    if exact is None:
+                        exact = result
                     apart = (result - exact).abs().max()
                     bench.check(bool(apart <= 0.02 * exact.abs().max()), f"linear of {shape}")
-                    taken_s.append(bench.work_s(work))
-        least = _from(products, *times) if able else None
-        found |= {} if least is None else {kind: least}
-        said.append(f"{kind} {' against '.join(map(_ms, times))}")
-        bench.note(f"linears, {kind}, by", "library" if least is None else f"oneDNN from {least}")
+                    way_times.append(bench.work_s(work))
+        choice = "library"
+        if able:
+            least = _quicker_from(products, *times)
+            if least is not None:
+                entry[kind] = least
+                choice = f"oneDNN from {least}"
+        words.append(f"{kind} {' against '.join(map(_ms, times))}")
+        bench.note(f"linears, {kind}, by", choice)
     at = ", ".join("x".join(map(str, shape)) for shape in sizes.linears)
-    return found | {"measured": f"ms at {at}, the library's against oneDNN's: {'; '.join(said)}"}
+    entry["measured"] = f"ms at {at}, the library's against oneDNN's: {'; '.join(words)}"
+    return entry
 
 
 Work = Callable[[], Tensor]
@@ -170,6 +197,7 @@ Shapes = Sequence[tuple[int, int, int]]
 
 
 def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], Work]]:
+    """Yield each shape with its product of inputs and weights."""
     for m, i, o in shapes:
         x, weight, bias = (torch.randn(size).to(dtype) for size in ((m, i), (o, i), (o,)))
         yield (m, i, o), partial(kernels.linear, x, weight, bias)
@@ -178,24 +206,30 @@ def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, in
 def _input_gradients(
     shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int, int], Work]]:
+    """Yield each shape with its product for the gradient of the input."""
     for m, i, o in shapes:
         dy, weight = (torch.randn(size).to(dtype) for size in ((m, o), (o, i)))
         yield (m, i, o), partial(kernels.input_gradient, dy, weight)
 
 
-def _from(sizes: Sequence[int], before: Sequence[float], after: Sequence[float]) -> int | None:
-    """From which size on the second way is the quicker one, at every size that was timed; None: not
-    even at the largest."""
-    found = None
-    for size, one, other in sorted(zip(sizes, before, after, strict=True), reverse=True):
-        if other > (1 - LEAST_GAIN) * one:
+def _quicker_from(
+    sizes: Sequence[int], before: Sequence[float], after: Sequence[float]
+) -> int | None:
+    """Return the smallest size from which on the second kernel is always quicker.
+
+    `before` and `after` are the seconds of the two kernels at `sizes`. Returns None if the second
+    one is not quicker at the largest size.
+    """
+    least = None
+    for size, first_s, second_s in sorted(zip(sizes, before, after, strict=True), reverse=True):
+        if second_s > (1 - LEAST_GAIN) * first_s:
             break
-        found = size
-    return found
+        least = size
+    return least
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether the second way is the quicker one at the sizes together."""
+    """Return True if the second kernel is quicker at all sizes together."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 
@@ -205,4 +239,4 @@ def _sum_of_logarithms(times_s: Sequence[float]) -> float:
 
 
 def _ms(times_s: Sequence[float]) -> str:
-    return ", ".join(f"{1e3 * one:.3g}" for one in times_s)
+    return ", ".join(f"{1e3 * seconds:.3g}" for seconds in times_s)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,74 +14,89 @@ from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.kernels import rising
 
-OVERLAP_BYTES, OVERLAP_S, OVERLAP_TRIALS = 1 << 20, 0.1, 3
+OVERLAP_BYTES = 1 << 20
+OVERLAP_S = 0.1
+OVERLAP_TRIALS = 3
 SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
-def groups(world: World, device: torch.device) -> Iterator[tuple[Communicator, int, str]]:
-    """(this rank's group, nodes it stands on, where) of each kind of group, for tensors of
-    `device`; those of one kind run at once: pairs and all ranks of a node, and one rank of each
-    node."""
-    local, wire = world.local_size, wire_named(device=device)
+class MeasuredGroup(NamedTuple):
+    """A group of ranks that is measured: this rank's communicator, its number of nodes, a name."""
+
+    comm: Communicator
+    nodes: int
+    name: str
+
+
+def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
+    """Yield this rank's group of each kind, for tensors of `device`.
+
+    The kinds are pairs of ranks of a node, all ranks of a node, and one rank of each node. All
+    groups of one kind are measured at once.
+    """
+    local = world.local_size
+    wire = wire_named(device=device)
     for size in sorted({2, local}):
         if 1 < size <= local and local % size == 0:
             axes = world.split(training_grid(tensor=size, data=world.size // size), wire)
-            yield axes["tensor"], 1, f"{size} ranks of a node"
+            yield MeasuredGroup(axes["tensor"], 1, f"{size} ranks of a node")
     if world.nodes > 1:
         axes = world.split(training_grid(tensor=local, data=world.nodes), wire)
-        yield axes["data"], world.nodes, f"one rank of each of {world.nodes} nodes"
+        yield MeasuredGroup(axes["data"], world.nodes, f"one rank of each of {world.nodes} nodes")
 
 
 def tables(
     bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """A table for each collective on each kind of group."""
-    found: list[dict[str, Any]] = []
+    """Return a table of seconds by message size for each collective on each kind of group."""
     kinds = list(groups(world, bench.device))
     if not kinds:
-        return found
+        return []
+    measured: list[dict[str, Any]] = []
     with bench.phase("messages", len(kinds) * len(COLLECTIVES) * len(sizes)):
-        for comm, nodes, where in kinds:
-            found += _tables(bench, (comm, nodes, where), dtype, sizes)
-    return found
+        for group in kinds:
+            measured += _tables(bench, group, dtype, sizes)
+    return measured
 
 
 def _tables(
-    bench: Bench, kind: tuple[Communicator, int, str], dtype: torch.dtype, sizes: Sequence[int]
+    bench: Bench, group: MeasuredGroup, dtype: torch.dtype, sizes: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """The tables of one of the `groups`."""
-    comm, nodes, where = kind
-    for name, (prepare, expected) in COLLECTIVES.items():
+    """Yield the tables of one group."""
+    comm = group.comm
+    for name, collective in COLLECTIVES.items():
         times = []
         for size in sizes:
             elements = max(1, size // dtype.itemsize // comm.size) * comm.size
-            work = prepare(comm, _values(elements, comm.rank, dtype, bench.device))
-            right = torch.equal(work(), expected(comm, elements, dtype, bench.device))
-            bench.check(right, f"{name} of {size} bytes over {where}")
+            work = collective.prepare(comm, _values(elements, comm.rank, dtype, bench.device))
+            expected = collective.expected(comm, elements, dtype, bench.device)
+            bench.check(torch.equal(work(), expected), f"{name} of {size} bytes over {group.name}")
             times.append(bench.message_s(work))
         times = rising(times)
         yield {
             "collective": name,
             "ranks": comm.size if name != "send" else 2,
-            "nodes": nodes,
+            "nodes": group.nodes,
             "sizes_bytes": list(sizes),
             "seconds": times,
         }
         bench.note(
-            f"{name} over {where}",
+            f"{name} over {group.name}",
             f"from {times[0] * 1e6:,.0f} us, {sizes[-1] / times[-1] / 1e9:.2f} GB/s",
         )
 
 
 def overlaps(bench: Bench, world: World) -> bool:
-    """Whether a message arrives while its sender computes, without a call to MPI, for that long; or
-    only when the sender waits for it. It has arrived when the device says so: on a wire with queues
-    the host does not wait for it."""
+    """Return True if a message arrives while its sender computes, without calls to MPI.
+
+    Otherwise it arrives only when the sender waits for it. Arrival is measured on the device: on a
+    wire with queues the host does not wait. Every rank calls it and gets the same.
+    """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]
     tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
     work = torch.ones(256, 256, device=bench.device)
-    torch.mm(work, work)  # the first one loads what it needs
+    torch.mm(work, work)  # the first product loads libraries
     peer = everyone.rank ^ 1
     late = False
     for _ in range(OVERLAP_TRIALS):
@@ -106,7 +121,7 @@ def overlaps(bench: Bench, world: World) -> bool:
 
 
 def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Small whole numbers, exact in every type, different on each rank."""
+    """Return small whole numbers, which every type represents exactly, different on each rank."""
     return (torch.arange(elements, device=device) % 7 + rank % 5).to(dtype)
 
 
@@ -119,7 +134,7 @@ def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        # summed anew each time: sums of sums would leave the exact numbers
+        """Sum a fresh copy, since sums of sums would not stay exact."""
         return comm.all_reduce(result.copy_(tensor))
 
     return work
@@ -145,8 +160,10 @@ def _reduce_scatter(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: comm.reduce_scatter(tensor)
 
 
-def _scattered(comm: Communicator, *rest: Any) -> Tensor:
-    return _part(_sum(comm, *rest), comm)
+def _scattered(
+    comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _part(_sum(comm, elements, dtype, device), comm)
 
 
 def _broadcast(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
@@ -158,13 +175,15 @@ def _first(comm: Communicator, elements: int, dtype: torch.dtype, device: torch.
 
 
 def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
-    """To the next rank, while a message comes from the one before."""
-    behind, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    """Return the work of sending to the next rank while receiving from the previous one."""
+    following = (comm.rank + 1) % comm.size
+    previous = (comm.rank - 1) % comm.size
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        arriving = comm.irecv(result, before)
-        leaving = comm.isend(tensor, behind)
+        """Send and receive."""
+        arriving = comm.irecv(result, previous)
+        leaving = comm.isend(tensor, following)
         arriving.wait()
         leaving.wait()
         return result
@@ -172,23 +191,23 @@ def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     return work
 
 
-def _of_the_one_before(
+def _of_previous(
     comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return _values(elements, (comm.rank - 1) % comm.size, dtype, device)
 
 
-# name -> (makes the work that is timed, what it must give)
-COLLECTIVES: dict[
-    str,
-    tuple[
-        Callable[[Communicator, Tensor], Callable[[], Tensor]],
-        Callable[[Communicator, int, torch.dtype, torch.device], Tensor],
-    ],
-] = {
-    "all_reduce": (_all_reduce, _sum),
-    "all_gather": (_all_gather, _gathered),
-    "reduce_scatter": (_reduce_scatter, _scattered),
-    "broadcast": (_broadcast, _first),
-    "send": (_send, _of_the_one_before),
+class MeasuredCollective(NamedTuple):
+    """A collective: `prepare` makes the timed work, and `expected` its right result."""
+
+    prepare: Callable[[Communicator, Tensor], Callable[[], Tensor]]
+    expected: Callable[[Communicator, int, torch.dtype, torch.device], Tensor]
+
+
+COLLECTIVES = {
+    "all_reduce": MeasuredCollective(_all_reduce, _sum),
+    "all_gather": MeasuredCollective(_all_gather, _gathered),
+    "reduce_scatter": MeasuredCollective(_reduce_scatter, _scattered),
+    "broadcast": MeasuredCollective(_broadcast, _first),
+    "send": MeasuredCollective(_send, _of_previous),
 }

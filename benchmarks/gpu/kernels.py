@@ -14,9 +14,9 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.timing import Row, seconds_of
 from ptdmpi.comm.world import World
 from ptdmpi.config import ModelConfig
-from ptdmpi.model import kernels
-from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels import USUAL, agreement
 from ptdmpi.model.kernels.activation import gated
+from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
@@ -45,7 +45,7 @@ def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
     ways: dict[str, Callable[[Tensor], object]] = {
         "adds": lambda total: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total),
         "rounds": lambda total: total.add_(dy.t() @ x),
-        "as chosen": lambda total: kernels.add_weight_gradient(total, dy, x),
+        "as chosen": lambda total: USUAL.add_weight_gradient(total, dy, x),
     }
     rows: dict[str, Any] = {}
     for way, add in ways.items():
@@ -74,7 +74,7 @@ def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)
         return F.scaled_dot_product_attention(*inputs, is_causal=True)
 
     rows: dict[str, Any] = {}
-    ways = {**choice.BACKENDS, "efficient": "EFFICIENT_ATTENTION"}
+    ways = {**agreement.BACKENDS, "efficient": "EFFICIENT_ATTENTION"}
     for way, backend in ways.items():
         with contextlib.ExitStack() as restored:
             try:
@@ -136,7 +136,7 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
     hidden = torch.randn(s, b, model.hidden)
     yield SmallKernel(
         "RMSNorm",
-        lambda x, weight: kernels.rms_norm(x, weight, 1e-5),
+        lambda x, weight: rms_norm(x, weight, 1e-5),
         rms_norm_formula,
         (hidden, torch.ones(model.hidden)),
     )

@@ -21,7 +21,7 @@ from ptdmpi.config import Config, resolve
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import buffer
 from ptdmpi.model.batch import Batch, Placing
-from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels import agreement
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
@@ -143,7 +143,7 @@ def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) ->
         engine = engine_on(config, vocab_size, device)
     placing = Placing(device)
     times = []
-    with choice.computing_by({"attention": choice.offered(device)}):
+    with agreement.trying(agreement.offered(device)):
         for step in range(steps):
             placed = placing.place(batches(config, vocab_size, step))
             begin = time.perf_counter()

@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,11 +13,18 @@ from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
-from ptdmpi.model.kernels.attention import attention
+from ptdmpi.model.kernels import Kernels, host
+from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
-from ptdmpi.model.kernels.choice import host_ways, written
+from ptdmpi.model.kernels.choice import (
+    BY_LIBRARY,
+    AttentionByProducts,
+    HostAttention,
+    HostChoice,
+    OneDnnLinears,
+    measured_choice,
+)
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.probe.quickest import ATTENTION
@@ -37,8 +45,9 @@ class OurTrainer:
         self.rank = world.rank
         self.data_rank = axes["data"].rank
         self.microbatches = config.microbatches
-        self.ways = _settled(row, world)
+        choice = _settled(row, world)
         self.engine = Engine(config, axes, row.case.vocab_size)
+        self.engine.compute_by(choice)
         give_back()
 
     def batch(self, step: int) -> list[Batch]:
@@ -60,8 +69,7 @@ class OurTrainer:
 
     def step(self, step: int, batch: list[Batch]) -> float:
         """Train a step and return its loss."""
-        with kernels.taken(self.ways):
-            return self.engine.step(step, batch).loss
+        return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
         """Return the seconds of a step's linear GEMMs, and of these and its attention, measured
@@ -80,7 +88,7 @@ class OurTrainer:
             case.hidden // case.heads,
         )
         dtype = data_types(self.row.precision).compute
-        ways = (*ATTENTION.values(), kernels.HostWays(products=True, keeps=True))
+        ways = (*ATTENTION.values(), AttentionByProducts(keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
         return once * layers * self.microbatches
 
@@ -94,18 +102,19 @@ class OurTrainer:
                     shapes[weight.shape] += 1
         rows = self.row.case.micro_size * self.row.case.seq_length
         dtype = data_types(self.row.precision).compute
-        if kernels.widens("cpu", dtype):
+        if not host.multiplies("cpu", dtype):
             dtype = torch.float32
         once = sum(count * _linear_time_s(rows, *shape, dtype) for shape, count in shapes.items())
         return once * self.microbatches
 
 
-def _settled(row: Row, world: World) -> kernels.HostWays:
+def _settled(row: Row, world: World) -> HostChoice:
     """Return the kernels that `ptdmpi train` takes on this machine for such a run."""
-    dtype = data_types(row.precision).compute
-    memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
-    here = written(kernels.measured_ways(dtype, {}))
-    return host_ways(memory.settle(here, lambda line: None))
+    device, dtype = torch.device("cpu"), data_types(row.precision).compute
+    memory = Memory(row.config, row.case.vocab_size, world, device)
+    settled = memory.settle(measured_choice(dtype, {}), lambda line: None)
+    assert isinstance(settled, HostChoice), "the host's"
+    return settled
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
@@ -113,35 +122,34 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
-    products: tuple[Callable[[], object], ...] = (
-        lambda: kernels.linear(x, weight),
-        lambda: kernels.input_gradient(dy, weight),
-        lambda: dy.t() @ x,
+    products: tuple[Callable[[Kernels], object], ...] = (
+        lambda kernels: kernels.linear(x, weight),
+        lambda kernels: kernels.input_gradient(dy, weight),
+        lambda kernels: dy.t() @ x,
     )
-    ways = [kernels.HostWays()]
-    if kernels.has_fused():
-        ways.append(kernels.HostWays(output=0.0, input_gradient=0.0))
+    choices = [BY_LIBRARY]
+    if host.has_fused():
+        choices.append(HostChoice(linear=OneDnnLinears(0.0, 0.0)))
     least = [math.inf] * len(products)
     for _ in range(REPEATS):
-        for way in ways:
-            with kernels.taken(way):
-                least = [min(t, _time_s(work)) for t, work in zip(least, products, strict=True)]
+        for choice in choices:
+            works = [partial(product, Kernels(choice)) for product in products]
+            least = [min(t, _time_s(work)) for t, work in zip(least, works, strict=True)]
     return sum(least)
 
 
-def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: kernels.HostWays) -> float:
-    """Return the least time of causal attention, forward and backward."""
-    if kernels.widens("cpu", dtype):
+def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
+    """Least time of causal attention, there and back."""
+    if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
     dy = torch.randn(shape).to(dtype)
-    scores = Scores(shape[-1] ** -0.5)
+    core = AttentionCore(Scores(shape[-1] ** -0.5), Kernels(HostChoice(attention=way)))
 
-    def forward_and_backward() -> None:
-        torch.autograd.grad(attention(q, k, v, scores), (q, k, v), dy)
+    def there_and_back() -> None:
+        torch.autograd.grad(core(q, k, v), (q, k, v), dy)
 
-    with kernels.taken(way):
-        return min(_time_s(forward_and_backward) for _ in range(REPEATS))
+    return min(_time_s(there_and_back) for _ in range(REPEATS))
 
 
 def _time_s(work: Callable[[], object]) -> float:

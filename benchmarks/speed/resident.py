@@ -17,8 +17,8 @@ from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
@@ -81,7 +81,7 @@ def main() -> None:
         engine.step(step, [batch])
         last_s = time.perf_counter() - begin_s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    memory = MemoryModel.of(config, options.vocabulary, kernels.widens("cpu", compute))
+    memory = MemoryModel.of(config, options.vocabulary, USUAL.widens("cpu", compute))
     foreseen = memory.peak(layout, 0, config.microbatches)
     if world.rank == 0:
         print(

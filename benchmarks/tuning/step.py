@@ -25,8 +25,8 @@ from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
 from ptdmpi.model.batch import Batch
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
@@ -68,7 +68,7 @@ def memory(config: Config, world: World) -> dict[str, Any]:
     for number in range(STEPS):
         step(number)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    wide = kernels.widens("cpu", torch.bfloat16)
+    wide = USUAL.widens("cpu", torch.bfloat16)
     account = MemoryModel.of(config, engine.vocab_size, wide)
     foreseen = account.peak(config.layout, 0, config.microbatches)
     return {

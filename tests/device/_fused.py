@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ptdmpi.model import kernels
+from ptdmpi.model.kernels import Kernels, host
 
 aten = torch.ops.aten
 
@@ -94,10 +94,10 @@ OWN: dict[str, Callable[..., Any]] = {
 def adding() -> Iterator[None]:
     """The host adds products of half types to sums in float32 as a GPU of CUDA does, for as long as
     it lasts: by the operation of the library that only CUDA has a kernel of."""
-    always = {"adds_wide": lambda device_type: True, "widens": lambda device_type, dtype: False}
     with (
         torch.library._scoped_library("aten", "IMPL") as library,
-        mock.patch.multiple(kernels, **always),
+        mock.patch.object(host, "adds_wide", lambda device_type: True),
+        mock.patch.object(Kernels, "widens", lambda self, device_type, dtype: False),
     ):
         library.impl("addmm.dtype", _wide, "CPU")
         library.impl("addmm.dtype_out", _wide, "CPU")

@@ -24,8 +24,8 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ptdmpi.comm import queues
-from ptdmpi.model import buffer, kernels
-from ptdmpi.model.kernels import blocks
+from ptdmpi.model import buffer
+from ptdmpi.model.kernels import blocks, host
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.parameters import Parameter
 from tests.device._fused import OWN, fused
@@ -310,7 +310,7 @@ def pretended(inner: str = "cpu") -> Iterator[torch.device]:
             pinned_like=lambda values: pin(torch.ones(values.shape, dtype=values.dtype)),
         ),
         mock.patch.object(buffer, "Parameter", parameter),
-        mock.patch.object(kernels, "adds_wide", lambda device_type: device_type == NAME),
+        mock.patch.object(host, "adds_wide", lambda device_type: device_type == NAME),
     ):
         for kept in (blocks._band, codes._level, codes._levels, codes._middles):
             kept.cache_clear()  # of what was on another inside

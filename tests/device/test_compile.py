@@ -9,8 +9,8 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
-from ptdmpi.model.kernels import compiler
+from ptdmpi.model.kernels import compiler, host
+from ptdmpi.model.kernels.choice import BY_LIBRARY, HostChoice, OneDnnLinears
 from ptdmpi.model.transformer import Block
 from ptdmpi.train.nonfinite import examine
 from tests._configs import small
@@ -18,7 +18,6 @@ from tests._engines import build, microbatches, steps_of, whole_weights
 from tests.device._fused import ADDED, adding
 from tests.parallel import mpirun, parallel
 
-LIBRARY = kernels.HostWays()
 PROCESS = "compiler"  # loading it, a backward comes before any pretended device
 LLAMA = {"model.kind": "llama", "model.kv_heads": 2}
 KINDS = {
@@ -99,13 +98,15 @@ def test_a_graph_takes_attention_whole(comm):
 def test_the_backend_of_a_run(comm):
     """Inductor itself, which fuses and rounds less often: five steps of a GPT and a LLaMA, whatever
     this processor takes for linears."""
-    ways = kernels.HostWays(output=0, input_gradient=0) if kernels.has_fused() else LIBRARY
+    choice = HostChoice(linear=OneDnnLinears(0, 0)) if host.has_fused() else BY_LIBRARY
     for changes, precision, near in (({}, "fp32", 1e-5), (LLAMA, "fp32", 1e-5), ({}, "bf16", 2e-3)):
         asked = changes | {"model.hidden": 64, "precision.compute": precision}
-        with kernels.taken(ways):
-            known = [one.loss for one in steps_of(build(World(comm), asked), 5)]
-            engine = build(World(comm), asked | {"run.compile": True})
-            assert [one.loss for one in steps_of(engine, 5)] == pytest.approx(known, rel=near)
+        known = build(World(comm), asked)
+        engine = build(World(comm), asked | {"run.compile": True})
+        for one in (known, engine):
+            one.compute_by(choice)
+        losses = [one.loss for one in steps_of(known, 5)]
+        assert [one.loss for one in steps_of(engine, 5)] == pytest.approx(losses, rel=near)
 
 
 @pytest.mark.long

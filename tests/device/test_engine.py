@@ -11,7 +11,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Placing
 from ptdmpi.model.buffer import ParameterBuffer
-from ptdmpi.model.kernels import widens
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.layout.grid import grid_of
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, microbatches, whole_weights
@@ -85,7 +85,7 @@ def check_like_the_host(comm, changes: dict, *, steps: int = 2, masked: bool = T
             )
             assert found.compute_s > 0 and ops == known_ops
         # a host that widens bfloat16 adds up Muon's products in another order than the device
-        muon = engine.config.optimizer.kind == "muon" and widens("cpu", torch.bfloat16)
+        muon = engine.config.optimizer.kind == "muon" and USUAL.widens("cpu", torch.bfloat16)
         # of replicas that differ there is no whole
         if close <= CLOSE["fp32"] and not engine.policy.differs:
             weights, known_weights = whole_weights(engine), whole_weights(on_host)

@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from ptdmpi.config import Layout
-from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import USUAL, Kernels, by_products, host
 from ptdmpi.model.kernels import activation as activation_kernels
 from ptdmpi.model.kernels import attention as attention_core
-from ptdmpi.model.kernels import products as by_products
+from ptdmpi.model.kernels import choice as choices
+from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
+from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
+from ptdmpi.model.kernels.norm import soft_cap
 from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
-LIBRARY = kernels.HostWays()
 PLAIN, BOTH_SIDES = Scores(SIZE**-0.5), Scores(SIZE**-0.5, causal=False)
 KINDS = {
     "window of 1": Scores(0.3, window=1),
@@ -32,7 +34,18 @@ KINDS = {
 }
 
 
+def by(attention) -> Kernels:
+    """Kernels that compute causal attention so, whatever this processor would choose."""
+    return Kernels(HostChoice(attention))
+
+
 def explicit(q, k, v, scores, numbers=None):
+    """Attention written out; `numbers` of documents."""
+    return explicit_with_sums(q, k, v, scores, numbers)[0]
+
+
+def explicit_with_sums(q, k, v, scores, numbers=None):
+    """The result, and the logarithm of each query's sum of exponentials."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     products = q @ k.transpose(-1, -2) * scores.scale
@@ -44,7 +57,8 @@ def explicit(q, k, v, scores, numbers=None):
         hidden = hidden | (key <= query - scores.window)
     if numbers is not None:
         hidden = hidden | (numbers[:, None, :, None] != numbers[:, None, None, :])
-    return products.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    products = products.masked_fill(hidden, -torch.inf)
+    return products.softmax(-1) @ v, products.logsumexp(-1)
 
 
 def random_numbers(rows: int, length: int) -> torch.Tensor:
@@ -92,7 +106,7 @@ def test_new_tokens_see_what_all_at_once_would(kind, kv_heads):
     hidden = attention_core.hidden_keys(20, KINDS[kind], None, q.device)
     seen = torch.ones(20, 20, dtype=torch.bool) if hidden is None else ~hidden
     seen = seen[None, None, -3:].expand(2, 1, 3, 20)
-    found = attention_core.masked_attention(q[:, :, -3:], k, v, seen, KINDS[kind])
+    found = AttentionCore(KINDS[kind]).under_mask(q[:, :, -3:], k, v, seen)
     torch.testing.assert_close(found, explicit(q, k, v, KINDS[kind])[:, :, -3:])
 
 
@@ -117,14 +131,12 @@ def packed(q, k, v, *places, scale, window_size, enable_gqa):
 @pytest.mark.parametrize("half", [True, False])
 def test_the_way_of_devices_matches_explicit(half, scores, in_documents, kv_heads):
     """What stands around torch's packed kernel, and the mask where that cannot be taken."""
-    kinds = (torch.float64,) if half else ()
     numbers = random_numbers(2, 50) if in_documents else None
-    with (
-        mock.patch.object(attention_core, "HALF_TYPES", kinds),
-        mock.patch.object(attention_core, "_packed_attention", lambda: packed),
-        mock.patch.object(attention_core, "attention", attention_core._attention_at_once),
-    ):
-        check(50, kv_heads, "float64", 1e-12, scores, numbers)
+    with mock.patch.object(attention_core, "_packed_attention", lambda: packed):
+        kernel = (
+            attention_core.PackedKernel(scores) if half else attention_core.MaskedKernel(scores)
+        )
+        check(50, kv_heads, "float64", 1e-12, scores, numbers, only=kernel)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -134,8 +146,8 @@ def test_the_way_of_devices_matches_explicit(half, scores, in_documents, kv_head
 def test_kernels_of_a_device_match_explicit(scores, in_documents, kv_heads):
     assert attention_core._packed_attention() is not None
     numbers = random_numbers(2, 300) if in_documents else None
-    check(300, kv_heads, "bfloat16", 2e-2, scores, numbers, "cuda")
-    check(300, kv_heads, "float32", 1e-4, scores, numbers, "cuda")
+    check(300, kv_heads, "bfloat16", 2e-2, scores, numbers, device="cuda")
+    check(300, kv_heads, "float32", 1e-4, scores, numbers, device="cuda")
 
 
 @pytest.mark.parametrize("precision, tolerance", HALF)
@@ -157,7 +169,7 @@ def test_products_match_explicit(
     and back or after the library's kernel; scores are float32 in any mode."""
     numbers = random_numbers(2, 300) if in_documents else None
     scores = Scores(SIZE**-0.5, window=window)
-    ways = kernels.HostWays(products=True, **way)
+    kernels = by(AttentionByProducts(**way))
     settings, modes = torch.backends.mkldnn.matmul, []
     before = settings.fp32_precision
 
@@ -167,14 +179,14 @@ def test_products_match_explicit(
 
     took = by_products._products
     with (
-        kernels.taken(ways),
         mock.patch.object(by_products, "BLOCK_SCORES", at_once),
         mock.patch.object(by_products, "_products", products),
         mock.patch.object(by_products, "_weighted", side_effect=by_products._weighted) as asked,
     ):
-        check(300, kv_heads, precision, tolerance, scores, numbers)
-    assert asked.call_count == (1 if ways.library_forward else 2)  # backward, and forward
-    assert set(modes) == {"bf16" if ways.fpmath and precision == "bfloat16" else before}
+        check(300, kv_heads, precision, tolerance, scores, numbers, kernels=kernels)
+    # backward, and forward; with logarithms of sums asked for, and without
+    assert asked.call_count == 2 * (1 if way.get("library_forward") else 2)
+    assert set(modes) == {"bf16" if way.get("fpmath") and precision == "bfloat16" else before}
     assert settings.fp32_precision == before
 
 
@@ -182,13 +194,11 @@ def test_products_match_explicit(
 def test_the_library_takes_long_ones_at_once(whole_from):
     """Where that is the quicker way; documents and windows are in blocks all the same."""
     blocks, scores = BlockedAttention, Scores(SIZE**-0.5)
-    with (
-        kernels.taken(kernels.HostWays(whole_from=whole_from)),
-        mock.patch.object(blocks, "forward", side_effect=blocks.forward) as asked,
-    ):
-        check(300, 4, "float32", 1e-5, scores, None)
+    kernels = by(AttentionByLibrary(whole_from))
+    with mock.patch.object(blocks, "forward", side_effect=blocks.forward) as asked:
+        check(300, 4, "float32", 1e-5, scores, None, kernels=kernels)
         assert asked.called == (whole_from > 300)
-        check(300, 4, "float32", 1e-5, scores, random_numbers(2, 300))
+        check(300, 4, "float32", 1e-5, scores, random_numbers(2, 300), kernels=kernels)
         assert asked.called
 
 
@@ -200,23 +210,25 @@ def test_products_of_half_types_are_hardly_less_exact_than_the_library(ways):
     """By no more than half where the processor multiplies half types and the way is taken; where
     the library widens them its error is smaller. With scores rounded to a half type it would be by
     far more."""
-    bar = 2.0 if kernels.widens("cpu", torch.bfloat16) else 1.5
+    bar = 1.5 if host.multiplies("cpu", torch.bfloat16) else 2.0
     generator = torch.Generator().manual_seed(1)
     shape = (1, 2, 300, 64)
     operands = [torch.randn(shape, generator=generator).bfloat16() for _ in range(3)]
     dout = torch.randn(shape, generator=generator).bfloat16()
 
+    scores = Scores(0.25)
+
     def gradients(attention, dtype):
         leaves = [one.to(dtype).requires_grad_() for one in operands]
-        return torch.autograd.grad(attention(*leaves, Scores(0.25)), leaves, dout.to(dtype))
+        return torch.autograd.grad(attention(*leaves), leaves, dout.to(dtype))
 
-    def errors(products):
-        with kernels.taken(kernels.HostWays(products=True, **ways) if products else LIBRARY):
-            found = gradients(attention_core.attention, torch.bfloat16)
+    def errors(attention):
+        found = gradients(AttentionCore(scores, by(attention)), torch.bfloat16)
         return [(mine - true).norm() / true.norm() for mine, true in zip(found, exact, strict=True)]
 
-    exact = gradients(explicit, torch.float64)
-    for mine, library in zip(errors(True), errors(False), strict=True):
+    exact = gradients(lambda q, k, v: explicit(q, k, v, scores), torch.float64)
+    both = errors(AttentionByProducts(**ways)), errors(AttentionByLibrary())
+    for mine, library in zip(*both, strict=True):
         assert mine <= bar * library
 
 
@@ -233,11 +245,9 @@ def test_kept_probabilities_have_the_bits_of_those_computed_again(block, precisi
         operands = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
         leaves = [one.requires_grad_() for one in operands]
         kept = []
-        with (
-            kernels.taken(kernels.HostWays(products=True, block=block, keeps=keeps)),
-            torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x),
-        ):
-            out = attention_core.attention(*leaves, PLAIN, documents)
+        core = AttentionCore(PLAIN, by(AttentionByProducts(block, keeps)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            out = core(*leaves, documents)
         return (out, *torch.autograd.grad(out.sum(), leaves)), sum(one.nbytes for one in kept)
 
     for documents in (None, Documents.of(numbers)):
@@ -274,10 +284,11 @@ def test_the_table_of_ways_is_sound():
         ({"avx512_bf16": True}, True),
         ({"amx_bf16": True}, True),
     ):
-        ask = kernels.usual_ways.__wrapped__  # whatever was answered before
+        ask = choices.usual_choice.__wrapped__  # whatever was answered before
         with mock.patch.object(torch.cpu, "get_capabilities", return_value=capabilities):
-            assert ask("cpu", torch.bfloat16).products == products
-            assert not ask("cuda", torch.bfloat16).products
+            attention = ask("cpu", torch.bfloat16).attention
+            assert isinstance(attention, AttentionByProducts) == products
+            assert isinstance(ask("cuda", torch.bfloat16).attention, AttentionByLibrary)
 
 
 def test_documents_know_their_places():
@@ -293,11 +304,84 @@ def test_documents_know_their_places():
 def test_gated_units_and_caps_have_their_gradients(activation):
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: activation_kernels.gated(x, activation), x)
-    assert torch.autograd.gradcheck(lambda x: kernels.soft_cap(x, 0.7), x)
+    assert torch.autograd.gradcheck(lambda x: soft_cap(x, 0.7), x)
 
 
-def check(seq_length, kv_heads, precision, tolerance, scores, numbers, device="cpu"):
-    """Output and gradients of the project's attention are those of the explicit one."""
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("precision, tolerance", [*HALF, ("float32", 1e-5)])
+@pytest.mark.parametrize(
+    "name, scores",
+    [
+        ("ProductKernel", PLAIN),
+        ("ProductKernel", KINDS["cap and window"]),
+        ("ProductKernel", KINDS["cap, both sides"]),
+        ("kept ProductKernel", PLAIN),
+        ("ProductKernel after the library", KINDS["window of 150"]),
+        ("MaskedKernel", PLAIN),
+        ("MaskedKernel", BOTH_SIDES),
+        ("MaskedKernel", KINDS["window of 7"]),
+        ("BlockedKernel", PLAIN),
+        ("BlockedKernel", KINDS["window of 150"]),
+        ("WholeKernel", PLAIN),
+        ("WholeKernel", BOTH_SIDES),
+    ],
+)
+def test_every_implementation_gives_results_gradients_and_sums(
+    name, scores, precision, tolerance, in_documents, kv_heads
+):
+    """Against attention written out in float64; asked for the sums or not, to the same bits."""
+    if name == "WholeKernel" and in_documents:
+        return  # it never gets them
+    kernels = {
+        "kept ProductKernel": by(AttentionByProducts(block=256, keeps=True)),
+        "ProductKernel after the library": by(AttentionByProducts(library_forward=True)),
+    }.get(name, by(AttentionByProducts()) if name == "ProductKernel" else by(AttentionByLibrary()))
+    (kernel,) = (
+        one
+        for one in AttentionCore(scores, kernels).implementations
+        if type(one).__name__ in name.split()
+    )
+    numbers = random_numbers(2, 300) if in_documents else None
+    check(300, kv_heads, precision, tolerance, scores, numbers, only=kernel)
+
+
+def test_the_last_implementation_takes_everything():
+    """And each of the others what it says."""
+    q, k, v = (torch.zeros(1, 2, 200, SIZE) for _ in "qkv")
+    documents = Documents.of(random_numbers(1, 200))
+    for scores, given, kernels, name in (
+        (PLAIN, (q, k, v), by(AttentionByProducts()), "ProductKernel"),
+        (PLAIN, (q, k[:, :1], v[:, :1]), by(AttentionByProducts()), "ProductKernel"),
+        (KINDS["cap"], (q, k, v), USUAL, "ProductKernel"),
+        (PLAIN, (q, k, v), by(AttentionByLibrary()), "BlockedKernel"),
+        (PLAIN, (q, k, v, documents), by(AttentionByLibrary()), "BlockedKernel"),
+        (KINDS["window of 7"], (q, k, v), by(AttentionByLibrary()), "BlockedKernel"),
+        (PLAIN, (q, k[:, :1], v[:, :1]), by(AttentionByLibrary()), "WholeKernel"),
+        (PLAIN, (q, k, v), by(AttentionByLibrary(whole_from=200)), "WholeKernel"),
+        (BOTH_SIDES, (q, k, v), by(AttentionByProducts()), "WholeKernel"),
+        (BOTH_SIDES, (q, k, v, documents), by(AttentionByProducts()), "BlockedKernel"),
+    ):
+        core = AttentionCore(scores, kernels)
+        given = attention_core.Input(*given, *[None] * (4 - len(given)))
+        takes = [type(one).__name__ for one in core.implementations if one.takes(given)]
+        assert takes[0] == name and takes[-1] == "WholeKernel"
+
+
+def check(
+    seq_length,
+    kv_heads,
+    precision,
+    tolerance,
+    scores,
+    numbers,
+    **computing,
+):
+    """Output and gradients of the project's attention are those of the explicit one, and so are its
+    logarithms of sums, where it has them. `computing`: on which device, by which kernels, and by
+    which implementation alone."""
+    device, only = computing.get("device", "cpu"), computing.get("only")
+    kernels = computing.get("kernels", USUAL)
     generator = torch.Generator().manual_seed(seq_length)
     heads = 4
     # cut out of one tensor, sequence first, as a layer does
@@ -309,15 +393,34 @@ def check(seq_length, kv_heads, precision, tolerance, scores, numbers, device="c
         x = x.detach().requires_grad_()
         parts = x.split([heads * SIZE, kv_heads * SIZE, kv_heads * SIZE], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, SIZE)).permute(1, 2, 0, 3) for part in parts)
-        out = attention(q, k, v, scores, documents)
+        out, sums = attention(q, k, v, documents)
         out.backward(dout.to(out))
-        return out.detach().cpu(), x.grad.cpu()
+        return out.detach().cpu(), x.grad.cpu(), sums
+
+    def ours(with_logsumexp):
+        core = AttentionCore(scores, kernels)
+        if only is not None:
+            core.implementations = (only,)
+            only.takes = lambda given: True
+        return lambda *given: core.forward(*given, with_logsumexp=with_logsumexp)
 
     documents = None
     if numbers is not None:
         documents = Documents.of(numbers).each(lambda one: one.to(device))
-    found = results(attention_core.attention, fused.to(device), documents)
-    expected = results(explicit, fused.double(), numbers)
+    *found, none = results(ours(False), fused.to(device), documents)
+    *again, sums = results(ours(True), fused.to(device), documents)
+    *expected, exact = results(
+        lambda q, k, v, numbers: explicit_with_sums(q, k, v, scores, numbers),
+        fused.double(),
+        numbers,
+    )
+    assert none is None and all(map(torch.equal, found, again))
     for mine, true in zip(found, expected, strict=True):
         assert mine.dtype == fused.dtype
         torch.testing.assert_close(mine.double(), true, atol=tolerance, rtol=tolerance)
+    if sums is None:
+        assert device != "cpu" or isinstance(only, attention_core.PackedKernel)
+        return
+    assert not sums.requires_grad and sums.dtype == torch.promote_types(fused.dtype, torch.float32)
+    tolerance = min(tolerance, 1e-4)  # scores are in float32
+    torch.testing.assert_close(sums.double(), exact.detach(), atol=tolerance, rtol=tolerance)

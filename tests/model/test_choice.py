@@ -19,15 +19,25 @@ from benchmarks.gpu.table import filled, with_weight_gradients
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model import kernels
-from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels import Kernels, agreement, host
+from ptdmpi.model.kernels import choice as choices
+from ptdmpi.model.kernels.agreement import DeviceChoice, RunPlace, agreed, stored
+from ptdmpi.model.kernels.choice import (
+    BY_LIBRARY,
+    AttentionByLibrary,
+    AttentionByProducts,
+    HostChoice,
+    OneDnnLinears,
+)
+from ptdmpi.model.kernels.stored import read, written
 from tests._runs import loop
 from tests.parallel import parallel
 
 PRESETS = Path(kernels.__file__).parents[2] / "presets"
 TABLE = PRESETS / "kernels.toml"
-LONG = kernels.HostWays(whole_from=2048)
+LONG = HostChoice(AttentionByLibrary(whole_from=2048))
 CUDA = torch.device("cuda")
-GPU = (CUDA, torch.bfloat16)
+GPU = RunPlace(CUDA, torch.bfloat16, {})
 
 
 @contextmanager
@@ -36,19 +46,19 @@ def on(capability: tuple[int, int], fa3: bool) -> Iterator[None]:
     module = SimpleNamespace(get_device_capability=lambda device: capability)
     with (
         mock.patch.object(torch, "get_device_module", lambda device: module),
-        mock.patch.object(choice, "_has_fa3", lambda: fa3),
+        mock.patch.object(agreement, "_has_fa3", lambda: fa3),
     ):
         yield
 
 
 def test_by_the_table():
-    assert choice.offered(torch.device("cpu")) == []
+    assert agreement.offered(torch.device("cpu")) == ()
     with on((9, 0), True):
-        assert choice.offered(CUDA) == ["fa3", "cudnn", "flash"]
+        assert agreement.offered(CUDA) == ("fa3", "cudnn", "flash")
     with on((9, 0), False):
-        assert choice.offered(CUDA) == ["cudnn", "flash"]
+        assert agreement.offered(CUDA) == ("cudnn", "flash")
     with on((8, 0), True):
-        assert choice.offered(CUDA) == ["flash"]
+        assert agreement.offered(CUDA) == ("flash",)
 
 
 def test_for_a_while_and_no_longer():
@@ -57,12 +67,12 @@ def test_for_a_while_and_no_longer():
         int(SDPBackend.__members__[name]) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH")
     )
     q = torch.randn(1, 2, 8, 4)
-    with choice.computing_by({"attention": ["cudnn", "flash"]}):
+    with agreement.trying(("cudnn", "flash")):
         assert torch._C._get_sdp_priority_order()[:2] == [cudnn, flash]
         assert math in torch._C._get_sdp_priority_order()
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert torch._C._get_sdp_priority_order() == before
-    with choice.computing_by({}):
+    with agreement.trying(()):
         assert torch._C._get_sdp_priority_order() == before
 
 
@@ -70,50 +80,46 @@ def test_for_a_while_and_no_longer():
 def test_all_ranks_agree_and_a_run_that_goes_on_keeps_to_it(comm, tmp_path):
     """What one of them lacks none makes use of; what the run had is not given up for a new one."""
     world, said = World(comm), []
+
+    def order(before: dict[str, list[str]] | None) -> tuple[str, ...]:
+        choice = agreed(world, tmp_path, GPU, before, said.append)
+        assert isinstance(choice, DeviceChoice)
+        assert stored(choice) == {"attention": list(choice.attention)}
+        return choice.attention
+
     with on((9, 0), comm.rank == 0):
-        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == [
-            "cudnn",
-            "flash",
-        ]
+        assert order({}) == ("cudnn", "flash")
     assert said.pop() == "attention by cudnn, flash"
     with on((9, 0), True):
-        before = {"attention": ["flash"]}
-        found = choice.agreed(world, tmp_path, GPU, before, said.append)
-        assert found == {"attention": ["cudnn", "flash"]}
+        assert order({"attention": ["flash"]}) == ("cudnn", "flash")
     with on((8, 0), True):
-        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == ["flash"]
+        assert order({}) == ("flash",)
     assert "before also by cudnn, which is not here: other bits; " in said.pop()
     with on((9, 0), True):  # back where it was
-        assert choice.agreed(world, tmp_path, GPU, {}, said.append)["attention"] == [
-            "cudnn",
-            "flash",
-        ]
+        assert order({}) == ("cudnn", "flash")
         assert said.pop().endswith(
             'run.kernels = "anew" takes what is quickest here: fa3, cudnn, flash'
         )
-        anew = choice.agreed(world, tmp_path, GPU, None, said.append)
-        assert anew["attention"] == ["fa3", "cudnn", "flash"]
+        assert order(None) == ("fa3", "cudnn", "flash")
 
 
 @parallel(ranks=[2])
 def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
     """Whatever their processors would take; as before on another processor, unless asked anew."""
     world, said = World(comm), []
-    host = (torch.device("cpu"), torch.bfloat16)
-    ours = kernels.HostWays(True, output=64, block=256, gelu_by_sigmoid=True)
+    place = RunPlace(torch.device("cpu"), torch.bfloat16, {})
+    ours = HostChoice(AttentionByProducts(256), OneDnnLinears(64), "sigmoid")
 
-    def ways(here: kernels.HostWays, folder: str, before: dict[str, list[str]] | None) -> str:
+    def ways(here: HostChoice, folder: str, before: dict[str, list[str]] | None) -> str:
         with (
-            mock.patch.object(kernels, "measured_ways", lambda *asked: here),
-            mock.patch.object(kernels, "has_fused", lambda: True),
-            mock.patch.object(kernels, "multiplies", lambda *asked: True),
+            mock.patch.object(choices, "measured_choice", lambda *asked: here),
+            mock.patch.object(host, "has_fused", lambda: True),
+            mock.patch.object(host, "multiplies", lambda *asked: True),
         ):
-            kinds = choice.agreed(world, tmp_path / folder, host, before, said.append)
-        with choice.computing_by(kinds):
-            settled = kernels.ways("cpu", torch.bfloat16)
-            assert choice.written(settled) == kinds and settled in (ours, LONG)
-        assert kernels.ways("cpu", torch.bfloat16) == kernels.usual_ways("cpu", torch.bfloat16)
-        return kinds["attention"][0]
+            choice = agreed(world, tmp_path / folder, place, before, said.append)
+        assert choice in (ours, LONG)
+        assert Kernels(choice).chosen("cpu", torch.bfloat16) == choice
+        return stored(choice)["attention"][0]
 
     if comm.rank == 0:
         for name in "ab":
@@ -129,29 +135,43 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
         "gelu by sigmoid (as before; quickest here: library), half types native; "
         'run.kernels = "anew" takes what is quickest'
     )
-    assert ways(LONG, "b", choice.written(ours)) == "products:256"  # of a checkpoint elsewhere
+    assert ways(LONG, "b", written(ours)) == "products:256"  # of a checkpoint elsewhere
     assert ways(LONG, "b", {}) == "products:256"
     assert ways(LONG, "b", None) == ways(ours, "b", {}) == "library:2048"
     # what a device took says nothing of a host
-    (tmp_path / "b" / choice.FILE).write_text('{"attention": ["flash"]}')
+    (tmp_path / "b" / agreement.FILE).write_text('{"attention": ["flash"]}')
     comm.barrier()
     assert ways(ours, "b", {}) == "products:256"
 
 
 def test_what_is_written_is_read():
-    products = kernels.HostWays(products=True)
-    for ways in (
-        kernels.HostWays(),
-        LONG._replace(output=3, input_gradient=7),
-        products,
-        products._replace(block=512, gelu_by_sigmoid=True),
-        products._replace(keeps=True, widened=True),
-        products._replace(library_forward=True, fpmath=True),
-        products._replace(block=256, fpmath=True),
-    ):
-        assert choice.host_ways(choice.written(ways)) == ways
-    old = choice.written(products) | {"linear": ["onednn"]}
-    assert choice.host_ways(old) == products._replace(output=0, input_gradient=0)
+    """And what was written before: the texts of every version so far."""
+    for text, attention in {
+        "library": AttentionByLibrary(),
+        "library:1024": AttentionByLibrary(1024),
+        "products": AttentionByProducts(),
+        "products:512": AttentionByProducts(512),
+        "products:128:kept": AttentionByProducts(keeps=True),
+        "products:128:library_forward:fpmath": AttentionByProducts(
+            library_forward=True, fpmath=True
+        ),
+        "products:256:fpmath": AttentionByProducts(256, fpmath=True),
+    }.items():
+        assert written(HostChoice(attention))["attention"] == [text]
+        assert read({"attention": [text]}) == {"attention": attention}
+    for text, linear in {
+        "library": OneDnnLinears(),
+        "onednn:64:inf": OneDnnLinears(64),
+        "onednn:3:7": OneDnnLinears(3, 7),
+    }.items():
+        assert written(HostChoice(linear=linear))["linear"] == [text]
+        assert read({"linear": [text]}) == {"linear": linear}
+    assert read({"linear": ["onednn"]}) == {"linear": OneDnnLinears(0, 0)}
+    other = HostChoice(gelu="sigmoid", half="widened")
+    assert HostChoice(**read(written(other))) == other
+    # of devices, and of before linears were chosen
+    assert read({"attention": ["cudnn", "flash"]}) == {}
+    assert read({"attention": ["library", "products"]}) == {"attention": AttentionByLibrary()}
 
 
 @parallel(ranks=[2])
@@ -164,13 +184,13 @@ def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
         if comm.rank == 0:
             (tmp_path / name).mkdir(exist_ok=True)
         comm.barrier()
-        with mock.patch.object(kernels, "multiplies", lambda _, kind: able or kind != bf16):
-            host = (torch.device("cpu"), dtype)
-            kinds = choice.agreed(world, tmp_path / name, host, before, said.append)
-            with choice.computing_by(kinds):
-                assert kernels.widens("cpu", bf16) == (kinds["half"] == ["widened"] or not able)
-                assert not kernels.widens("cpu", torch.float32)
-        return kinds["half"][0]
+        with mock.patch.object(host, "multiplies", lambda _, kind: able or kind != bf16):
+            place = RunPlace(torch.device("cpu"), dtype, {})
+            choice = agreed(world, tmp_path / name, place, before, said.append)
+            by = Kernels(choice)
+            assert by.widens("cpu", bf16) == (choice.half == "widened" or not able)
+            assert not by.widens("cpu", torch.float32)
+        return choice.half
 
     def told() -> str:
         return said.pop().partition("half types ")[2].partition("; run.kernels")[0]
@@ -194,33 +214,34 @@ def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
 def test_widened_products_are_in_float32():
     x = torch.randn(4, 8).bfloat16()
     w = torch.randn(8, 8).bfloat16()
-    with kernels.taken(kernels.HostWays(output=0, input_gradient=0, widened=True)):
-        assert kernels.widened(x).dtype == torch.float32
-        y = torch.nn.functional.linear(x.float(), w.float(), w[0].float()).bfloat16()
-        assert torch.equal(kernels.linear(x, w, w[0]), y)
-        assert torch.equal(kernels.input_gradient(x, w), (x.float() @ w.float()).bfloat16())
+    by = Kernels(HostChoice(linear=OneDnnLinears(0, 0), half="widened"))
+    assert by.widened(x).dtype == torch.float32
+    y = torch.nn.functional.linear(x.float(), w.float(), w[0].float()).bfloat16()
+    assert torch.equal(by.linear(x, w, w[0]), y)
+    assert torch.equal(by.input_gradient(x, w), (x.float() @ w.float()).bfloat16())
 
 
 @parallel(ranks=[1])
 def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
     """A checkpoint, or a run directory, of before there was a choice: its bits repeat."""
-    world, said, host = World(comm), [], (torch.device("cpu"), torch.float32)
+    world, said = World(comm), []
+    place = RunPlace(torch.device("cpu"), torch.float32, {})
     before = {"attention": ["library", "products"]}
-    here = kernels.HostWays(output=8)
+    here = HostChoice(linear=OneDnnLinears(8))
     with (
-        mock.patch.object(kernels, "measured_ways", lambda *asked: here),
-        mock.patch.object(kernels, "has_fused", lambda: True),
+        mock.patch.object(choices, "measured_choice", lambda *asked: here),
+        mock.patch.object(host, "has_fused", lambda: True),
     ):
-        found = choice.agreed(world, tmp_path, host, before, said.append)
-        assert found == choice.written(kernels.HostWays())
+        found = agreed(world, tmp_path, place, before, said.append)
+        assert found == BY_LIBRARY
         assert "linear by library (as before; quickest here: onednn:8:inf)" in said.pop()
-        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
-        (tmp_path / choice.FILE).write_text(json.dumps(before))
-        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
-        anew = choice.agreed(world, tmp_path, host, None, said.append)
-        assert anew["linear"] == ["onednn:8:inf"]
-    with mock.patch.object(kernels, "has_fused", lambda: False):
-        assert choice.agreed(world, tmp_path, host, {}, said.append) == found
+        assert agreed(world, tmp_path, place, {}, said.append) == found
+        (tmp_path / agreement.FILE).write_text(json.dumps(before))
+        assert agreed(world, tmp_path, place, {}, said.append) == found
+        anew = agreed(world, tmp_path, place, None, said.append)
+        assert stored(anew)["linear"] == ["onednn:8:inf"]
+    with mock.patch.object(host, "has_fused", lambda: False):
+        assert agreed(world, tmp_path, place, {}, said.append) == found
     assert "for onednn:8:inf is not here: other bits than before" in said.pop()
 
 
@@ -229,10 +250,10 @@ def test_a_checkpoint_takes_it_along(comm, tmp_path):
     """To a run of another directory, on a processor that would choose otherwise."""
     changes = {"run.steps": 1, "checkpoint.every_steps": 1, "optimizer.decay": "constant"}
 
-    def here(way: kernels.HostWays) -> Any:
-        return mock.patch.object(kernels, "measured_ways", lambda *asked: way)
+    def here(choice: HostChoice) -> Any:
+        return mock.patch.object(choices, "measured_choice", lambda *asked: choice)
 
-    with here(kernels.HostWays(products=True)), loop(comm, tmp_path, changes) as made:
+    with here(HostChoice(AttentionByProducts())), loop(comm, tmp_path, changes) as made:
         made.run()
     (manifest,) = (tmp_path / "run/checkpoints").glob("*/manifest.json")
     assert json.loads(manifest.read_text())["kernels"]["attention"] == ["products"]
@@ -243,7 +264,7 @@ def test_a_checkpoint_takes_it_along(comm, tmp_path):
         with loop(comm, tmp_path, changes | {"run.steps": 2, "run.kernels": "anew"}) as made:
             made.run()
     assert "attention by products (as before; " in (tmp_path / "other/log.txt").read_text()
-    kept = [(tmp_path / name / choice.FILE).read_text() for name in ("other", "run")]
+    kept = [(tmp_path / name / agreement.FILE).read_text() for name in ("other", "run")]
     assert [json.loads(one)["attention"] for one in kept] == [["products"], ["library:2048"]]
 
 
@@ -261,8 +282,8 @@ def test_a_probed_machine_comes_before_the_table(comm, tmp_path):
     changes = {"run.steps": 1, "run.cluster": str(path)}
     with loop(comm, tmp_path, changes) as made:
         made.run()
-    linear = "onednn:9:inf" if kernels.has_fused() else "library"
-    kept = json.loads((tmp_path / "run" / choice.FILE).read_text())
+    linear = "onednn:9:inf" if host.has_fused() else "library"
+    kept = json.loads((tmp_path / "run" / agreement.FILE).read_text())
     assert (kept["attention"], kept["linear"]) == (["products"], [linear])
     assert (kept["gelu"], kept["half"]) == (["sigmoid"], ["native"])
     changes = {"run.cluster": str(tmp_path / "none.toml"), "run.dir": str(tmp_path / "other")}
@@ -283,14 +304,14 @@ def test_the_table_is_filled_with_what_was_measured():
         "efficient": {"skipped": "none"},
     }
     made = filled(text, "cuda 9.0", rows, "some GPU")
-    entries = kernels.tomllib.loads(made)["device_attention"]
+    entries = tomllib.loads(made)["device_attention"]
     assert entries[0]["ways"] == ["cudnn", "flash"] and "2 ms" in entries[0]["measured"]
     assert [one["capability"] for one in entries] == ["9.0", "10.0", ""]
     assert made.startswith(text[: text.index("[[device_attention]]")])
     assert filled(text, "cuda 9.0", {"flash": {"skipped": "none"}}, "") == text
-    table = kernels.tomllib.loads(made)
-    with mock.patch.object(choice, "table", lambda: table), on((9, 0), True):
-        assert choice.offered(CUDA) == ["cudnn", "flash"]
+    table = tomllib.loads(made)
+    with mock.patch.object(agreement, "table", lambda: table), on((9, 0), True):
+        assert agreement.offered(CUDA) == ("cudnn", "flash")
 
 
 def test_the_table_is_filled_with_gradients_of_weights(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ptdmpi.config import Layout
-from ptdmpi.model import kernels
 from ptdmpi.model.kernels import attention as attention_core
+from ptdmpi.model.kernels import host
+from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
 from ptdmpi.plan.machine.cluster import TRAINER
@@ -27,16 +28,16 @@ def test_keys_are_copied_for_kernels_that_share_none(precision, flash, size, sha
     q, k, v = (torch.empty(1, n, 8, size, dtype=dtype, device="meta") for n in (4, 2, 2))
     causal, asked = Scores(1.0), mock.Mock(side_effect=lambda q, *rest, **named: q)
     with (
-        mock.patch.object(kernels, "has_flash", lambda device_type: flash),
+        mock.patch.object(host, "has_flash", lambda device_type: flash),
         mock.patch.object(attention_core.F, "scaled_dot_product_attention", asked),
     ):
-        attention_core.attention(q, k, v, causal)
+        AttentionCore(causal)(q, k, v)
         (call,) = asked.call_args_list
         assert [one.shape[1] for one in call.args] == [4, *[2 if shared else 4] * 2]
         assert call.kwargs["enable_gqa"] == shared and call.kwargs["is_causal"]
         asked.reset_mock()
         seen = torch.empty(1, 1, 3, 8, dtype=torch.bool, device="meta")
-        attention_core.masked_attention(q[:, :, :3], k, v, seen, causal)
+        AttentionCore(causal).under_mask(q[:, :, :3], k, v, seen)
         (call,) = asked.call_args_list  # three queries of two heads as six of one
         assert [tuple(one.shape) for one in call.args] == [(1, 2, n, size) for n in (6, 8, 8)]
         assert call.kwargs["attn_mask"].shape == (1, 1, 6, 8) and len(call.kwargs) == 2
@@ -48,13 +49,13 @@ def test_a_windows_kernel_is_one_that_there_is(precision, flash, size, shared):
     dtype, window = getattr(torch, precision), Scores(1.0, window=3)
     packed = mock.Mock(side_effect=lambda q, *rest, **named: q)
     with (
-        mock.patch.object(kernels, "has_flash", lambda device_type: flash),
+        mock.patch.object(host, "has_flash", lambda device_type: flash),
         mock.patch.object(attention_core, "_packed_attention", lambda: packed),
     ):
         for width in (size, size + 2, 256, 264):
             packed.reset_mock()
             q, k, v = (torch.empty(1, n, 8, width, dtype=dtype, device="meta") for n in (4, 2, 2))
-            assert attention_core.attention(q, k, v, window).shape == q.shape
+            assert AttentionCore(window)(q, k, v).shape == q.shape
             assert packed.called == (shared and width in (size, 256)), width
 
 

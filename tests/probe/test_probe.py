@@ -3,6 +3,7 @@
 import tomllib
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.config.layout import Layout
-from ptdmpi.model import kernels as model_kernels
+from ptdmpi.model.kernels import Kernels, host
+from ptdmpi.model.kernels.attention import AttentionCore
+from ptdmpi.model.kernels.choice import BY_LIBRARY, HostChoice, measured_choice
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_model
 from ptdmpi.plan.machine.probed import KernelWays
@@ -73,6 +76,18 @@ def test_what_is_probed_prices_layouts(comm):
     assert "GB/s" in words["memory"] and "layers over 1 rank" in words
 
 
+def choice_in(work: partial) -> HostChoice | None:
+    """The choice of the kernels that a piece of work was given, however deep they are in it."""
+    for part in (work.func, *work.args):
+        if isinstance(part, AttentionCore):
+            part = part.kernels
+        if isinstance(part, Kernels):
+            return part.choice
+        if isinstance(part, partial) and (found := choice_in(part)) is not None:
+            return found
+    return None
+
+
 class Times:
     """Stands in for a Bench: some time of each way, by the sizes that a tensor of it has."""
 
@@ -81,8 +96,7 @@ class Times:
 
     def work_s(self, work):
         work()
-        settled = model_kernels.ways("cpu", torch.float32)
-        return self.times(settled)
+        return self.times(choice_in(work))
 
     def check(self, right, what):
         assert right, what
@@ -91,7 +105,7 @@ class Times:
         pass
 
 
-@pytest.mark.skipif(not model_kernels.has_fused(), reason="this torch is without oneDNN")
+@pytest.mark.skipif(not host.has_fused(), reason="this torch is without oneDNN")
 def test_the_quickest_ways_are_what_a_run_then_takes():
     """Products where they beat the better of the library's two ways at the lengths together;
     oneDNN, and the library at once, from where they are the quicker at all sizes above."""
@@ -99,25 +113,27 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     def found(times, dtype=torch.float32):
         own = quickest.entries(Times(times), dtype, TINY.ways)
         assert "130, 140 positions" in own["attention"][0]["measured"]
-        return model_kernels.measured_ways(dtype, KernelWays(**own).entries())
+        return measured_choice(dtype, KernelWays(**own).entries())
 
-    slow_products = quickest.ATTENTION["products"]
-    assert found(lambda way: 0.9 if way == slow_products else 1.0).products
-    assert found(lambda way: 0.98 if way != quickest.LIBRARY else 1.0) == quickest.LIBRARY  # chance
-    assert found(lambda way: 0.9 if way == quickest.ATTENTION["whole"] else 1.0).whole_from == 130
+    attentions = {name: HostChoice(kernel) for name, kernel in quickest.ATTENTION.items()}
+    slow_products = attentions["products"]
+    assert found(lambda way: 0.9 if way == slow_products else 1.0) == slow_products
+    assert found(lambda way: 0.98 if way != BY_LIBRARY else 1.0) == BY_LIBRARY  # chance
+    whole = found(lambda way: 0.9 if way == attentions["whole"] else 1.0)
+    assert whole.attention.whole_from == 130
     for name in ("products in fpmath mode", "these in fpmath mode"):
-        way = quickest.ATTENTION[name]
-        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == quickest.LIBRARY
+        way = attentions[name]
+        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == BY_LIBRARY
         narrow = found(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)
         assert narrow == way
-    larger = quickest.ATTENTION["products of 256 queries"]
-    assert found(lambda way: 0.9 if way == larger else 1.0).block == 256
+    larger = attentions["products of 256 queries"]
+    assert found(lambda way: 0.9 if way == larger else 1.0).attention.block == 256
     assert (
-        found(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).block == 128
+        found(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).attention.block == 128
     )  # chance
     assert found(lambda way: 0.9 if way == quickest.SIGMOID else 1.0) == quickest.SIGMOID
     quick = found(lambda way: 0.9 if way == quickest.ONEDNN else 1.0)
-    assert (quick.output, quick.input_gradient) == (64, 64)
+    assert (quick.linear.output, quick.linear.input_gradient) == (64, 64)
     assert quickest._quicker_from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3
     assert quickest._quicker_from([2, 1], [1, 1], [2, 0.5]) is None
 
@@ -125,7 +141,7 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
 @parallel(ranks=[2])
 def test_wrong_results_end_the_probe_on_every_rank(comm):
     """A sum that one rank has wrong, a product that is half of what it should be."""
-    right_sum, right_product = MpiCommunicator._all_reduce, model_kernels.linear
+    right_sum, right_product = MpiCommunicator._all_reduce, Kernels.linear
 
     def wrong_sum(axis, flat, op):
         handle = right_sum(axis, flat, op)
@@ -139,7 +155,7 @@ def test_wrong_results_end_the_probe_on_every_rank(comm):
     ):
         run(comm)
     with (
-        patch.object(model_kernels, "linear", lambda x, w, *bias: right_product(x, w, *bias) / 2),
+        patch.object(Kernels, "linear", lambda by, x, w, *bias: right_product(by, x, w, *bias) / 2),
         pytest.raises(ProbeError, match=r"product 16 x 16 x 16 is wrong on ranks 0, 1"),
     ):
         run(comm)

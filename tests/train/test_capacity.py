@@ -8,8 +8,8 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
-from ptdmpi.model.kernels import HostWays
-from ptdmpi.model.kernels.choice import host_ways, written
+from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.choice import AttentionByProducts, HostChoice
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.preview import preview
 from ptdmpi.train import capacity
@@ -48,30 +48,30 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
     """Kept probabilities are given up where there is no room for them; widening, which the bits of
     a run hang on, is refused instead."""
     config, said = small({"precision.compute": "bf16", "model.seq_length": 300}), []
-    monkeypatch.setattr(capacity, "widens", lambda *asked: False)
+    monkeypatch.setattr(Kernels, "widens", lambda *asked: False)
 
     def needed(*more) -> int:
         model = MemoryModel.of(config, 53, *more)
         return model.largest(config.layout, config.microbatches)[1].total
 
-    def settled(has: int, ways: HostWays) -> HostWays:
+    def settled(has: int, choice: HostChoice) -> HostChoice:
         monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: has)
         memory = Memory(config, 53, World(), CPU)
-        found = host_ways(memory.settle(written(ways), said.append))
+        found = memory.settle(choice, said.append)
         assert memory.step.largest()[1].total <= has
         return found
 
-    keeps, least = HostWays(products=True, keeps=True), needed(False)
+    keeps, least = HostChoice(AttentionByProducts(keeps=True)), needed(False)
     # 2 sequences of 4 heads in 3 layers: blocks end at 128, 256 and 300 keys
     most = needed(False, True, 128)
     assert most - least == 3 * 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * 2
     assert settled(most, keeps) == keeps and not said
-    assert settled(most - 1, keeps) == keeps._replace(keeps=False)
+    assert settled(most - 1, keeps) == HostChoice(AttentionByProducts())
     assert said == ["no room for the probabilities of attention: they are computed again"]
-    assert settled(least, HostWays()) == HostWays()
+    assert settled(least, HostChoice()) == HostChoice()
     with pytest.raises(InputError, match="does not fit into memory"):
-        settled(least, HostWays(widened=True))
-    assert settled(needed(True), HostWays(widened=True)).widened
+        settled(least, HostChoice(half="widened"))
+    assert settled(needed(True), HostChoice(half="widened")).half == "widened"
 
 
 @pytest.mark.long

@@ -9,7 +9,8 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels, random
+from ptdmpi.model import random
+from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.kept import working
@@ -63,7 +64,7 @@ def check(comm, changes) -> None:
     rank = engine.axes["pipeline"].rank
     compute = data_types(engine.config.precision.compute).compute
     layout, m = engine.config.layout, engine.config.microbatches
-    memory = MemoryModel.of(engine.config, VOCAB_SIZE, kernels.widens("cpu", compute))
+    memory = MemoryModel.of(engine.config, VOCAB_SIZE, USUAL.widens("cpu", compute))
     foreseen = memory.peak(layout, rank, m)
     sampler = engine.axes["data"].rank
     batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
@@ -81,7 +82,7 @@ def check(comm, changes) -> None:
     expected = foreseen.activations + foreseen.working
     # copies in float32 that products of half types take where the processor has no unit for them:
     # a sixth of the little that each of four ranks keeps (seen with AVX2), nothing at t = 2
-    copies = 0.1 * (layout.tensor == 4 and kernels.widens("cpu", compute))
+    copies = 0.1 * (layout.tensor == 4 and USUAL.widens("cpu", compute))
     most = (1 + PEAK + copies) * expected + library_scratch_bytes(compute)
     # the largest unit need not be whole at the moment when most is kept: 13 % less on a last stage
     least = (1 - PEAK - 0.05 * (layout.zero >= 2 and layout.pipeline > 1)) * expected
@@ -175,7 +176,7 @@ def test_a_head_for_a_task(comm, kind, method):
 )
 def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
     changes = DROPOUT if dropout else {}
-    with mock.patch.object(kernels, "widens", lambda device_type, dtype: False):
+    with mock.patch.object(Kernels, "widens", lambda self, device_type, dtype: False):
         check(comm, KINDS[kind] | MODES[mode] | changes | {"precision.compute": "bf16"})
 
 

@@ -237,8 +237,8 @@ def _everyone(world: "World", value: T) -> list[T]:
 def _software(world: "World") -> list[ReportLine]:
     import torch
 
-    from ptdmpi.model import kernels
-    from ptdmpi.model.kernels import compiler
+    from ptdmpi.model.kernels import USUAL, compiler
+    from ptdmpi.model.kernels.host import HALF_TYPES
 
     cores = len(os.sched_getaffinity(0))
     # a core that several ranks of a node may use counts once
@@ -246,8 +246,8 @@ def _software(world: "World") -> list[ReportLine]:
     accelerator = _gpus(world) if torch.cuda.is_available() else None
     missing = _everyone(world, compiler.missing("cuda" if accelerator else "cpu"))
     lacking = [f"rank {rank} has no {one}" for rank, one in enumerate(missing) if one]
-    halves = [str(kind).removeprefix("torch.") for kind in kernels.HALF_TYPES]
-    wide = [kernels.widens("cpu", kind) for kind in kernels.HALF_TYPES]
+    halves = [str(kind).removeprefix("torch.") for kind in HALF_TYPES]
+    wide = [USUAL.widens("cpu", kind) for kind in HALF_TYPES]
     return [
         ReportLine("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
         ReportLine(

@@ -13,6 +13,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.queues import on_its_way
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, SharedInputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.sections import AVERAGE
 from ptdmpi.engine.data_parallel import data_parallel
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
@@ -26,7 +27,9 @@ from ptdmpi.engine.runner import Runner
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import ALL, Portion
-from ptdmpi.model.kernels import compiler
+from ptdmpi.model.kernels import Kernels, compiler
+from ptdmpi.model.kernels import compute_by as hand
+from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Stage
@@ -135,11 +138,7 @@ class Engine:
         self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
         if portion.shards_gradients:
             self.runner.inside["shard"] = axes["shard"]
-        if config.run.reproducible and not axes.exact:
-            raise SharedInputError(
-                "run.reproducible = true needs sums in ascending rank order, which "
-                f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
-            )
+        _require_exact(config, axes)
         policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
         # a tied table on two ranks is one parameter: the first stage's counts
@@ -155,6 +154,14 @@ class Engine:
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
+        self.compute_by(None)
+
+    def compute_by(self, choice: HostChoice | None) -> None:
+        """Compute by the kernels that a run has settled on; None: by the usual ones."""
+        self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
+        for stage in self.stages.values():
+            hand(stage, self.kernels)
+        self.optimizer.compute_by(self.kernels)
 
     @property
     def policy(self) -> DataParallel:
@@ -312,6 +319,16 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
     """This rank's part of a schedule, with its messages."""
     program = programs(schedule)[pipeline.rank]
     return post_early(program) if pipeline.posts_early else program
+
+
+def _require_exact(config: Config, axes: Axes) -> None:
+    """Raise SharedInputError if a run is to be reproducible whose wire does not keep the order of
+    sums."""
+    if config.run.reproducible and not axes.exact:
+        raise SharedInputError(
+            "run.reproducible = true needs sums in ascending rank order, which "
+            f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+        )
 
 
 def _buffer(

@@ -24,7 +24,7 @@ from ptdmpi.config.sections import ADAMW_KEEPS, MOMENTUM
 from ptdmpi.engine.parcels import Parcels
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
-from ptdmpi.model.kernels import product, widens
+from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
@@ -85,6 +85,7 @@ class Muon:
         """`matrices`: those that this rank holds a part of."""
         self.config, self.matrices, self.tensor = config, matrices, tensor
         self.dtype = buffer.precision.iteration
+        self.kernels = USUAL
         every = [entry for entry in buffer.entries.values() if is_matrix(config, entry)]
         boxes = {entry.name: matrices_of(entry.declaration) for entry in every}
         costs = {name: effort(box.size for box in some) for name, some in boxes.items()}
@@ -120,7 +121,7 @@ class Muon:
         whole = gathered(self._slice(one, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
             # handed over at once: beside the next one's iterates it would take room
-            self._deal(one, box, orthogonal(whole[box.index]), arrived, rate)
+            self._deal(one, box, orthogonal(whole[box.index], self.kernels), arrived, rate)
 
     def _deal(
         self, one: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
@@ -200,20 +201,20 @@ def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> 
     return whole
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
     """U S V^T -> about U V^T, [rows, columns], in the matrix' own type; zero stays zero."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = product(x, x.mT)  # of the shorter side
-        squares = _sum(squares, squares, B, C)
-        x = _sum(squares, x, A, 1.0)
+        squares = kernels.product(x, x.mT)  # of the shorter side
+        squares = _sum(squares, squares, B, C, kernels=kernels)
+        x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _sum(a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -> Tensor:
     """beta b + alpha a b, rounded once to the type of both."""
-    if not widens(b.device.type, b.dtype):
+    if not kernels.widens(b.device.type, b.dtype):
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     found = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)

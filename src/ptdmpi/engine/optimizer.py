@@ -19,6 +19,7 @@ from ptdmpi.engine.offload import Alike, HostUpdate
 from ptdmpi.engine.updates import update
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
+from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.parameters import Entry
 from ptdmpi.model.state import Counters, Kind, State
 from ptdmpi.plan.shape.parameters import aligned
@@ -99,6 +100,10 @@ class Optimizer:
         apart = buffer.storage.apart
         self._host = HostUpdate(buffer.storage, self._groups) if apart else None
         self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
+
+    def compute_by(self, kernels: Kernels) -> None:
+        """Multiply matrices by these kernels from now on."""
+        self._muon.kernels = kernels
 
     @property
     def writes_weights(self) -> bool:

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ptdmpi.model.kernels.attention import masked_attention
-from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.attention import AttentionCore
 
 
 class KeyValueCache:
@@ -43,11 +42,11 @@ class KeyValueCache:
         seen = self._places <= here
         return seen & (self._places > here - window) if window else seen
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         """Attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and all that is
         before them in their sequence, or in its window; keeps their keys and values."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)
         keys, values = (part[:, : len(self._places)].transpose(1, 2) for part in kept)
-        return masked_attention(q, keys, values, self._seen(scores.window), scores)
+        return core.under_mask(q, keys, values, self._seen(core.scores.window))

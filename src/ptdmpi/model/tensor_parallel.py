@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.comm.communicator import DONE, Communicator, Handle
-from ptdmpi.model import kernels
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter, rescaled
+from ptdmpi.model.kernels import Computing, Kernels
+from ptdmpi.model.kernels.norm import soft_cap
 from ptdmpi.model.parameters import Parameter, Split, declare
 from ptdmpi.model.random import RandomStream
 
@@ -145,6 +146,7 @@ class _ColumnLinear(Function):
         weight: Parameter,
         bias: Parameter | None,
         axis: TensorAxis,
+        kernels: Kernels,
         beside: AdaptersBeside = NOTHING,
         *trained: Parameter,
     ) -> Tensor:
@@ -152,12 +154,12 @@ class _ColumnLinear(Function):
         y = kernels.linear(whole, weight, bias)
         downs = [one.add_to(y, whole, beside.stream) for one in beside.adapters]
         ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
-        ctx.layer = (weight, bias, axis, beside)
+        ctx.layer = (weight, bias, axis, kernels, beside)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, axis, beside = ctx.layer
+        weight, bias, axis, kernels, beside = ctx.layer
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
@@ -180,7 +182,7 @@ class _ColumnLinear(Function):
                 one.accumulate((whole, lambda: dy), down.detach(), up, beside.stream)
         accumulate_bias_gradient(bias, dy)
         summed.wait()
-        return dx, *[None] * (4 + 2 * len(ups))
+        return dx, *[None] * (5 + 2 * len(ups))
 
 
 class _RowLinear(Function):
@@ -193,10 +195,11 @@ class _RowLinear(Function):
         weight: Parameter,
         bias: Parameter | None,
         axis: TensorAxis,
+        kernels: Kernels,
         beside: AdaptersBeside = NOTHING,
         *trained: Parameter,
     ) -> Tensor:
-        ctx.layer = (weight, bias, axis, beside)
+        ctx.layer = (weight, bias, axis, kernels, beside)
         y = kernels.linear(x, weight, bias if axis.size == 1 else None)
         downs = [one.add_to(y, x, beside.stream) for one in beside.adapters]
         ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
@@ -208,7 +211,7 @@ class _RowLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, axis, beside = ctx.layer
+        weight, bias, axis, kernels, beside = ctx.layer
         x, *downs = ctx.saved_tensors
         # before the gather: of this rank's positions, a part that is summed after the step
         accumulate_bias_gradient(bias, dy)
@@ -223,7 +226,7 @@ class _RowLinear(Function):
                 weight.accumulate(lambda total: kernels.add_weight_gradient(total, every(), x))
             for one, down, up in zip(beside.adapters, downs, ups, strict=True):
                 one.accumulate((lambda: x, every), down.detach(), up, beside.stream)
-        nothing = [None] * (4 + 2 * len(ups))
+        nothing = [None] * (5 + 2 * len(ups))
         if not ctx.needs_input_grad[0]:
             return None, *nothing
         dx = kernels.input_gradient(whole, weight)
@@ -232,7 +235,7 @@ class _RowLinear(Function):
         return dx, *nothing
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Computing):
     """y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
     `parts` are the output sizes that are divided each on its own (q, k and v, say), into at most
@@ -258,11 +261,11 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         beside = AdaptersBeside(self.adapters, stream)
-        told = (self.weight, self.bias, self.axis, beside, *beside.trained)
+        told = (self.weight, self.bias, self.axis, self.kernels, beside, *beside.trained)
         return rescaled(_ColumnLinear.apply(x, *told), self.scales)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Computing):
     """y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
 
     def __init__(
@@ -277,7 +280,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         beside = AdaptersBeside(self.adapters, stream)
-        told = (self.weight, self.bias, self.axis, beside, *beside.trained)
+        told = (self.weight, self.bias, self.axis, self.kernels, beside, *beside.trained)
         return _RowLinear.apply(rescaled(x, self.scales), *told)
 
 
@@ -285,22 +288,25 @@ class _Linear(Function):
     """x W^T + b with a weight that every rank holds whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, kernels: Kernels
+    ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.layer = (weight, bias)
+        ctx.layer = (weight, bias, kernels)
         return kernels.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
-        weight, bias = ctx.layer
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        weight, bias, kernels = ctx.layer
         if weight.requires_grad:
             x = ctx.saved_tensors[0].detach()
             weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
         accumulate_bias_gradient(bias, dy)
-        return kernels.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None, None, None
+        dx = kernels.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, None, None, None
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(Computing):
     """y = x W^T + b on every rank alike: [..., i] -> [..., o], for x that every rank holds."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
@@ -309,7 +315,7 @@ class ReplicatedLinear(nn.Module):
         self.bias = declare(1, (outputs,), "zeros") if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.bias)
+        return _Linear.apply(x, self.weight, self.bias, self.kernels)
 
 
 class _SelectPositions(Function):
@@ -348,7 +354,7 @@ class _AddBias(Function):
         return dy, None
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(Computing):
     """[s, b, h] -> this rank's logits [s, b, ceil(V/t)], capped where `softcap` is not 0; padded
     columns give -inf."""
 
@@ -370,11 +376,11 @@ class VocabularyHead(nn.Module):
         self.valid_columns = max(0, min(share, vocab_size - axis.rank * share))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = _ColumnLinear.apply(x, self.weight, None, self.axis)
+        logits = _ColumnLinear.apply(x, self.weight, None, self.axis, self.kernels)
         if self.bias is not None:
             logits = _AddBias.apply(logits, self.bias)
         if self.softcap:
-            logits = kernels.soft_cap(logits, self.softcap)
+            logits = soft_cap(logits, self.softcap)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
             # exp(-inf) = 0: the softmax sees no token that is not in the vocabulary

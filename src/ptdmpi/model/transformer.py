@@ -16,12 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
-from ptdmpi.model import built, kernels
+from ptdmpi.model import built
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import Computing, Kernels, compiler
 from ptdmpi.model.kernels.activation import gated, gelu
-from ptdmpi.model.kernels.attention import attention, hidden_keys
+from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
 from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
@@ -73,7 +75,7 @@ class Norm(nn.Module):
         if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
-            return kernels.rms_norm(x, weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
 
 
@@ -107,7 +109,7 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     return frequencies * (kept + (1.0 - kept) / model.rope_factor)
 
 
-class Attention(nn.Module):
+class Attention(Computing):
     """Self-attention, causal or of both sides, its heads divided over the tensor axis."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int, selective: bool) -> None:
@@ -123,6 +125,7 @@ class Attention(nn.Module):
             model.window_of(layer),
             model.attention_softcap,
         )
+        self.attend = AttentionCore(self.scores)
         self.selective = selective
         parts = parameters.layer(model, layer)
         self.qkv = built.column_linear(parts, "attention.qkv", axis)
@@ -133,6 +136,11 @@ class Attention(nn.Module):
             )
         self.out = built.row_linear(parts, "attention.out", axis)
         self.rotary: tuple[Tensor, Tensor] | None = None
+
+    def take(self, kernels: Kernels) -> None:
+        """Compute by these kernels from now on."""
+        super().take(kernels)
+        self.attend = AttentionCore(self.scores, kernels)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         adapted = context.of_adapters(self.layer)
@@ -153,7 +161,7 @@ class Attention(nn.Module):
         # heads in front, for a product per head; [s, b, ...] outside (see `tensor_parallel`)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
         if context.cache is not None:
-            core = context.cache.attend(self.layer, q, k, v, self.scores)
+            core = context.cache.attend(self.layer, q, k, v, self.attend)
         elif self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
             core = checkpoint(
@@ -165,14 +173,14 @@ class Attention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.stream is None or self.rate == 0.0:
-            return attention(q, k, v, self.scores, context.documents)
+            return self.attend(q, k, v, context.documents)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             # whole copies: products of batches know no groups
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
+        scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
         if self.scores.softcap:
-            scores = kernels.soft_cap(scores, self.scores.softcap)
+            scores = soft_cap(scores, self.scores.softcap)
         hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
@@ -181,10 +189,10 @@ class Attention(nn.Module):
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
         keep = stream.attention_mask(weights.shape, self.rate)
-        return kernels.product(dropout(weights, keep, self.rate), v)
+        return self.kernels.product(dropout(weights, keep, self.rate), v)
 
 
-class Mlp(nn.Module):
+class Mlp(Computing):
     """Two linears around GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int) -> None:
@@ -199,8 +207,8 @@ class Mlp(nn.Module):
         """`adapted`: the stream of what its adapters drop."""
         x = self.up(x, adapted)
         if self.gated:
-            return self.down(gated(x, self.activation), adapted)
-        return self.down(gelu(x, self.activation), adapted)
+            return self.down(gated(x, self.activation, self.kernels), adapted)
+        return self.down(gelu(x, self.activation, self.kernels), adapted)
 
 
 class Block(nn.Module):
@@ -233,7 +241,7 @@ class Block(nn.Module):
         """From now on train as one graph there and one back, by a backend of torch.compile. Layers
         of one shape share it. Raises in the first forward where something breaks the graph."""
         # loads torch's compiler, which takes seconds: only here
-        kernels.settle(torch.compiler.assume_constant_result)
+        compiler.settle(torch.compiler.assume_constant_result)
         self._compiled = torch.compile(
             self._forward, fullgraph=True, dynamic=False, backend=backend
         )
@@ -333,7 +341,7 @@ class Embedding(nn.Module):
         return drop_hidden(x, context, self.rate, (-1, 0), self.axis)
 
 
-class MaskedTransform(nn.Module):
+class MaskedTransform(Computing):
     """What BERT puts before its output head: linear, GELU, norm, on [..., h] that every rank of the
     tensor axis holds (Devlin et al. 2019)."""
 
@@ -344,7 +352,7 @@ class MaskedTransform(nn.Module):
         self.norm = Norm(model, shared_gradient=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(gelu(self.dense(x), self.activation))
+        return self.norm(gelu(self.dense(x), self.activation, self.kernels))
 
 
 class SentenceOrder(nn.Module):

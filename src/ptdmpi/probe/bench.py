@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ptdmpi.comm.communicator import Communicator
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.terminal.progress import SOON_S, progress
 from ptdmpi.terminal.say import note
 
@@ -27,7 +28,7 @@ class Bench:
 
     `findings` collects the results that are printed at the end: (name, value in words). `clock`
     times a rank's own work. If its single thread has a core to itself, it is the thread's CPU time,
-    which other programs on the machine do not change.
+    which other programs on the machine do not change. `kernels` are those that are measured.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
@@ -40,6 +41,7 @@ class Bench:
         if own_core and single:
             self.clock = time.thread_time
         self.findings: list[tuple[str, str]] = []
+        self.kernels = USUAL
         self.advance: Callable[[float], object] = lambda more: None
 
     @contextmanager

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ptdmpi.base.words import short
-from ptdmpi.model import kernels
 from ptdmpi.model.kernels import activation
-from ptdmpi.model.kernels.attention import attention as attend
+from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.loss import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
@@ -94,14 +94,14 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
     wide = torch.promote_types(dtype, torch.float32)
     total = torch.zeros(n, m, dtype=wide, device=bench.device)
     exact = x[-1].double() @ weight.double().t()
-    off = (kernels.linear(x, weight)[-1].double() - exact).abs().max()
+    off = (bench.kernels.linear(x, weight)[-1].double() - exact).abs().max()
     bench.check(bool(off <= 0.02 * exact.abs().max()), f"product {m} x {n} x {k}")
     seconds = sum(
         bench.work_s(work)
         for work in (
-            lambda: kernels.linear(x, weight),
-            lambda: kernels.input_gradient(x, turned),
-            lambda: kernels.add_weight_gradient(total, dy, given),
+            lambda: bench.kernels.linear(x, weight),
+            lambda: bench.kernels.input_gradient(x, turned),
+            lambda: bench.kernels.add_weight_gradient(total, dy, given),
         )
     )
     return 2 * m * n * k / max(seconds / 3 - launch, 0.2 * seconds / 3)
@@ -144,7 +144,7 @@ def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -
             torch.randn(1, heads, s, size, device=bench.device).to(dtype).requires_grad_()
             for _ in range(3)
         )
-        core = partial(attend, scores=Scores(size**-0.5))
+        core = AttentionCore(Scores(size**-0.5), bench.kernels)
         out = core(q, k, v)
         near = F.softmax((q[0, 0, -1].double() @ k[0, 0].double().t()) / size**0.5, -1)
         off = (out[0, 0, -1].double() - near @ v[0, 0].double()).abs().max()
@@ -185,15 +185,15 @@ def elementwise(
 
     def rmsnorm(x: Tensor) -> Tensor:
         """Compute RMSNorm."""
-        return kernels.rms_norm(x, ones.to(x.dtype), 1e-5)
+        return rms_norm(x, ones.to(x.dtype), 1e-5)
 
     def loss(x: Tensor) -> Tensor:
         """Compute the loss of a copy of the logits, since it overwrites them."""
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
     kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-        "gelu": (partial(activation.gelu, activation="gelu"), 1),
-        "swiglu": (partial(activation.gated, activation="swiglu"), 2),
+        "gelu": (partial(activation.gelu, activation="gelu", kernels=bench.kernels), 1),
+        "swiglu": (partial(activation.gated, activation="swiglu", kernels=bench.kernels), 2),
         "layernorm": (layernorm, 1),
         "rmsnorm": (rmsnorm, 1),
         "loss": (loss, 1),

@@ -194,6 +194,7 @@ class Layers:
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
+        engine.compute_by(self.bench.kernels.choice)
         batch = self._batch(case)
         stage = engine.stages[0]
         clock = self.bench.clock if tensor == 1 else time.perf_counter

@@ -2,8 +2,6 @@
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,8 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.model.kernels import measured_ways, taken, widens
+from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.choice import measured_choice
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.grid import training_grid
@@ -77,56 +76,55 @@ def probe(
     # The program's own memory is not available for tensors, but counts as memory of a run.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
-    with _quickest_ways(bench, compute, effort.ways) as own:
-        with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
-            launch = kernels.launch_s(bench)
-            gemm = kernels.products(bench, compute, extent.sides, launch)
-        with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
-            stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
-            attention = kernels.attention(bench, compute, extent, launch)
-            elementwise = kernels.elementwise(bench, alone, compute, extent, launch=launch)
-        tree = {
-            "name": f"probed-{world.processes[0].host}",
-            "device": _device(bench, precision, gemm, stream, memory_bytes=memory + program)
-            | {"kernel_s": launch, "runtime_bytes": float(program)},
-            "node": _node(world),
-            "software": TRAINER.model_dump()
-            | {
-                "gradient_bytes": PRECISIONS[precision].master.bytes,
-                "overlap_pipeline": collectives.overlaps(bench, world),
-                "wide_products": any(
-                    widens(device.type, dtype) for dtype in (compute, torch.bfloat16)
-                ),
-            },
-            "efficiency": dict(WHOLE),
-            "kernels": own,
-            "measured": {
-                "asynchronous": device.type != "cpu",
-                "step_s": 0.0,
-                "update_s_per_element": 0.0,
-                "gemm": gemm,
-                "stream": stream,
-                "attention": attention,
-                "seconds_per_element": elementwise,
-                "messages": collectives.tables(bench, world, compute, effort.sizes_bytes),
-            },
-        }
-        tree = Layers(bench, world, precision, effort.cases).fit(tree)
+    own = _quickest_kernels(bench, compute, effort.ways)
+    with bench.phase("products of matrices", 1 + kernels.PER_PRODUCT * len(extent.sides) ** 3):
+        launch = kernels.launch_s(bench)
+        gemm = kernels.products(bench, compute, extent.sides, launch)
+    with bench.phase("memory, attention, norms", len(extent.stream_bytes) + kernels.OTHERS):
+        stream = kernels.streams(bench, compute, extent.stream_bytes, launch)
+        attention = kernels.attention(bench, compute, extent, launch)
+        elementwise = kernels.elementwise(bench, alone, compute, extent, launch=launch)
+    tree = {
+        "name": f"probed-{world.processes[0].host}",
+        "device": _device(bench, precision, gemm, stream, memory_bytes=memory + program)
+        | {"kernel_s": launch, "runtime_bytes": float(program)},
+        "node": _node(world),
+        "software": TRAINER.model_dump()
+        | {
+            "gradient_bytes": PRECISIONS[precision].master.bytes,
+            "overlap_pipeline": collectives.overlaps(bench, world),
+            "wide_products": any(
+                bench.kernels.widens(device.type, dtype) for dtype in (compute, torch.bfloat16)
+            ),
+        },
+        "efficiency": dict(WHOLE),
+        "kernels": own,
+        "measured": {
+            "asynchronous": device.type != "cpu",
+            "step_s": 0.0,
+            "update_s_per_element": 0.0,
+            "gemm": gemm,
+            "stream": stream,
+            "attention": attention,
+            "seconds_per_element": elementwise,
+            "messages": collectives.tables(bench, world, compute, effort.sizes_bytes),
+        },
+    }
+    tree = Layers(bench, world, precision, effort.cases).fit(tree)
     return _rounded(tree), bench.findings
 
 
-@contextmanager
-def _quickest_ways(
+def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
-) -> Iterator[dict[str, Any]]:
-    """Find the quickest kernels, yield their entries, and compute with them inside."""
+) -> dict[str, Any]:
+    """Find the quickest kernels, by which `bench` then measures all else, and return their entries;
+    nothing if `sizes` is None."""
     if sizes is None:
-        yield {}
-        return
+        return {}
     with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
         entries = quickest.entries(bench, dtype, sizes)
-    with taken(measured_ways(dtype, entries)):
-        yield entries
+    bench.kernels = Kernels(measured_choice(dtype, entries))
+    return entries
 
 
 def _program_bytes(compute: torch.dtype) -> int:

@@ -9,30 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptdmpi.model import kernels
-from ptdmpi.model.kernels import HostWays
+from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.activation import gelu
-from ptdmpi.model.kernels.attention import attention
+from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
-from ptdmpi.model.kernels.choice import OF_PRODUCTS
+from ptdmpi.model.kernels.choice import (
+    BY_LIBRARY,
+    AttentionByLibrary,
+    AttentionByProducts,
+    HostAttention,
+    HostChoice,
+    OneDnnLinears,
+)
+from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.probe.bench import Bench
 
 LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be chance
 # capabilities of processors by their names in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
-LIBRARY = HostWays()
-ATTENTION = {
-    "products": HostWays(products=True),
-    "products of 256 queries": HostWays(products=True, block=256),
-    "products of 512 queries": HostWays(products=True, block=512),
-    "products in fpmath mode": HostWays(products=True, fpmath=True),
-    "the library forward, products back": HostWays(products=True, library_forward=True),
-    "these in fpmath mode": HostWays(products=True, library_forward=True, fpmath=True),
-    "blocks": LIBRARY,
-    "whole": HostWays(whole_from=0.0),
+ATTENTION: dict[str, HostAttention] = {
+    "products": AttentionByProducts(),
+    "products of 256 queries": AttentionByProducts(block=256),
+    "products of 512 queries": AttentionByProducts(block=512),
+    "products in fpmath mode": AttentionByProducts(fpmath=True),
+    "the library forward, products back": AttentionByProducts(library_forward=True),
+    "these in fpmath mode": AttentionByProducts(library_forward=True, fpmath=True),
+    "blocks": AttentionByLibrary(),
+    "whole": AttentionByLibrary(whole_from=0.0),
 }
-ONEDNN = HostWays(output=0.0, input_gradient=0.0)
-SIGMOID = HostWays(gelu_by_sigmoid=True)
+ONEDNN = HostChoice(linear=OneDnnLinears(output=0.0, input_gradient=0.0))
+SIGMOID = HostChoice(gelu="sigmoid")
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,16 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
     }
 
 
-def _attention_ways(dtype: torch.dtype) -> dict[str, HostWays]:
+def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
     """Return the kernels that differ in numbers of this type."""
     if dtype == torch.bfloat16:
         return ATTENTION
-    return {way: taken for way, taken in ATTENTION.items() if not taken.fpmath}
+    return {way: kernel for way, kernel in ATTENTION.items() if not _rounds(kernel)}
+
+
+def _rounds(kernel: HostAttention) -> bool:
+    """Return whether its products may round operands to bfloat16."""
+    return isinstance(kernel, AttentionByProducts) and kernel.fpmath
 
 
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
@@ -92,16 +103,17 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
     ways = _attention_ways(dtype)
     times = _attention_times(bench, dtype, sizes)
     library = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
-    products = [way for way, settled in ways.items() if settled.products]
+    products = [way for way, kernel in ways.items() if isinstance(kernel, AttentionByProducts)]
     quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
     if not _gains(times["products"], times[quickest]):
         quickest = "products"  # the smallest blocks, unless others gain
     entry: dict[str, Any] = {"way": "library"}
     words = "library"
     if _gains(library, times[quickest]):
-        taken = ways[quickest]
-        entry = {"way": "products", "block": taken.block}
-        entry |= {key: True for key in OF_PRODUCTS.values() if getattr(taken, key)}
+        kernel = ways[quickest]
+        assert isinstance(kernel, AttentionByProducts), "one of `products`"
+        entry = {"way": "products", "block": kernel.block}
+        entry |= {key: True for key in WORDS.values() if getattr(kernel, key)}
         words = quickest
     else:
         whole_from = _quicker_from(sizes.lengths, times["blocks"], times["whole"])
@@ -125,12 +137,12 @@ def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dic
     for length in sizes.lengths:
         shape = (1, sizes.heads, length, sizes.head_size)
         q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
-        core = partial(attention, q, k, v, Scores(sizes.head_size**-0.5))
         results = {}
-        for way, settled in ways.items():
-            with kernels.taken(settled):
-                results[way] = core().detach().float()
-                times[way].append(bench.work_s(partial(_there_and_back, core, (q, k, v))))
+        for way, kernel in ways.items():
+            kernels = Kernels(HostChoice(attention=kernel))
+            core = partial(AttentionCore(Scores(sizes.head_size**-0.5), kernels), q, k, v)
+            results[way] = core().detach().float()
+            times[way].append(bench.work_s(partial(_there_and_back, core, (q, k, v))))
         for way, result in results.items():
             apart = (result - results["blocks"]).abs().max()
             bench.check(bool(apart < 0.05), f"attention by {way}, {length} positions")
@@ -145,14 +157,13 @@ def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) ->
 def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
     """Return the entry of GELU."""
     x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
-    work = partial(gelu, x, "gelu")
     exact = gelu(x.detach().double(), "gelu")
     times = []
-    for settled in (LIBRARY, SIGMOID):
-        with kernels.taken(settled):
-            apart = (work().detach().double() - exact).abs().max()
-            bench.check(bool(apart <= 0.02 * exact.abs().max()), f"GELU of {sizes.gelu}")
-            times.append(bench.work_s(partial(_there_and_back, work, (x,))))
+    for choice in (BY_LIBRARY, SIGMOID):
+        work = partial(gelu, x, "gelu", Kernels(choice))
+        apart = (work().detach().double() - exact).abs().max()
+        bench.check(bool(apart <= 0.02 * exact.abs().max()), f"GELU of {sizes.gelu}")
+        times.append(bench.work_s(partial(_there_and_back, work, (x,))))
     way = "sigmoid" if _gains(times[:1], times[1:]) else "library"
     bench.note("GELU by", way)
     at = "x".join(map(str, sizes.gelu))
@@ -164,35 +175,35 @@ def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, A
     """Return the entry of linears: from which size on oneDNN is quicker, for each product."""
     entry: dict[str, Any] = {}
     words = []
-    able = kernels.has_fused() and dtype in kernels.FUSED_TYPES and not kernels.widens("cpu", dtype)
-    ways = (LIBRARY, ONEDNN) if able else (LIBRARY,)
+    able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)
+    choices = (BY_LIBRARY, ONEDNN) if able else (BY_LIBRARY,)
     products = [math.prod(shape) for shape in sizes.linears]
     for kind, works in (("output", _outputs), ("input_gradient", _input_gradients)):
-        times: list[list[float]] = [[] for _ in ways]
+        times: list[list[float]] = [[] for _ in choices]
         for shape, work in works(sizes.linears, dtype):
             exact: Tensor | None = None
-            for settled, way_times in zip(ways, times, strict=True):
-                with kernels.taken(settled):
-                    result = work().float()
-                    if exact is None:
-                        exact = result
-                    apart = (result - exact).abs().max()
-                    bench.check(bool(apart <= 0.02 * exact.abs().max()), f"linear of {shape}")
-                    way_times.append(bench.work_s(work))
-        choice = "library"
+            for choice, way_times in zip(choices, times, strict=True):
+                product = partial(work, Kernels(choice))
+                result = product().float()
+                if exact is None:
+                    exact = result
+                apart = (result - exact).abs().max()
+                bench.check(bool(apart <= 0.02 * exact.abs().max()), f"linear of {shape}")
+                way_times.append(bench.work_s(product))
+        taken = "library"
         if able:
             least = _quicker_from(products, *times)
             if least is not None:
                 entry[kind] = least
-                choice = f"oneDNN from {least}"
+                taken = f"oneDNN from {least}"
         words.append(f"{kind} {' against '.join(map(_ms, times))}")
-        bench.note(f"linears, {kind}, by", choice)
+        bench.note(f"linears, {kind}, by", taken)
     at = ", ".join("x".join(map(str, shape)) for shape in sizes.linears)
     entry["measured"] = f"ms at {at}, the library's against oneDNN's: {'; '.join(words)}"
     return entry
 
 
-Work = Callable[[], Tensor]
+Work = Callable[[Kernels], Tensor]
 Shapes = Sequence[tuple[int, int, int]]
 
 
@@ -200,7 +211,15 @@ def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, in
     """Yield each shape with its product of inputs and weights."""
     for m, i, o in shapes:
         x, weight, bias = (torch.randn(size).to(dtype) for size in ((m, i), (o, i), (o,)))
-        yield (m, i, o), partial(kernels.linear, x, weight, bias)
+        yield (m, i, o), partial(_linear, x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    return kernels.linear(x, weight, bias)
+
+
+def _input_gradient(dy: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
+    return kernels.input_gradient(dy, weight)
 
 
 def _input_gradients(
@@ -209,7 +228,7 @@ def _input_gradients(
     """Yield each shape with its product for the gradient of the input."""
     for m, i, o in shapes:
         dy, weight = (torch.randn(size).to(dtype) for size in ((m, o), (o, i)))
-        yield (m, i, o), partial(kernels.input_gradient, dy, weight)
+        yield (m, i, o), partial(_input_gradient, dy, weight)
 
 
 def _quicker_from(

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.save import Checkpoints
@@ -20,7 +18,9 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
 from ptdmpi.lineage.judge import FROM_HERE
-from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels import agreement
+from ptdmpi.model.kernels.agreement import Choice, RunPlace
+from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
@@ -47,7 +47,7 @@ class Attempt:
     written. `over`: why the run has ended before its last step, once it has. `how`: what the run
     begins from, in words. `why`: why it ended, in words; empty until it does. `live`: the state
     came from other ranks, so perhaps no checkpoint has it. `skipped`: the checkpoints that could
-    not be read, with reasons. `ways`: the kernels that compute attention (see `choice`).
+    not be read, with reasons. `choice`: the kernels that it computes with; None: not settled.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Attempt:
         self.over = ""
         self.pending = start.unfinished is not None  # its last step is not recorded or saved yet
         self.history: History | None = None
-        self.ways: choice.Ways = {}
+        self.choice: Choice | None = None
         # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
         engine.steps_done = None
         fresh: list[str] = []
@@ -86,17 +86,20 @@ class Attempt:
         world.on_root(self.course.check)
         engine.steps_done = self.first
 
-    def choose(self, device: torch.device, memory: Memory, say: Callable[[str], None]) -> None:
-        """Choose on all ranks the kernels that the run computes with, if it trains at all.
+    def choose(self, engine: Engine, memory: Memory, say: Callable[[str], None]) -> None:
+        """Choose on all ranks the kernels that the engine computes with, if the run trains at all.
 
         `memory` limits the choice to kernels whose working memory fits.
         """
         if not self.idle:
-            computing = (device, data_types(self.config.precision.compute).compute)
+            compute = data_types(self.config.precision.compute).compute
+            place = RunPlace(engine.device, compute, self.own)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
-            self.ways = choice.agreed(self.world, self.path, computing, before, say, self.own)
-            self.course.kernels = self.ways
-            self.ways = memory.settle(self.ways, say)
+            agreed = agreement.agreed(self.world, self.path, place, before, say)
+            self.course.kernels = agreement.stored(agreed)
+            self.choice = memory.settle(agreed, say)
+            if isinstance(self.choice, HostChoice):
+                engine.compute_by(self.choice)
 
     @property
     def idle(self) -> bool:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ptdmpi.config import Config, InputError
-from ptdmpi.model.kernels import widens
-from ptdmpi.model.kernels.choice import Ways, host_ways, written
+from ptdmpi.model.kernels import USUAL
+from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
+from ptdmpi.model.kernels.choice import AttentionByProducts
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
@@ -48,7 +49,8 @@ class Memory:
         self._world = world
         self._on_host = device.type == "cpu"
         types = data_types(config.precision.compute)
-        self._wide = any(widens(device.type, dtype) for dtype in (types.compute, types.iteration))
+        products = (types.compute, types.iteration)
+        self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
         # the host's share, for state that is offloaded from a device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
@@ -57,27 +59,28 @@ class Memory:
         self.step = self._step(self._wide)
         self._require(self._fits(self.step))
 
-    def settle(self, ways: Ways, say: Callable[[str], None]) -> dict[str, list[str]]:
-        """Return the chosen kernels `ways`, limited to those whose memory fits; all ranks call it.
+    def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
+        """Return the chosen kernels, limited to those whose memory fits; all ranks call it.
 
         If there is no room to keep attention's probabilities, they are computed again, to the same
         bits, and `say` reports it. Raises InputError on every rank if the kernels widen half types
         and there is no room for the copies.
         """
-        taken = {kind: list(choices) for kind, choices in ways.items()}
-        if "half" not in ways:  # kernels of a device need nothing more
-            return taken
-        settled = host_ways(ways)
-        self._wide = self._wide or settled.widened
-        keeping = self._step(self._wide, settled.block * settled.keeps)
-        if settled.keeps and not self._fits(keeping):
-            say("no room for the probabilities of attention: they are computed again")
-            taken |= {"attention": written(settled._replace(keeps=False))["attention"]}
-            keeping = self._step(self._wide)
+        if isinstance(choice, DeviceChoice):  # kernels of a device need nothing more
+            return choice
+        self._wide = self._wide or choice.half == "widened"
+        keeping = self._step(self._wide)
+        attention = choice.attention
+        if isinstance(attention, AttentionByProducts) and attention.keeps:
+            keeping = self._step(self._wide, attention.block)
+            if not self._fits(keeping):
+                say("no room for the probabilities of attention: they are computed again")
+                choice = replace(choice, attention=replace(attention, keeps=False))
+                keeping = self._step(self._wide)
         if keeping != self.step:
             self.step = keeping
             self._require(self._fits(keeping))
-        return taken
+        return choice
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
         """Return the foreseen memory of a step.

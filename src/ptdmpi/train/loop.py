@@ -9,7 +9,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.model.batch import Batch
-from ptdmpi.model.kernels import choice
+from ptdmpi.model.kernels.agreement import DeviceChoice, trying
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.parts import assemble
 from ptdmpi.train.stopping import Stopping
@@ -69,13 +69,18 @@ class Loop:
         step; 1 if too many steps in a row were not finite.
         """
         with (
-            choice.computing_by(self.attempt.ways),
+            trying(self._backends()),
             self.attempt.recorded_end(lambda: self.concluded),
         ):
             if not self.attempt.idle:
                 self._train()
             self.lookout.finish()
             self.attempt.finish(self.concluded)
+
+    def _backends(self) -> tuple[str, ...]:
+        """Return the backends of attention that the run's device tries; none on a host."""
+        choice = self.attempt.choice
+        return choice.attention if isinstance(choice, DeviceChoice) else ()
 
     def _train(self) -> None:
         with contextlib.closing(self.feed.steps(self.first)) as feed:

@@ -114,7 +114,7 @@ def _with_state(
     if not attempt.idle:
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
-    attempt.choose(device, memory, say)
+    attempt.choose(engine, memory, say)
 
     def vote() -> Asked:
         """Return the requests of all ranks; every rank calls it."""

@@ -12,6 +12,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.evaluate.questions import Questions
 from ptdmpi.inference.model import InferenceModel, new_stages
 from ptdmpi.lineage.course import Course
+from ptdmpi.model.kernels import compute_by
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import GatheredWeights
 from ptdmpi.sinks.record import task_score
@@ -48,6 +49,8 @@ def live_model(engine: Engine) -> InferenceModel:
         # Gather all weights at once and keep them until the questions are answered: data ranks have
         # different questions, and would gather unequally often.
         GatheredWeights(engine.buffer, weights).hold_all()
+    for stage in stages.values():
+        compute_by(stage, engine.kernels)
     return InferenceModel(config, axes, engine.vocab_size, stages=stages, placement=placement)
 
 

@@ -11,8 +11,8 @@ from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.stage_memory import Cut
@@ -95,7 +95,7 @@ class Torch:
 def test_muon_is_that_of_torch(comm, variant):
     """Five steps: matrices to the bit, the rest within the rounding of an element. Where bfloat16
     is multiplied in float32, sums have another order than torch's: there matrices are close."""
-    same = close if kernels.widens("cpu", torch.bfloat16) else torch.equal
+    same = close if USUAL.widens("cpu", torch.bfloat16) else torch.equal
     engine = build(World(comm), MUON | VARIANTS[variant])
     theirs = Torch(engine.config, whole_weights(engine))
     average = whole_weights(engine)
@@ -238,7 +238,7 @@ def test_memory_is_what_the_account_says(comm, compute):
     engine = build(World(comm), MUON | layout(t=comm.size) | sizes)
     steps_of(engine, 1)
     config = engine.config
-    widens = kernels.widens("cpu", torch.bfloat16)
+    widens = USUAL.widens("cpu", torch.bfloat16)
     memory = MemoryModel.of(config, VOCAB_SIZE, widens)
     foreseen = memory.peak(config.layout, 0, config.microbatches)
     wide = 8 if compute == "fp64" else 4

@@ -13,7 +13,7 @@ from ptdmpi.config import Layout
 from ptdmpi.config.zero import Sharing
 from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model import kernels
+from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.stage_memory import Cut
@@ -134,7 +134,7 @@ def test_memory_is_what_the_account_says(comm, compute):
         engine = build(World(comm), MUON | layout(d=2) | sizes)
         steps_of(engine, 1)
         config = engine.config
-        widens = kernels.widens("cpu", torch.bfloat16)
+        widens = USUAL.widens("cpu", torch.bfloat16)
         memory = MemoryModel.of(config, VOCAB_SIZE, widens)
         foreseen = memory.peak(config.layout, 0, config.microbatches)
         kept = sum(part.nbytes for part in engine.state.flats)

@@ -9,15 +9,15 @@ part of the product is added in front of the sum of W's parts, so that no messag
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ptdmpi.model import kernels
+from ptdmpi.model.kernels import Computing
 from ptdmpi.model.parameters import Split, declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.plan.shape.parameters import LowRankPair
 
 
-class LowRankAdapter(nn.Module):
+class LowRankAdapter(Computing):
     """B A beside the outputs `columns` of a linear on this tensor rank. Not called by itself: the
     linear's own forward and backward ask it for its parts."""
 
@@ -46,17 +46,17 @@ class LowRankAdapter(nn.Module):
 
     def add_to(self, y: Tensor, x: Tensor, stream: RandomStream | None) -> Tensor:
         """Add scale drop(x) A^T B^T to `y` [s, b, o], in place; returns drop(x) A^T [s, b, r]."""
-        down = kernels.linear(self.drop(x, stream), self.a)
-        y[..., self.columns].add_(kernels.linear(down, self.b), alpha=self.part.scale)
+        down = self.kernels.linear(self.drop(x, stream), self.a)
+        y[..., self.columns].add_(self.kernels.linear(down, self.b), alpha=self.part.scale)
         return down
 
     def up(self, dy: Tensor) -> Tensor:
         """scale dy B [s, b, r]: the gradient of drop(x) A^T, of column-parallel B a part."""
-        return kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
+        return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
         """Add the gradient of x to `dx`, in place."""
-        dx.add_(self.drop(kernels.input_gradient(up, self.a), stream))
+        dx.add_(self.drop(self.kernels.input_gradient(up, self.a), stream))
 
     def accumulate(
         self,
@@ -69,10 +69,12 @@ class LowRankAdapter(nn.Module):
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(
-                lambda total: kernels.add_weight_gradient(total, up, self.drop(x(), stream))
+                lambda total: self.kernels.add_weight_gradient(total, up, self.drop(x(), stream))
             )
         if self.b.requires_grad:
             scaled = down * self.part.scale
             self.b.accumulate(
-                lambda total: kernels.add_weight_gradient(total, dy()[..., self.columns], scaled)
+                lambda total: self.kernels.add_weight_gradient(
+                    total, dy()[..., self.columns], scaled
+                )
             )

@@ -2,7 +2,7 @@
 
 GELU's tanh form has two ways. The library's keeps the input, and takes a tanh there and another one
 back, which costs as much as the exponentials of four sigmoids. The other, for hosts where it
-measures faster (`kernels.HostWays`): gelu(x) = x S(z) with the logistic function S and
+measures faster (`choice.HostChoice`): gelu(x) = x S(z) with the logistic function S and
 z = 2 sqrt(2 / pi) (x + 0.044715 x^3), its derivative S(z) + x S(z) S(-z) dz/dx worked out beside it
 and kept in place of the input, so that the way back is one multiplication. Compute is in float32 at
 least, some rows at a time, which caches hold; each result is rounded once.
@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ptdmpi.model.kernels import HALF_TYPES, ways
+from ptdmpi.model.kernels import USUAL, Kernels
+from ptdmpi.model.kernels.host import HALF_TYPES
 
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
@@ -31,24 +32,25 @@ LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
 SHRUNK = 0.875
 
 
-def gelu(x: Tensor, activation: str) -> Tensor:
-    """Its tanh form, as in GPT-2, or ("gelu_exact") that of the error function, as in BERT
+def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
+    """Return GELU of x: its tanh form, as in GPT-2, or ("gelu_exact") that of the error function,
+    as in BERT
     (Hendrycks and Gimpel 2016, arXiv 1606.08415): [..., f] -> [..., f]."""
     if activation == "gelu_exact":
         return F.gelu(x)
-    if not _by_sigmoid(x):
+    if not _by_sigmoid(x, kernels):
         return F.gelu(x, approximate="tanh")
     if x.requires_grad and torch.is_grad_enabled():
         return _Gelu.apply(x)
     return _opened_by_sigmoid(x)
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
-    """act(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
+def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
+    """Return act(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
 
     `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
     """
-    if activation == "swiglu" or not _by_sigmoid(x):
+    if activation == "swiglu" or not _by_sigmoid(x, kernels):
         return _Gated.apply(x, activation)
     if x.requires_grad and torch.is_grad_enabled():
         return _GatedBySlopes.apply(x)
@@ -56,10 +58,10 @@ def gated(x: Tensor, activation: str) -> Tensor:
     return _opened_by_sigmoid(gate).mul_(value)
 
 
-def _by_sigmoid(x: Tensor) -> bool:
+def _by_sigmoid(x: Tensor, kernels: Kernels) -> bool:
     if x.device.type != "cpu" or torch.compiler.is_compiling() or x.numel() < LEAST_ELEMENTS:
         return False
-    return ways("cpu", x.dtype).gelu_by_sigmoid
+    return kernels.chosen("cpu", x.dtype).gelu == "sigmoid"
 
 
 def _opened_by_sigmoid(x: Tensor) -> Tensor:

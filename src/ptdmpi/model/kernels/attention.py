@@ -1,61 +1,278 @@
 """softmax(q k^T) v: which keys a query sees, and the kernel that the device has for it.
 
-Full attention is PyTorch's FlashAttention. Windows and documents are too, in blocks of queries on a
-CPU (`blocks`), as packed sequences on a GPU in half types, in wider types by its masked kernel.
-What no fused kernel knows, soft caps, is computed by matrix products over blocks of queries
-(`products`), with scores in float32 at least; and so is causal attention where that measures faster
-(`kernels`). No path keeps scores for the backward pass, unless the way keeps probabilities.
+A layer has an `AttentionCore`: its scores, and the implementations that may compute them, of which
+the first that takes an input computes it.
+
+`ProductKernel`: products of matrices over blocks of queries, with scores in float32 at least. It
+    takes soft caps, which no fused kernel knows, and long causal attention on a CPU where that is
+    chosen.
+`PackedKernel`: FlashAttention of sequences laid end to end. It takes windows and documents on a
+    GPU, in half types.
+`MaskedKernel`: PyTorch's kernel under a mask. It takes windows and documents on a GPU in wider
+    types, and in a compiled graph.
+`BlockedKernel`: the library's kernel in blocks of queries. It takes windows, documents and long
+    causal attention on a CPU.
+`WholeKernel`: PyTorch's kernel at once. It takes all else.
+
+None keeps scores for the backward pass, unless `ProductKernel` is told to keep probabilities.
 """
 
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptdmpi.model import kernels
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.kernels import HALF_TYPES, QUERY_BLOCK, product, soft_cap, widened
+from ptdmpi.model.kernels import USUAL, Kernels, host
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
-from ptdmpi.model.kernels.products import ProductAttention, by_key_head, wide_product
+from ptdmpi.model.kernels.by_products import ProductAttention, ProductWork, by_key_head
+from ptdmpi.model.kernels.choice import QUERY_BLOCK, AttentionByLibrary, AttentionByProducts
+from ptdmpi.model.kernels.norm import soft_cap
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None = None
-) -> Tensor:
-    """softmax(scores) v, each position seeing its own document only.
+class Input(NamedTuple):
+    """Queries [b, heads, s, head size]; keys and values, of as many heads or a divisor of them
+    (grouped queries); and the documents, None where each sequence is one."""
 
-    q and the result are [b, heads, s, head size], k and v have as many heads or a divisor of them
-    (grouped queries).
-    """
-    by_products = _by_products(q, scores)
-    if scores.softcap or by_products:
-        # a graph has no ways of its own, and is not asked
-        settled = kernels.ways(q.device.type, q.dtype) if by_products else kernels.HostWays()
-        return ProductAttention.apply(q, k, v, scores, documents, settled)
-    grouped = q.shape[1] != k.shape[1]
-    limited = documents is not None or scores.window > 0
-    if limited and not _in_blocks(q):
-        return _attention_at_once(q, k, v, scores, documents)
-    q_, k_, v_ = (widened(part) for part in (q, k, v))
-    if grouped and not _shares_keys(q):
-        (k_, v_), grouped = _for_each_head(q, k_, v_), False
-    if limited or (scores.causal and not grouped and _long_on_cpu(q) and not _whole(q)):
-        out = BlockedAttention.apply(q_, k_, v_, scores, documents)
-    else:
-        out = F.scaled_dot_product_attention(
-            q_, k_, v_, is_causal=scores.causal, scale=scores.scale, enable_gqa=grouped
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    documents: Documents | None
+
+
+class AttentionResult(NamedTuple):
+    """What attention gives: the result [b, heads, s, head size]; and the logarithm of each query's
+    sum of exponentials of scores [b, heads, s], in float32 at least and without a gradient, where
+    that was asked for and the kernel has it."""
+
+    out: Tensor
+    logsumexp: Tensor | None
+
+
+class Implementation(Protocol):
+    """One way of computing attention."""
+
+    def takes(self, given: Input) -> bool:
+        """Return whether it computes this input; those before it in the list did not."""
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """Compute attention, and the logarithms of sums if they are asked for and it can."""
+
+
+class AttentionCore:
+    """softmax(scores) v of one layer: `implementations` are those that may compute it, in the order
+    in which they are asked."""
+
+    def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
+        self.scores, self.kernels = scores, kernels
+        self.implementations: tuple[Implementation, ...] = (
+            ProductKernel(scores, kernels),
+            PackedKernel(scores),
+            MaskedKernel(scores),
+            BlockedKernel(scores, kernels),
+            WholeKernel(scores, kernels),
         )
-    return out.to(q.dtype)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """Return softmax(scores) v, each position seeing its own document only; the arguments as of
+        `Input`."""
+        return self.forward(q, k, v, documents).out
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        *,
+        with_logsumexp: bool = False,
+    ) -> AttentionResult:
+        """Return what `__call__` does, and where `with_logsumexp` asks for it and the kernel has
+        it, the logarithms of sums of exponentials."""
+        given = Input(q, k, v, documents)
+        for implementation in self.implementations:
+            if implementation.takes(given):
+                return implementation.forward(given, with_logsumexp)
+        raise AssertionError("the last implementation takes every input")
+
+    def under_mask(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Return attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets
+        it see; for what goes on from a cache."""
+        kernels, scores = self.kernels, self.scores
+        if not scores.softcap:
+            # the queries of a group as those of one head: under a mask no fused kernel of a GPU
+            # takes fewer key heads than query heads
+            out = F.scaled_dot_product_attention(
+                kernels.widened(by_key_head(q, k)),
+                kernels.widened(k),
+                kernels.widened(v),
+                attn_mask=seen.repeat(1, 1, q.shape[1] // k.shape[1], 1),
+                scale=scores.scale,
+            )
+            return out.reshape(q.shape).to(q.dtype)
+        products = kernels.wide_product(by_key_head(q, k), k.transpose(-1, -2))
+        capped = soft_cap(products * scores.scale, scores.softcap)
+        capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
+        weights = capped.softmax(-1).flatten(2, 3).to(q.dtype)
+        return kernels.product(weights, v).view(q.shape)
 
 
-def _by_products(q: Tensor, scores: Scores) -> bool:
-    # a graph has no blocks, and is not asked
-    return scores.causal and _long_on_cpu(q) and kernels.ways(q.device.type, q.dtype).products
+class ProductKernel:
+    """ProductKernel of matrices over blocks of queries (`by_products`)."""
+
+    def __init__(self, scores: Scores, kernels: Kernels) -> None:
+        self.scores, self.kernels = scores, kernels
+
+    def _chosen(self, given: Input) -> AttentionByProducts | None:
+        # a graph has no blocks, and is not asked
+        if not self.scores.causal or not _is_long_on_cpu(given.q):
+            return None
+        chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
+        return chosen if isinstance(chosen, AttentionByProducts) else None
+
+    def takes(self, given: Input) -> bool:
+        """Soft caps, and long causal attention on a CPU where it is chosen."""
+        return self.scores.softcap > 0 or self._chosen(given) is not None
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """As of `Implementation`."""
+        how = self._chosen(given) or AttentionByProducts()
+        work = ProductWork(self.scores, given.documents, how, self.kernels)
+        return AttentionResult(*ProductAttention.apply(*given[:3], work, with_logsumexp))
+
+
+class PackedKernel:
+    """FlashAttention of the documents laid end to end, which takes half types on GPUs only. It
+    gives no logarithms of sums."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+
+    def takes(self, given: Input) -> bool:
+        """Windows and documents, not in blocks, of types and sizes that FlashAttention has."""
+        q = given.q
+        if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
+            return False
+        # called by its name, nothing fills up heads of other sizes for it (flash_api.cpp)
+        fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
+        return fits and _packed_attention() is not None
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """As of `Implementation`."""
+        q, k, v, documents = given
+        packed_attention = _packed_attention()
+        assert packed_attention is not None, "asked by `takes`"
+        b, _, s, _ = q.shape
+        if documents is None:
+            offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
+            longest = s
+        else:
+            offsets, longest = documents.offsets, documents.longest
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
+        # as many keys before a query's own and behind it; -1: all
+        window = (self.scores.window - 1, 0) if self.scores.causal else (-1, -1)
+        out = packed_attention(
+            *packed,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=self.scores.scale,
+            window_size=window,
+            enable_gqa=_is_grouped(given),
+        )
+        return AttentionResult(out.unflatten(0, (b, s)).transpose(1, 2), None)
+
+
+class MaskedKernel:
+    """PyTorch's kernel under a mask, under which no fused kernel shares keys. On a GPU it gives no
+    logarithms of sums."""
+
+    def __init__(self, scores: Scores) -> None:
+        self.scores = scores
+
+    def takes(self, given: Input) -> bool:
+        """Windows and documents that are not taken in blocks."""
+        return _is_limited(self.scores, given) and not _in_blocks(given.q)
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """As of `Implementation`."""
+        q, scale = given.q, self.scores.scale
+        hidden = hidden_keys(q.shape[2], self.scores, given.documents, q.device)
+        keys, values = _for_each_head(q, given.k, given.v)
+        if with_logsumexp and q.device.type == "cpu":
+            mask = None if hidden is None else _added(hidden, q)
+            return _fused_on_cpu(q, keys, values, scale, mask=mask)
+        seen = None if hidden is None else ~hidden
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale)
+        return AttentionResult(out, None)
+
+
+class BlockedKernel:
+    """The library's kernel in blocks of queries (`blocks`)."""
+
+    def __init__(self, scores: Scores, kernels: Kernels) -> None:
+        self.scores, self.kernels = scores, kernels
+
+    def takes(self, given: Input) -> bool:
+        """Windows and documents; and long causal attention on a CPU of keys that are not shared,
+        below the length from which it is chosen to be taken at once."""
+        if _is_limited(self.scores, given):
+            return True
+        q = given.q
+        if not self.scores.causal or _is_grouped(given) or not _is_long_on_cpu(q):
+            return False
+        chosen = self.kernels.chosen(q.device.type, q.dtype).attention
+        return not (isinstance(chosen, AttentionByLibrary) and q.shape[2] >= chosen.whole_from)
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """As of `Implementation`."""
+        wide = (self.kernels.widened(part) for part in given[:3])
+        out, sums = BlockedAttention.apply(*wide, self.scores, given.documents, with_logsumexp)
+        return AttentionResult(out.to(given.q.dtype), sums)
+
+
+class WholeKernel:
+    """PyTorch's kernel of full attention. On a GPU it gives no logarithms of sums."""
+
+    def __init__(self, scores: Scores, kernels: Kernels) -> None:
+        self.scores, self.kernels = scores, kernels
+
+    def takes(self, given: Input) -> bool:
+        """Every input that is neither limited nor capped."""
+        return True
+
+    def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
+        """As of `Implementation`."""
+        q, k, v = (self.kernels.widened(part) for part in given[:3])
+        grouped = _is_grouped(given)
+        if grouped and not _shares_keys(given.q):
+            k, v = _for_each_head(given.q, k, v)
+            grouped = False
+        causal, scale = self.scores.causal, self.scores.scale
+        if with_logsumexp and q.device.type == "cpu":
+            out, sums = _fused_on_cpu(q, k, v, scale, causal=causal)
+            return AttentionResult(out.to(given.q.dtype), sums)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        return AttentionResult(out.to(given.q.dtype), None)
+
+
+def _is_grouped(given: Input) -> bool:
+    return given.q.shape[1] != given.k.shape[1]
+
+
+def _is_limited(scores: Scores, given: Input) -> bool:
+    """Whether a query sees less than all that is before it, or all."""
+    return given.documents is not None or scores.window > 0
 
 
 def _shares_keys(q: Tensor) -> bool:
@@ -65,7 +282,7 @@ def _shares_keys(q: Tensor) -> bool:
 
 
 def _has_flash(q: Tensor) -> bool:
-    return q.dtype in HALF_TYPES and kernels.has_flash(q.device.type)
+    return q.dtype in host.HALF_TYPES and host.has_flash(q.device.type)
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
@@ -74,24 +291,40 @@ def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
     return parts if group == 1 else [part.repeat_interleave(group, dim=1) for part in parts]
 
 
-def _whole(q: Tensor) -> bool:
-    return q.shape[2] >= kernels.ways(q.device.type, q.dtype).whole_from
-
-
 def _in_blocks(q: Tensor) -> bool:
     """Whether queries are taken in blocks: on a CPU, but for a graph, which would have every one of
     them written out."""
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _long_on_cpu(q: Tensor) -> bool:
+def _is_long_on_cpu(q: Tensor) -> bool:
     return _in_blocks(q) and q.shape[2] > QUERY_BLOCK
+
+
+def _fused_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+) -> AttentionResult:
+    """What PyTorch's attention is on a CPU, by its name: it gives the logarithms of sums too."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
+
+
+def _added(hidden: Tensor, q: Tensor) -> Tensor:
+    """A mask of what is hidden, to be added to scores: [..., s, s] in the type of q."""
+    zeros = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+    return zeros.masked_fill(hidden, -torch.inf)
 
 
 def hidden_keys(
     length: int, scores: Scores, documents: Documents | None, device: torch.device
 ) -> Tensor | None:
-    """[s, s] or [b, 1, s, s] bool: the keys that a query does not see; None: it sees all."""
+    """Return the keys that a query does not see, bool [s, s] or [b, 1, s, s]; None: it sees all."""
     hidden = None
     if scores.causal:
         every = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -104,29 +337,6 @@ def hidden_keys(
     return others if hidden is None else others.logical_or_(hidden)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scores: Scores) -> Tensor:
-    """Attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets it see."""
-    if not scores.softcap:
-        # the queries of a group as those of one head: under a mask no fused kernel of a GPU takes
-        # fewer key heads than query heads
-        out = F.scaled_dot_product_attention(
-            widened(by_key_head(q, k)),
-            widened(k),
-            widened(v),
-            attn_mask=seen.repeat(1, 1, q.shape[1] // k.shape[1], 1),
-            scale=scores.scale,
-        )
-        return out.reshape(q.shape).to(q.dtype)
-    products = wide_product(by_key_head(q, k), k.transpose(-1, -2))
-    capped = soft_cap(products * scores.scale, scores.softcap)
-    capped = capped.unflatten(2, (-1, q.shape[2])).masked_fill(~seen[:, :, None], -torch.inf)
-    weights = capped.softmax(-1).flatten(2, 3).to(q.dtype)
-    return product(weights, v).view(q.shape)
-
-
-# -- on a GPU, or in a graph -----------------------------------------------------------------------
-
-
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
     """PyTorch's attention of sequences laid end to end; None before it had grouped queries. It
@@ -137,38 +347,3 @@ def _packed_attention() -> Callable[..., Any] | None:
 
     known = inspect.signature(varlen_attn).parameters.keys()
     return varlen_attn if {"window_size", "enable_gqa", "scale"} <= known else None
-
-
-def _attention_at_once(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
-) -> Tensor:
-    """FlashAttention of the documents laid end to end, which takes half types on GPUs only; else
-    under a mask, under which no fused kernel shares keys."""
-    packed_attention = _packed_attention()
-    b, _, s, _ = q.shape
-    # called by its name, nothing fills up heads of other sizes for it (flash_api.cpp)
-    fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
-    if packed_attention is None or q.device.type == "cpu" or not fits:
-        hidden = hidden_keys(s, scores, documents, q.device)
-        seen = None if hidden is None else ~hidden
-        keys, values = _for_each_head(q, k, v)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scores.scale)
-    if documents is None:
-        offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
-        longest = s
-    else:
-        offsets, longest = documents.offsets, documents.longest
-    packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-    # as many keys before a query's own and behind it; -1: all
-    window = (scores.window - 1, 0) if scores.causal else (-1, -1)
-    out = packed_attention(
-        *packed,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        scale=scores.scale,
-        window_size=window,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.unflatten(0, (b, s)).transpose(1, 2)

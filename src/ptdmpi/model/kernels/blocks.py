@@ -1,4 +1,4 @@
-"""Causal attention on a CPU in blocks of queries, each with the keys that it sees, by the library's
+"""Attention on a CPU in blocks of queries, each with the keys that it sees, by the library's
 kernel: PyTorch's skips what lies above the diagonal only in steps of 512 keys.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.model.documents import Documents
-from ptdmpi.model.kernels import QUERY_BLOCK
+from ptdmpi.model.kernels.choice import QUERY_BLOCK
 
 Region = tuple[slice, slice, slice]  # rows, heads, positions
 
@@ -33,8 +33,8 @@ class Scores:
 
 @cache
 def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf above the diagonal that ends in the lower right corner, and from `window` below it:
-    [queries, keys], to be added."""
+    """Return -inf above the diagonal that ends in the lower right corner, and from `window` below
+    it: [queries, keys], to be added."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
@@ -46,10 +46,10 @@ def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
 def blocks(
     q: Tensor, scores: Scores, documents: Documents | None, block: int = QUERY_BLOCK
 ) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Blocks of so many queries of q [b, heads, s, head size], the keys that each sees, and its
-    mask."""
-    every, seq_length = slice(None), q.shape[2]
-    whole = [(every, 0, seq_length)]
+    """Yield blocks of `block` queries of q [b, heads, s, head size], the keys that each sees, and
+    its mask, to be added; None where it sees all of them."""
+    every = slice(None)
+    whole = [(every, 0, q.shape[2])]
     if documents is not None:
         whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
     for rows, begin, end in whole:
@@ -57,10 +57,12 @@ def blocks(
             yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
             continue
         # the same lower right corner serves every block: only distances count in it
-        band = _band(block, seq_length, scores.window, q.dtype, q.device)
+        band = _band(block, q.shape[2], scores.window, q.dtype, q.device)
         for first in range(begin, end, block):
             last = min(first + block, end)
-            oldest = max(begin, first - scores.window + 1) if scores.window else begin
+            oldest = begin
+            if scores.window:
+                oldest = max(begin, first - scores.window + 1)
             mask = band[first - last :, oldest - last :]
             yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
 
@@ -68,7 +70,8 @@ def blocks(
 def by_library(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """(softmax(scores) v, each block's logarithms of sums of exponentials)."""
+    """Return softmax(scores) v, and the logarithms of the sums of exponentials of each block of
+    queries [rows, heads, queries]."""
     out, sums = torch.empty_like(q), []
     for queries, keys, mask in blocks(q, scores, documents):
         out[queries], sum_of_exponentials = (
@@ -80,27 +83,56 @@ def by_library(
     return out, sums
 
 
+def joined(
+    sums: Iterator[Tensor] | list[Tensor],
+    q: Tensor,
+    scores: Scores,
+    documents: Documents | None,
+    *,
+    block: int = QUERY_BLOCK,
+) -> Tensor:
+    """Return [b, heads, s] of the numbers that the blocks of queries have, one for each query."""
+    whole: Tensor | None = None
+    for (queries, _, _), part in zip(blocks(q, scores, documents, block), sums, strict=True):
+        if whole is None:
+            whole = part.new_empty(q.shape[:3])
+        whole[queries] = part
+    assert whole is not None, "queries, of which there is one block at least"
+    return whole
+
+
 class BlockedAttention(Function):
     """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
-    row, as the unblocked kernel does.
+    row, as the unblocked kernel does. The second result are these numbers, where they are asked
+    for: the logarithm of each query's sum of exponentials [b, heads, s]; else nothing.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
-    ) -> Tensor:
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        documents: Documents | None,
+        with_logsumexp: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         out, sums = by_library(q, k, v, scores, documents)
         ctx.blocks = (scores, documents)
         ctx.save_for_backward(q, k, v, out, *sums)
-        return out
+        if not with_logsumexp:
+            return out, None
+        logsumexp = joined(sums, q, scores, documents)
+        ctx.mark_non_differentiable(logsumexp)
+        return out, logsumexp
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, *sums = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         scores, documents = ctx.blocks
-        found = zip(blocks(q, scores, documents), sums, strict=True)
-        for (queries, keys, mask), sum_of_exponentials in found:
+        each = zip(blocks(q, scores, documents), sums, strict=True)
+        for (queries, keys, mask), sum_of_exponentials in each:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout[queries],
                 q[queries],
@@ -116,4 +148,4 @@ class BlockedAttention(Function):
             dq[queries] = parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None

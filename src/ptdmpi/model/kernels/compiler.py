@@ -3,6 +3,9 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
+
+from ptdmpi.model.kernels import choice, host
 
 BACKEND = "inductor"
 
@@ -21,3 +24,9 @@ def missing(device_type: str) -> str:
     names = (os.environ.get("CC", "cc"), "gcc", "clang")
     found = any(shutil.which(one) is not None for one in names)
     return "" if found else "C compiler (cc, or CC)"
+
+
+def settle(constant: Callable[[Callable[..., object]], object]) -> None:
+    """Tell a compiler, by `constant`, which questions a machine always answers alike."""
+    for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
+        constant(answer)

@@ -1,0 +1,251 @@
+"""The agreement of all ranks of a run on their kernels: by a table of measurements, and kept with
+the run and its checkpoints, so that a run that goes on repeats its bits, on another processor as
+well."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.model.kernels import choice as choices
+from ptdmpi.model.kernels import host
+from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnLinears
+from ptdmpi.model.kernels.stored import KINDS, Stored, read, text_of, written
+from ptdmpi.model.kernels.table import table
+
+if TYPE_CHECKING:  # the import initialises MPI, which previews do without
+    from ptdmpi.comm.world import World
+
+FILE = "kernels.json"  # in the run directory
+# backend of attention, as the table has it -> of torch.nn.attention.SDPBackend; FlashAttention 3
+# takes 2's place
+BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+# what none of these takes, such as float32
+REST = ("EFFICIENT_ATTENTION", "MATH")
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The backends of attention that a device tries, in their order; none: as torch chooses."""
+
+    attention: tuple[str, ...] = ()
+
+
+Choice = HostChoice | DeviceChoice
+
+
+class Abilities(NamedTuple):
+    """What the host of one rank can do: has oneDNN's one call for linears, and multiplies numbers
+    of the run's type as they are."""
+
+    fuses: bool
+    multiplies: bool
+
+
+class Agreed(NamedTuple):
+    """What a run keeps, in its stored form, and what it takes now."""
+
+    kept: dict[str, list[str]]
+    taken: Choice
+
+
+def stored(choice: Choice) -> dict[str, list[str]]:
+    """Return the form in which a run and its checkpoints keep a choice (`stored`)."""
+    if isinstance(choice, DeviceChoice):
+        return {"attention": list(choice.attention)}
+    return written(choice)
+
+
+def offered(device: torch.device) -> tuple[str, ...]:
+    """Return the backends of the table's first entry for a device, fastest first, as far as they
+    are here; none for a device that it does not know, such as the host."""
+    vendor = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    for entry in table()["device_attention"]:
+        if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
+            return tuple(way for way in entry["ways"] if way != "fa3" or _has_fa3())
+    return ()
+
+
+def _capability(device: torch.device) -> str:
+    """Such as "9.0" of an H100."""
+    numbers = torch.get_device_module(device).get_device_capability(device)
+    return ".".join(map(str, numbers))
+
+
+def _has_fa3() -> bool:
+    """Whether torch can hand attention to FlashAttention 3, whose package is one of its own."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    attention: Any = importlib.import_module("torch.nn.attention")
+    known = getattr(attention, "list_flash_attention_impls", list)
+    return "FA3" in list(known())
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run computes, in which type, and what was measured of kernels there (`own` entries
+    come before those of the table)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    own: Entries
+
+
+def agreed(
+    world: "World",
+    folder: Path,
+    place: RunPlace,
+    before: Stored | None,
+    say: Callable[[str], None],
+) -> Choice:
+    """Return the kernels of this run on all its ranks, which all call it.
+
+    They are those that the run directory `folder` has kept, else those of the checkpoint `before`
+    it, as far as every rank has them. Where there are none, and where `before` is None, they are
+    the fastest by measurement; the run directory keeps them from now on. `say` gets one line of
+    what was settled, and why.
+    """
+    found = world.on_root(lambda: _kept(folder))
+    known: Stored = {} if before is None else found or before
+    if place.device.type == "cpu":
+        settled = _on_hosts(world, place, known, say)
+    else:
+        settled = _on_devices(world, place.device, known, say)
+    if any(settled.kept.values()):
+        world.on_root(lambda: write_whole(folder / FILE, json.dumps(settled.kept)))
+    return settled.taken
+
+
+def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
+    """Settle on how the first rank would compute, or on how the run has so far; but every rank has
+    the library's kernels, and can widen half types."""
+    dtype = place.dtype
+    mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
+    able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
+    fastest = choices.measured_choice(dtype, place.own)
+    if not able[0].multiplies:
+        fastest = replace(fastest, half="widened")
+    fastest = world.control.bcast(fastest)
+    settled, lines, changed = _as_before(fastest, read(known), able, dtype)
+    anew = '; run.kernels = "anew" takes what is quickest' if changed else ""
+    say(", ".join(lines) + anew)
+    return Agreed(written(settled), settled)
+
+
+def _as_before(
+    fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
+) -> tuple[HostChoice, list[str], bool]:
+    """Return what `kept` says, as far as the hosts are `able`, else the fastest; what is said of
+    each kind; and whether any kind is taken as before though another one is faster."""
+    taken: dict[str, Any] = {}
+    lines, changed = [], False
+    for kind in KINDS:
+        fresh = getattr(fastest, kind)
+        wanted = _wanted(kind, fresh, kept)
+        is_lost = not _can(kind, wanted, able)
+        taken[kind] = _instead(kind) if is_lost else wanted
+        if kind == "half" and dtype not in host.HALF_TYPES:
+            continue
+        text = text_of(kind, taken[kind])
+        line = f"half types {text}" if kind == "half" else f"{kind} by {text}"
+        if is_lost:
+            line += f", for {text_of(kind, wanted)} is not here"
+            line += ": other bits than before" if "attention" in kept else ""
+        elif taken[kind] != fresh:
+            changed = True
+            line += f" (as before; quickest here: {text_of(kind, fresh)})"
+        lines.append(line)
+    return HostChoice(**taken), lines, changed
+
+
+def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
+    """What the run has had of a kind; the fastest if it has had nothing of any."""
+    if "attention" not in kept:
+        return fresh
+    if kind in kept:
+        return kept[kind]
+    # a run of before there was a choice keeps to the library, so that its bits repeat; its half
+    # types were as the processor had them
+    return fresh if kind == "half" else getattr(BY_LIBRARY, kind)
+
+
+def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
+    """Whether every rank's host can compute so."""
+    if kind == "linear" and wanted != OneDnnLinears():
+        return all(each.fuses for each in able)
+    if kind == "half" and wanted == "native":
+        return all(each.multiplies for each in able)
+    return True
+
+
+def _instead(kind: str) -> Any:
+    """What every host can do."""
+    return "widened" if kind == "half" else getattr(BY_LIBRARY, kind)
+
+
+def _on_devices(
+    world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
+) -> Agreed:
+    """Settle on the backends that every rank has, in the order that the run has had."""
+    here = world.control.allgather(offered(device))
+    shared = [name for name in here[0] if all(name in other for other in here)]
+    kept = [name for name in known.get("attention", ()) if name in BACKENDS]
+    if not kept or kept == shared:
+        if shared:
+            say(f"attention by {', '.join(shared)}")
+        return Agreed({"attention": shared}, DeviceChoice(tuple(shared)))
+    taken = [name for name in kept if name in shared]
+    gone = [name for name in kept if name not in taken]
+    lost = f"; before also by {', '.join(gone)}, which is not here: other bits" if gone else ""
+    anew = ", ".join(shared) or "what torch chooses"
+    say(
+        f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "
+        f'run.kernels = "anew" takes what is quickest here: {anew}'
+    )
+    return Agreed({"attention": kept}, DeviceChoice(tuple(taken)))
+
+
+def _kept(folder: Path) -> Stored | None:
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@contextlib.contextmanager
+def trying(backends: tuple[str, ...]) -> Iterator[None]:
+    """Have torch try these backends of attention, in their order; none: as it chooses. The order is
+    torch's own and process-wide, for as long as it lasts."""
+    if not backends:
+        yield
+        return
+    attention: Any = importlib.import_module("torch.nn.attention")
+    names = dict.fromkeys([*(BACKENDS[name] for name in backends), *REST])
+    order = [getattr(attention.SDPBackend, name) for name in names]
+    _first_attention()
+    with attention.sdpa_kernel(order, set_priority=True):
+        if "fa3" not in backends:
+            yield
+            return
+        attention.activate_flash_attention_impl("FA3")
+        try:
+            yield
+        finally:
+            attention.restore_flash_attention_impl()
+
+
+def _first_attention() -> None:
+    """PyTorch sets an order of its own at a process's first attention on a GPU, in place of one
+    that was asked for before."""
+    if torch.cuda.is_available():
+        some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        F.scaled_dot_product_attention(some, some, some)

@@ -1,0 +1,212 @@
+"""Attention on a CPU by matrix products over blocks of queries: softmax, caps and their derivatives
+are written out here.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels.blocks import Region, Scores, blocks, by_library, joined
+from ptdmpi.model.kernels.choice import AttentionByProducts
+
+# So many scores at once where they are tensors of ours: 4 MiB in float32, which caches hold.
+BLOCK_SCORES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ProductWork:
+    """What is computed, and how: the scores, of which documents, by which products."""
+
+    scores: Scores
+    documents: Documents | None
+    how: AttentionByProducts
+    kernels: Kernels
+
+
+class Tile(NamedTuple):
+    """A block of queries of some heads, the keys that they see, and the mask, to be added; None
+    where they see all of them."""
+
+    queries: Region
+    keys: Region
+    mask: Tensor | None
+
+
+class WeightedTile(NamedTuple):
+    """What the keys of a tile count for its queries, [b, key heads, group queries, keys], and the
+    tangents of capped scores; None without a cap."""
+
+    queries: Region
+    keys: Region
+    weights: Tensor
+    tangent: Tensor | None
+
+
+class ProductAttention(Function):
+    """Attention by matrix products over blocks of queries.
+
+    Their probabilities are computed again in the backward pass (Dao et al. 2022, arXiv 2205.14135,
+    algorithm 4, with a cap's derivative 1 - tanh^2), so that queries, keys and values alone are
+    kept. Or they are kept beside these, to the same bits, if `how.keeps` says so and no cap wants
+    its tangents. Or the library's kernel computes the forward pass, if `how.library_forward` says
+    so and there is no cap.
+
+    Scores are products in float32, of half types too: rounded to these, they would make gradients
+    less exact than a fused kernel's. All else is multiplied in the type that it has. The second
+    result is the logarithm of each query's sum of exponentials [b, heads, s], in float32 at least,
+    where it is asked for; else nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: ProductWork, with_logsumexp: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.work = work
+        logsumexp = None
+        if work.how.library_forward and not work.scores.softcap:
+            ctx.save_for_backward(q, k, v)
+            wide_q, wide_k, wide_v = (work.kernels.widened(part) for part in (q, k, v))
+            out, sums = by_library(wide_q, wide_k, wide_v, work.scores, work.documents)
+            if with_logsumexp:
+                logsumexp = joined(sums, q, work.scores, work.documents)
+                ctx.mark_non_differentiable(logsumexp)
+            return out.to(q.dtype), logsumexp
+        out = torch.empty_like(q)
+        values, kept = v.contiguous(), list[Tensor]()
+        if with_logsumexp:
+            wide_type = torch.promote_types(q.dtype, torch.float32)
+            logsumexp = torch.empty(q.shape[:3], dtype=wide_type, device=q.device)
+            ctx.mark_non_differentiable(logsumexp)
+        keeps = work.how.keeps and not work.scores.softcap and ctx.needs_input_grad[0]
+        for queries, keys, weights, _ in _weighted(q, k, work, logsumexp):
+            here = out[queries]
+            here.copy_(work.kernels.product(weights, values[keys]).view(here.shape))
+            if keeps:
+                kept.append(weights)
+        ctx.save_for_backward(q, k, v, *kept)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        work: ProductWork = ctx.work
+        kernels, scale = work.kernels, work.scores.scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
+        dq = torch.empty_like(q)
+        # every block of queries adds to them: in a half type each addition would round
+        dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
+        each: Iterator[WeightedTile] = _weighted(q, k, work)
+        if kept:
+            tiles = _tiles(q, k, work)
+            each = (
+                WeightedTile(tile.queries, tile.keys, weights, None)
+                for tile, weights in zip(tiles, kept, strict=True)
+            )
+        for queries, keys, weights, tangent in each:
+            key = narrow_k[keys]
+            query, dresult = (by_key_head(part[queries], key) for part in (narrow_q, dout))
+            dv[keys] += kernels.wide_product(weights.transpose(-1, -2), dresult)
+            dweights = kernels.widened(dresult) @ kernels.widened(values[keys]).transpose(-1, -2)
+            # w (dw - sum of w dw), row by row
+            dscores = torch.ops.aten._softmax_backward_data(
+                dweights, weights.to(dweights.dtype), -1, dweights.dtype
+            )
+            if tangent is not None:
+                dscores = tangent.square_().neg_().add_(1.0).mul_(dscores)
+            dscores = dscores.to(q.dtype)
+            here = dq[queries]
+            torch.mul(kernels.product(dscores, key).view(here.shape), scale, out=here)
+            dk[keys] += kernels.wide_product(dscores.transpose(-1, -2), query)
+        return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
+    """Yield the blocks of queries, of as many heads as BLOCK_SCORES allows."""
+    group = q.shape[1] // k.shape[1]
+    for (rows, _, positions), (_, _, seen), mask in blocks(
+        q, work.scores, work.documents, work.how.block
+    ):
+        tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
+        tile *= group * (seen.stop - seen.start)
+        heads = max(1, BLOCK_SCORES // tile)
+        for first in range(0, k.shape[1], heads):
+            last = min(first + heads, k.shape[1])
+            queries = (rows, slice(first * group, last * group), positions)
+            yield Tile(queries, (rows, slice(first, last), seen), mask)
+
+
+def _weighted(
+    q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
+) -> Iterator[WeightedTile]:
+    """Yield the tiles, with what each key counts in the type of q; write the logarithms of sums of
+    exponentials into `logsumexp` [b, heads, s], if that is given."""
+    scores = work.scores
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # once for all blocks, and laid out as products want it
+    wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
+    narrow = work.how.fpmath and q.dtype == torch.bfloat16
+    if not narrow:
+        wide_q = wide_q * scores.scale
+    for queries, keys, mask in _tiles(wide_q, wide_k, work):
+        with _rounding_operands() if narrow else contextlib.nullcontext():
+            products = _products(
+                wide_q[queries],
+                wide_k[keys],
+                None if scores.softcap else mask,
+                scores.scale if narrow else 1.0,  # its operands are numbers of bfloat16
+            )
+        tangent = None
+        if scores.softcap:
+            tangent = products.mul_(1.0 / scores.softcap).tanh_()
+            products = tangent * scores.softcap
+            if mask is not None:
+                products.unflatten(2, (-1, len(mask))).add_(mask)
+        if logsumexp is not None:
+            here = logsumexp[queries]
+            here.copy_(products.logsumexp(-1).view(here.shape))
+        yield WeightedTile(queries, keys, products.softmax(-1).to(q.dtype), tangent)
+
+
+def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return scale q k^T plus the mask: [b, key heads, group queries, keys]."""
+    grouped, keys = by_key_head(q, k), k.transpose(-1, -2)
+    if mask is None:
+        begin, counts = q.new_empty(1), 0.0
+    else:
+        # product and mask in one pass
+        begin, counts = mask.repeat(grouped.shape[2] // len(mask), 1), 1.0
+    flat = torch.baddbmm(begin, grouped.flatten(0, 1), keys.flatten(0, 1), beta=counts, alpha=scale)
+    return flat.view(*grouped.shape[:3], -1)
+
+
+@contextlib.contextmanager
+def _rounding_operands() -> Iterator[None]:
+    """Set oneDNN's fpmath mode "bf16", which torch has since 2.9.
+
+    float32 products are then oneDNN's, and it may round their operands for units that multiply
+    bfloat16. That changes nothing where they are numbers of that type. The mode is process-wide for
+    as long as it lasts.
+    """
+    settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if settings is None:
+        yield
+        return
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def by_key_head(q: Tensor, k: Tensor) -> Tensor:
+    """Return queries [b, heads, n, d] as [b, key heads, queries of all heads of a group, d]."""
+    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])

@@ -1,0 +1,113 @@
+"""The form in which a run keeps its choice of kernels: in kernels.json of its directory and in the
+manifest of a checkpoint, as {kind: [text, ...]}.
+
+On a host each kind has one text, a name and perhaps sizes and words behind colons:
+
+    attention   "library", "library:1024" (at once from 1024 positions on), "products" (over blocks
+                of 128 queries), "products:256:kept" (of 256, probabilities kept); see WORDS
+    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" alone, of before sizes were
+                kept: at all sizes
+    gelu        "library", "sigmoid"
+    half        "native", "widened"
+
+On other devices attention has the backends that are tried, in their order. What is not known here
+is left out: it was written for another kind of device, or by another version.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdmpi.model.kernels.choice import (
+    QUERY_BLOCK,
+    AttentionByLibrary,
+    AttentionByProducts,
+    HostAttention,
+    HostChoice,
+    OneDnnLinears,
+)
+
+Stored = Mapping[str, Sequence[str]]
+
+# word behind the size of products -> attribute of `AttentionByProducts`
+WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
+
+
+def written(choice: HostChoice) -> dict[str, list[str]]:
+    """Return the stored form of a choice."""
+    return {kind: [text_of(kind, getattr(choice, kind))] for kind in KINDS}
+
+
+def text_of(kind: str, chosen: Any) -> str:
+    """Return the text of what was chosen for one kind."""
+    return KINDS[kind].write(chosen)
+
+
+def read(stored: Stored) -> dict[str, Any]:
+    """Return what was chosen for each kind that `stored` has something known of, the first of it:
+    values for attributes of `HostChoice`."""
+    chosen: dict[str, Any] = {}
+    for kind, form in KINDS.items():
+        values = [form.read(text.split(":")) for text in stored.get(kind, ())]
+        known = [value for value in values if value is not None]
+        if known:
+            chosen[kind] = known[0]
+    return chosen
+
+
+def _write_attention(attention: HostAttention) -> str:
+    if isinstance(attention, AttentionByLibrary):
+        if attention.whole_from == math.inf:
+            return "library"
+        return f"library:{attention.whole_from:.0f}"
+    words = [word for word, name in WORDS.items() if getattr(attention, name)]
+    if words or attention.block != QUERY_BLOCK:
+        return ":".join(("products", str(attention.block), *words))
+    return "products"
+
+
+def _read_attention(parts: Sequence[str]) -> HostAttention | None:
+    name, *rest = parts
+    if name == "library":
+        return AttentionByLibrary(float(rest[0]) if rest else math.inf)
+    if name != "products":
+        return None
+    block = int(rest[0]) if rest else QUERY_BLOCK
+    return AttentionByProducts(block, **{name: word in rest for word, name in WORDS.items()})
+
+
+def _write_linear(linear: OneDnnLinears) -> str:
+    if linear == OneDnnLinears():
+        return "library"
+    return f"onednn:{linear.output:.0f}:{linear.input_gradient:.0f}"
+
+
+def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
+    name, *sizes = parts
+    if name == "library":
+        return OneDnnLinears()
+    if name != "onednn":
+        return None
+    return OneDnnLinears(*map(float, sizes or ("0", "0")))
+
+
+def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
+    return lambda parts: parts[0] if parts[0] in names else None
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one kind is written, and read again; None for what is not known."""
+
+    write: Callable[[Any], str]
+    read: Callable[[Sequence[str]], Any]
+
+
+# the kinds of kernels of a host: attributes of `HostChoice`
+KINDS = {
+    "attention": Form(_write_attention, _read_attention),
+    "linear": Form(_write_linear, _read_linear),
+    "gelu": Form(str, _one_of("sigmoid", "library")),
+    "half": Form(str, _one_of("native", "widened")),
+}

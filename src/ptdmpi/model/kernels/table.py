@@ -1,0 +1,13 @@
+"""The table of measurements by which kernels are chosen: presets/kernels.toml."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Return the table: kind of kernel -> entries, of which the first that fits counts."""
+    text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)

@@ -1,12 +1,12 @@
-"""How fast checkpoints are saved and loaded: beside the same bytes written and read plainly, and
-beside torch.distributed.checkpoint.
+"""The speed of saving and loading checkpoints, compared with plain writes and reads of the same
+bytes, and with torch.distributed.checkpoint.
 
-    python -m benchmarks.faults.checkpoint [--ranks 2] [--layers 3] [--rounds 5] [--folder DIR]
+    python -m benchmarks.faults.checkpoint [--layers 3] [--rounds 5] [--folder DIR]
 
-The sides alternate in the same processes, on the same file system, in changing order; every ratio
-is taken within one round. "Plainly" is one write and one fsync of a rank's share from one buffer,
-and reads of the same files into one buffer. Before each reading the files are put out of the page
-cache (posix_fadvise DONTNEED, after they were synced).
+The sides take turns in the same processes, on the same file system, in changing order; every ratio
+is taken within one round. The plain side writes a rank's share from one buffer with one fsync, and
+reads the same files into one buffer. Before each reading, the files are synced and removed from the
+page cache (posix_fadvise DONTNEED).
 """
 
 import argparse
@@ -25,11 +25,12 @@ from benchmarks.turns import round_of, spread
 from ptdmpi.comm import launch
 
 SIDES = ("ours", "plain", "torch")
+RANKS = 2
 LIMIT_S = 1800.0
 
 
 class Rank:
-    """One rank: the same state on three sides."""
+    """One rank, which has the same state on three sides."""
 
     def __init__(self, layers: int, folder: Path) -> None:
         from ptdmpi.comm.world import World
@@ -49,14 +50,17 @@ class Rank:
         shape = {"layers": layers, "hidden": 1024, "heads": 16, "seq_length": 64}
         config = synthetic_config(Layout(1, 1, world.size), shape)
         engine = Engine(config, world.split(training_grid(data=world.size)), 4096)
-        self.folder, self.world, self.control = folder, world, world.control
-        state, axes, config = engine.state, engine.axes, engine.config
-        foreground = config.replace("checkpoint", keep=1)
-        background = config.replace("checkpoint", keep=1, asynchronous=True)
-        self.checkpoints, self.background = (
-            Checkpoints(folder / name, state, axes, Course(one, synthetic(one)))
-            for name, one in (("ours", foreground), ("background", background))
-        )
+        self.folder = folder
+        self.world = world
+        self.control = world.control
+        state = engine.state
+
+        def checkpoints_in(name: str, asynchronous: bool) -> Checkpoints:
+            own = engine.config.replace("checkpoint", keep=1, asynchronous=asynchronous)
+            return Checkpoints(folder / name, state, engine.axes, Course(own, synthetic(own)))
+
+        self.checkpoints = checkpoints_in("ours", asynchronous=False)
+        self.background = checkpoints_in("background", asynchronous=True)
         self.state = {
             f"{kind}/{name}": state.view(kind, name).detach()
             for name in engine.buffer.entries
@@ -72,12 +76,14 @@ class Rank:
         )
 
     def save(self, side: str, number: int) -> None:
+        """Save the state on a side, in round `number`."""
         if side == "ours":
             self.checkpoints.save(number)
         elif side == "plain":
             (self.folder / "plain").mkdir(exist_ok=True)
             with open(self.folder / f"plain/{self.world.rank}", "wb", buffering=0) as file:
-                data, done = memoryview(self.share).cast("B"), 0
+                data = memoryview(self.share).cast("B")
+                done = 0
                 while done < len(data):
                     done += file.write(data[done:])
                 os.fsync(file.fileno())
@@ -87,6 +93,7 @@ class Rank:
             dcp.save(self.state, checkpoint_id=self.folder / f"torch-{number}")
 
     def load(self, side: str, number: int) -> None:
+        """Load what `save` wrote on a side in round `number`."""
         if side == "ours":
             self.checkpoints.resume("auto")
         elif side == "plain":
@@ -100,7 +107,7 @@ class Rank:
             dcp.load(self.state, checkpoint_id=self.folder / f"torch-{number}")
 
     def forget(self) -> None:
-        """Take all files out of the page cache."""
+        """Remove all files from the page cache."""
         for path in self.folder.rglob("*"):
             if path.is_file():
                 descriptor = os.open(path, os.O_RDONLY)
@@ -108,7 +115,7 @@ class Rank:
                 os.close(descriptor)
 
     def clock(self, work: Callable[[], None]) -> float:
-        """Seconds from the common start to the last rank's end."""
+        """Return the seconds from the common start of `work` to the last rank's end."""
         self.control.Barrier()
         begin = time.perf_counter()
         work()
@@ -116,61 +123,67 @@ class Rank:
         return time.perf_counter() - begin
 
     def load_cold(self, side: str, number: int) -> float:
-        """Seconds that a load takes of files that are not in the page cache."""
+        """Return the seconds of a load whose files are not in the page cache."""
         self.forget()
         return self.clock(partial(self.load, side, number))
 
     def round(self, number: int) -> dict[str, dict[str, float]]:
+        """Return the seconds of saving and loading by side, and the stall of an asynchronous
+        save."""
         saves = {side: partial(self.clock, partial(self.save, side, number)) for side in SIDES}
         loads = {side: partial(self.load_cold, side, number) for side in SIDES}
-        found = {"save_s": round_of(saves, number), "load_s": round_of(loads, number)}
+        times = {"save_s": round_of(saves, number), "load_s": round_of(loads, number)}
         begin = time.perf_counter()
         self.background.save(number)
         stall_s = time.perf_counter() - begin
         self.background.finish()
-        found["background"] = {"stall_s": max(self.control.allgather(stall_s))}
+        times["background"] = {"stall_s": max(self.control.allgather(stall_s))}
         if self.world.rank == 0:
             shutil.rmtree(self.folder / f"torch-{number}")
         self.control.Barrier()
-        return found
+        return times
 
 
 def run_rank(layers: int, rounds: int, folder: Path) -> None:
+    """Measure on one rank; the first rank prints the results as JSON."""
     launch.prepare()
     rank = Rank(layers, folder)
-    found = [rank.round(number) for number in range(rounds + 1)]
+    times = [rank.round(number) for number in range(rounds + 1)]
     if rank.world.rank == 0:
-        print(json.dumps({"bytes": rank.bytes, "rounds": found[1:]}))  # the first warms up
+        print(json.dumps({"bytes": rank.bytes, "rounds": times[1:]}))  # the first warms up
 
 
-def table(answer: dict) -> str:
-    rounds, size = answer["rounds"], answer["bytes"]
+def table(results: dict) -> str:
+    """Return the results of `run_rank` as text."""
+    rounds = results["rounds"]
+    size = results["bytes"]
     lines = [
         f"state of {size / 1e6:,.0f} MB; medians of {len(rounds)} rounds (least to greatest)",
         f"{'':6} {'GB/s':>5} {'plain':>6} {'torch':>6}   {'ratio to plain':22} ratio to torch",
     ]
-    for what in ("save_s", "load_s"):
+    for key in ("save_s", "load_s"):
+        times = [seconds[key] for seconds in rounds]
         rates = [
-            statistics.median(size / one[what][side] / 1e9 for one in rounds) for side in SIDES
+            statistics.median(size / by_side[side] / 1e9 for by_side in times) for side in SIDES
         ]
         ratios = [
-            spread([one[what][peer] / one[what]["ours"] for one in rounds])
+            spread([by_side[peer] / by_side["ours"] for by_side in times])
             for peer in ("plain", "torch")
         ]
         lines.append(
-            f"{what[:4]:6} {rates[0]:5.2f} {rates[1]:6.2f} {rates[2]:6.2f}   "
+            f"{key[:4]:6} {rates[0]:5.2f} {rates[1]:6.2f} {rates[2]:6.2f}   "
             f"{ratios[0]:22} {ratios[1]}"
         )
-    stalls = spread([one["background"]["stall_s"] for one in rounds])
+    stalls = spread([seconds["background"]["stall_s"] for seconds in rounds])
     return "\n".join([*lines, f"stall of an asynchronous save: {stalls} s"])
 
 
 def main() -> None:
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.checkpoint", description=__doc__
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=3, help="of 151 MB of state each")
+    parser.add_argument("--layers", type=int, default=3, help="each has 151 MB of state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="a directory of the file system to measure")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -181,7 +194,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="ptdmpi-checkpoint-") as place:
         words = ["--layers", str(options.layers), "--rounds", str(options.rounds)]
         worker = ["-m", "benchmarks.faults.checkpoint", "--worker", "--folder", place]
-        text = answer(options.ranks, [*worker, *words], LIMIT_S)
+        text = answer(RANKS, [*worker, *words], LIMIT_S)
     print(table(json.loads(text.splitlines()[-1])))
 
 

@@ -1,4 +1,4 @@
-"""The layouts of tortured runs, what kinds they are of, and how they are dealt to trials."""
+"""The layouts of tortured runs, their kinds, and the decks from which trials draw them."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 from benchmarks.faults.training import BASE, Way
 
-# Of every layout exactly one of the first four, by what `parallel.zero` says; `groups` that hold
-# copies of the shards, an optimizer whose state stands in a file, and adapters beside a frozen
-# model come on top.
+# Every layout is of exactly one of the first four kinds, by `parallel.zero`. It may also be of the
+# others: shards within groups, an optimizer with its state in a file, adapters of a frozen model.
 KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
 ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}
 
 
 def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
-    """A layout in short words, such as `p=2,zero=3`: t and p, and keys of `[parallel]`.
+    """Return a layout given by short words, such as `p=2,zero=3`: t and p, and keys of
+    `[parallel]`.
 
-    The ranks that these leave are the data axis; a `d` in the words says so to the reader. `lora`
-    is the rank of adapters over the model that `training.require_base` makes.
+    The data axis has the remaining ranks; `d` is for the reader only. `lora` is the rank of
+    adapters of the model that `training.require_base` makes. `options` are mpirun's.
     """
     pairs = dict(word.split("=") for word in words.split(","))
     pairs.pop("d", None)
@@ -30,27 +30,27 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
 
 
 def kinds_of(way: Way) -> tuple[str, ...]:
-    """Which of KINDS a layout is of."""
+    """Return the kinds of a layout, of KINDS."""
     values = dict(setting.split("=") for setting in way.settings)
     zero = values.get("parallel.zero", "0")
-    found = ["whole" if zero == "0" else f"zero-{zero}"]
+    kinds = ["whole" if zero == "0" else f"zero-{zero}"]
     if "parallel.shard_group" in values:
-        found.append("groups")
+        kinds.append("groups")
     if "parallel.offload" in values:
-        found.append("offloaded")
+        kinds.append("offloaded")
     if "adapt.method" in values:
-        found.append("adapted")
-    return tuple(found)
+        kinds.append("adapted")
+    return tuple(kinds)
 
 
 class Weighted(NamedTuple):
-    """A layout, and how many cards of it are in a deck."""
+    """A layout, and the number of its cards in a deck."""
 
     cards: int
     way: Way
 
 
-# Four ranks on few cores are slow, and therefore rarer.
+# Four ranks are slow on few cores, and so have fewer cards.
 LAYOUTS = (
     Weighted(3, layout("p=2", 2)),
     Weighted(3, layout("d=2", 2)),
@@ -68,10 +68,10 @@ LAYOUTS = (
     Weighted(1, layout("zero=3,shard_group=2,offload=disk", 4)),
     Weighted(1, layout("zero=3,lora=2", 2)),
 )
-# No file system becomes read-only while a file in it is open for writing: the optimizer's is.
-REMOUNTED = tuple(one for one in LAYOUTS if "offloaded" not in kinds_of(one.way))
+# A file system cannot become read-only while a file, such as the optimizer's, is open for writing.
+REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
-# Bits are compared after d has changed, which `run.reproducible` allows for zero 0 and 1.
+# Here d changes and bits are compared, which `run.reproducible` allows for zero 0 and 1.
 SHRINKING = (
     Weighted(1, layout("d=2", 2, ULFM)),
     Weighted(1, layout("d=4", 4, ULFM)),
@@ -84,13 +84,13 @@ SHRINKING = (
 
 
 class Deck:
-    """Layouts in random order: all cards are dealt before one comes again, so that a few dozen
-    trials meet every layout."""
+    """Layouts in random order. All cards are dealt before any is dealt again, so that a few dozen
+    trials have every layout."""
 
     def __init__(
         self, source: random.Random, layouts: Sequence[Weighted], kinds: Collection[str] = KINDS
     ) -> None:
-        """Only layouts that are of one of `kinds`."""
+        """Take only layouts that are of one of `kinds`."""
         self.random = source
         self.cards = [
             way for cards, way in layouts for _ in range(cards) if {*kinds} & {*kinds_of(way)}
@@ -98,7 +98,7 @@ class Deck:
         self._left: list[Way] = []
 
     def deal(self) -> Way:
-        """Raises IndexError where there is no card."""
+        """Return the next layout. Raises IndexError if the deck has no cards."""
         if not self._left:
             self._left = self.random.sample(self.cards, len(self.cards))
         return self._left.pop()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
-Rank RANK dies (SIGKILL: nothing is flushed, no handler runs) when it comes to PLACE for the
-COUNT-th time; with PLACE = none it never does. All places but `write` are visited by rank 0 alone.
+Rank RANK dies when it reaches PLACE for the COUNT-th time, by SIGKILL: nothing is flushed, and no
+handler runs. With PLACE = none it never dies. Only rank 0 reaches the places other than `write`.
 """
 
 import os
@@ -28,13 +28,13 @@ def _die() -> None:
 
 
 def _countdown(count: int) -> Callable[[], bool]:
-    """True at the `count`-th call."""
+    """Return a function that returns True at its `count`-th call."""
     calls = iter(range(1, count + 1))
     return lambda: next(calls, None) == count
 
 
 def prepare(place: str, count: int, rank: int) -> None:
-    """Put the killer into its place."""
+    """Replace the function at `place` by one that may kill this process."""
     from ptdmpi.checkpoint import boxes as data
     from ptdmpi.checkpoint import directory as files
     from ptdmpi.checkpoint import save
@@ -58,9 +58,13 @@ def prepare(place: str, count: int, rank: int) -> None:
         data._write_block = write_half
     elif place == "latest":
         write_whole = files.write_whole
-        files.write_whole = lambda path, text: (
-            _die() if path.name == "latest" and now() else write_whole(path, text)
-        )
+
+        def write_or_die(path: Path, text: str) -> None:
+            if path.name == "latest" and now():
+                _die()
+            write_whole(path, text)
+
+        files.write_whole = write_or_die
     elif place == "discard":
         remove = files._remove
 
@@ -74,7 +78,10 @@ def prepare(place: str, count: int, rank: int) -> None:
 
 
 def main() -> None:
-    place, count, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Run `ptdmpi` with the rest of the command line."""
+    place = sys.argv[1]
+    count = int(sys.argv[2])
+    rank = int(sys.argv[3])
     sys.argv[1:] = sys.argv[4:]
     launch.prepare()
     prepare(place, count, rank)

@@ -1,10 +1,11 @@
-"""From the death of a rank to the next training step: random kills, with shrink and a restart.
+"""The time from the death of a rank to the next training step, with shrinking and with restarts.
 
-    python -m benchmarks.faults.recovery --trials 10 --restarts 3 --seed 1
+    python -m benchmarks.faults.recovery --trials 10 --seed 1
 
-A trial trains a small GPT with `reproducible = true`, kills random ranks (SIGKILL) one after the
-other at random moments, at times while the others recover, and is clean if the job ends by itself
-with exit code 0, every step recorded once, and the losses of the undisturbed run to the bit.
+A trial trains a small GPT with `reproducible = true`, and kills random ranks (SIGKILL) one after
+another at random moments, sometimes while the others recover. It is clean if the job ends by itself
+with exit code 0, has recorded every step once, and has the losses of the undisturbed run, bit by
+bit.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmarks.turns import spread
 from ptdmpi.data.shard_writer import ShardWriter
 
 STEPS = 60
+RESTARTS = 3  # trials of a restart
 LIMIT_S = 300.0
 POLL_S = 0.002
 CONFIG = f"""
@@ -55,7 +57,7 @@ path = "train"
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout of the started ranks, and how many of them may die."""
+    """A layout of the started ranks, and the number of them that die."""
 
     ranks: int
     tensor: int = 1
@@ -65,11 +67,13 @@ class Setup:
 
     @property
     def name(self) -> str:
+        """Its name in the table."""
         data = (self.ranks - self.spare) // (self.tensor * self.pipeline)
         spare = f" + {self.spare} spare" if self.spare else ""
         return f"t={self.tensor},p={self.pipeline},d={data}{spare}, {self.deaths} lost"
 
     def settings(self) -> list[str]:
+        """Return its settings, for `--set`."""
         return [
             f"parallel.tensor={self.tensor}",
             f"parallel.pipeline={self.pipeline}",
@@ -88,19 +92,19 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """`seconds`: from a death to the record of a step that was trained after it; `told`: what the
-    log says, from the first error to the loop that is ready."""
+    """The results of a trial. `seconds`: from a death to the record of a step that was trained
+    after it. `logged`: the seconds in the log, from the first error until the loop is ready."""
 
     setup: str
     deaths: int = 0
     seconds: list[float] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)
+    logged: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     problem: str = ""
 
 
 class Job:
-    """One mpirun of a run. Its ranks are found by their session and their environment."""
+    """An mpirun of a run. Its ranks are recognized by their session and their environment."""
 
     def __init__(self, folder: Path, name: str, setup: Setup, failure: str) -> None:
         self.run = folder / "runs" / name
@@ -115,23 +119,26 @@ class Job:
         self.end = time.monotonic() + LIMIT_S
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the living ranks by rank."""
+        """Return the process ids of the living ranks, by rank."""
         return living_ranks(self.process)
 
     def steps(self) -> list[int]:
-        """The recorded steps; a line that is being written is left out."""
+        """Return the recorded steps, without a line that is being written."""
         file = self.run / "metrics.jsonl"
-        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-        records = [json.loads(line) for line in lines]
+        if not file.exists():
+            return []
+        records = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
         return [record["step"] for record in records if "loss" in record]
 
     def losses(self) -> list[str]:
+        """Return the log's lines about lost ranks."""
         file = self.run / "log.txt"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [line for line in lines if " lost in step " in line]
+        if not file.exists():
+            return []
+        return [line for line in file.read_text().splitlines() if " lost in step " in line]
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Whether `ready` came true before the job ended, or its time."""
+        """Wait for `ready`. Return False if the job ended, or its time, before it was true."""
         while not ready():
             if self.process.poll() is not None or time.monotonic() > self.end:
                 return ready()
@@ -139,7 +146,8 @@ class Job:
         return True
 
     def finish(self) -> str:
-        """What is wrong with the end of the job, if anything; a job that hangs is ended."""
+        """Wait for the job's end, and return its failure; empty: it ended well. A job that hangs is
+        killed."""
         self.wait_for(lambda: self.process.poll() is not None)
         code = self.process.poll()
         if code is None:
@@ -155,8 +163,8 @@ class Job:
 
 
 def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
-    """Kill a living rank of those that trained from the start; returns when. (Nobody waits for a
-    spare rank: its death is noticed with the next one.)"""
+    """Kill a living rank of those that trained from the start, and return the time. (No rank waits
+    for a spare one: its death is noticed at the next death.)"""
     trained = range(setup.ranks - setup.spare)
     victim = choice.choice([pid for rank, pid in sorted(job.ranks().items()) if rank in trained])
     now = time.monotonic()
@@ -165,7 +173,8 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
-    """Wait for the first step after the loss that is line `losses` of the log; note the time."""
+    """Wait for the first step after the loss that is line `losses` of the log, and record the time
+    `since` the death."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]
@@ -173,11 +182,12 @@ def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
     begin = int(match[2] or 0)
     if begin < STEPS and job.wait_for(lambda: job.steps()[-1:] > [begin]):
         trial.seconds.append(time.monotonic() - since)
-    trial.told.append(float(match[3]))
+    trial.logged.append(float(match[3]))
     trial.sources.append(match[1])
 
 
 def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
+    """Kill ranks of a job whose other ranks go on."""
     trial = Trial(setup.name)
     job = Job(folder, f"shrink-{number}", setup, "shrink")
     soon = False
@@ -188,19 +198,21 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
         if job.process.poll() is not None:
             break
         time.sleep(choice.uniform(0, 0.3))
-        told = len(job.losses())
+        before = len(job.losses())
         since = kill_one(job, setup, choice)
         trial.deaths += 1
-        # sometimes the next one dies while the others recover from this one: no time is taken then
-        alone, soon = not soon, death + 1 < setup.deaths and choice.random() < 0.25
+        # sometimes the next rank dies while the others still recover: then no time is measured
+        alone = not soon
+        soon = death + 1 < setup.deaths and choice.random() < 0.25
         if alone and not soon:
-            next_step(job, since, told + 1, trial)
+            next_step(job, since, before + 1, trial)
     trial.problem = job.finish()
     return trial
 
 
 def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """The launcher ends the others; then the same command again, without any time in a queue."""
+    """Kill a rank of a job that the launcher then ends, and repeat the command at once, without
+    time in a queue."""
     trial = Trial(f"restart, {setup.name}")
     job = Job(folder, f"restart-{number}", setup, "abort")
     job.wait_for(lambda: len(job.steps()) >= choice.randrange(12, STEPS - 25))
@@ -208,7 +220,7 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
     trial.deaths += 1
     job.process.wait(LIMIT_S)
     job = Job(folder, f"restart-{number}", setup, "abort")
-    # the records behind the checkpoint are gone when the log says so
+    # by then the records after the checkpoint are removed
     if job.wait_for(lambda: "resumed after step" in (job.run / "log.txt").read_text()):
         begin = job.steps()[-1]
         if job.wait_for(lambda: job.steps()[-1] > begin):
@@ -219,7 +231,7 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
 
 
 def compare(run: Path, undisturbed: Path) -> str:
-    """How the curve differs from the undisturbed one, if it does."""
+    """Return the first difference from the undisturbed curve; empty: there is none."""
     keys = ("step", "loss", "grad_norm", "validation_loss")
     curves = []
     for path in (run, undisturbed):
@@ -233,6 +245,7 @@ def compare(run: Path, undisturbed: Path) -> str:
 
 
 def corpus(folder: Path) -> None:
+    """Write the configuration and the data of all runs."""
     (folder / "config.toml").write_text(CONFIG)
     for name, tokens, seed in (("train", 40_000, 1), ("valid", 1000, 2)):
         (folder / name).mkdir()
@@ -243,7 +256,7 @@ def corpus(folder: Path) -> None:
 
 
 def straight(folder: Path, setup: Setup) -> Path:
-    """The undisturbed run of a setup. Its bits depend on t alone."""
+    """Return the undisturbed run of a setup; its bits depend on t alone."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)
@@ -254,6 +267,7 @@ def straight(folder: Path, setup: Setup) -> Path:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
+    """Yield a table of the trials in Markdown, a row for each setup and one for all."""
     yield "| what | jobs | clean | deaths | death to next step: median (min to max) | as logged |"
     yield "|---|---|---|---|---|---|"
     kinds = list(dict.fromkeys(trial.setup for trial in trials))
@@ -261,35 +275,39 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
     for kind, group in [*groups, ("all", list(trials))]:
         clean = sum(not trial.problem for trial in group)
         seconds = [value for trial in group for value in trial.seconds]
-        told = [value for trial in group for value in trial.told]
+        logged = [value for trial in group for value in trial.logged]
         deaths = sum(trial.deaths for trial in group)
-        row = [kind, len(group), clean, deaths, spread(seconds, " s"), spread(told, " s")]
+        row = [kind, len(group), clean, deaths, spread(seconds, " s"), spread(logged, " s")]
         yield f"| {' | '.join(map(str, row))} |"
 
 
 def main() -> int:
+    """Run the trials, print them and their tables, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     choice = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="ptdmpi-recovery-"))
     corpus(folder)
     trials = []
-    for number in range(options.trials + options.restarts):
-        setup = SETUPS[number % len(SETUPS)]
-        shrinks = number < options.trials
-        if not shrinks:
+    for number in range(options.trials + RESTARTS):
+        if number < options.trials:
+            setup = SETUPS[number % len(SETUPS)]
+            undisturbed = straight(folder, setup)
+            trial = shrink_trial(folder, number, setup, choice)
+            run = folder / "runs" / f"shrink-{number}"
+        else:
             setup = Setup(4)  # a restart has all ranks again
-        undisturbed = straight(folder, setup)
-        trial = (shrink_trial if shrinks else restart_trial)(folder, number, setup, choice)
-        run = folder / "runs" / f"{'shrink' if shrinks else 'restart'}-{number}"
+            undisturbed = straight(folder, setup)
+            trial = restart_trial(folder, number, setup, choice)
+            run = folder / "runs" / f"restart-{number}"
         trial.problem = trial.problem or compare(run, undisturbed)
         trials.append(trial)
         print(json.dumps(asdict(trial)), flush=True)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
-    shrunk, restarted = trials[: options.trials], trials[options.trials :]
+    shrunk = trials[: options.trials]
+    restarted = trials[options.trials :]
     print("\n".join([*table(shrunk), "", *table(restarted)]))
     bad = sum(bool(trial.problem) for trial in trials)
     if bad:

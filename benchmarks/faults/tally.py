@@ -1,4 +1,4 @@
-"""What came of each trial of the torture, and the counts: by fault, by layout, by both."""
+"""The outcomes of torture's trials, and their counts by fault, by kind of layout, and by both."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +8,10 @@ from typing import Literal
 from benchmarks.faults.layouts import KINDS, kinds_of
 from benchmarks.faults.training import Way
 
-COLUMNS = ("survived", "refused", "lost")
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one trial, and in one line why it was lost, if it was."""
+    """The outcome of a trial; `why` it was lost, in one line."""
 
     fault: str
     number: int
@@ -22,30 +20,38 @@ class Outcome:
     why: str = ""
 
     def line(self) -> str:
-        """As it is printed when the trial is over."""
+        """Return the line that is printed when the trial is over."""
         words = f"{self.fault}-{self.number}: {self.way.name}: {self.came}"
         return f"{words}: {self.why}" if self.why else words
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """How many trials survived, were refused and lost: by fault, then by kind of layout; then how
-    many trials of each fault met each kind, and how many of these were lost."""
-    faults = list(dict.fromkeys(one.fault for one in outcomes))
+    """Return how many trials survived, were refused and were lost, by fault and by kind of layout;
+    then the number of trials, and of those lost, of each fault with each kind."""
+    by_fault: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_fault.setdefault(outcome.fault, []).append(outcome)
     lines = [f"{'fault':14} {'trials':>6} {'survived':>8} {'refused':>7} {'lost':>4}"]
-    lines += [_row(fault, [one for one in outcomes if one.fault == fault]) for fault in faults]
+    lines += [_row(fault, of_fault) for fault, of_fault in by_fault.items()]
     lines += [_row("all", outcomes), "", "of these, by layout (some are of two or three kinds):"]
-    lines += [_row(kind, [one for one in outcomes if kind in kinds_of(one.way)]) for kind in KINDS]
+    lines += [_row(kind, _of_kind(outcomes, kind)) for kind in KINDS]
     lines += ["", f"{'trials/lost':14} " + " ".join(f"{kind:>9}" for kind in KINDS)]
-    for fault in faults:
+    for fault, of_fault in by_fault.items():
         cells = []
         for kind in KINDS:
-            met = [one for one in outcomes if one.fault == fault and kind in kinds_of(one.way)]
-            cells.append(f"{len(met)}/{sum(one.came == 'lost' for one in met)}")
+            of_kind = _of_kind(of_fault, kind)
+            lost = sum(outcome.came == "lost" for outcome in of_kind)
+            cells.append(f"{len(of_kind)}/{lost}")
         lines.append(f"{fault:14} " + " ".join(f"{cell:>9}" for cell in cells))
     return "\n".join(lines)
 
 
+def _of_kind(outcomes: Sequence[Outcome], kind: str) -> list[Outcome]:
+    return [outcome for outcome in outcomes if kind in kinds_of(outcome.way)]
+
+
 def _row(name: str, outcomes: Sequence[Outcome]) -> str:
-    count = Counter(one.came for one in outcomes)
-    survived, refused, lost = (count[column] for column in COLUMNS)
-    return f"{name:14} {len(outcomes):6} {survived:8} {refused:7} {lost:4}"
+    count = Counter(outcome.came for outcome in outcomes)
+    return (
+        f"{name:14} {len(outcomes):6} {count['survived']:8} {count['refused']:7} {count['lost']:4}"
+    )

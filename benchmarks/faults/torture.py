@@ -1,14 +1,14 @@
-"""Kill, damage and starve runs on purpose, start them again, and count what was lost.
+"""Kill, damage and starve runs on purpose, start them again, and count losses.
 
     python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
         [--layouts "zero-3 groups"]
 
-In each trial a training is disturbed, the cause is taken away, and the same command is given again
-until the run is done. Its parameters, moments and losses must then be those of an undisturbed run,
-to the bit, and nothing that it had reported as saved may be lost. A refusal (exit code 2 and one
-line) counts apart, and is right only where the disk is full or read-only, or where no complete
-checkpoint is left. Each trial is one line, with its layout in short words; at the end stand counts
-by fault and by kind of layout. Exit code 1 if anything was lost.
+Each trial disturbs a training, removes the cause, and repeats the same command until the run is
+done. The run's parameters, moments and losses must then be those of an undisturbed run, bit by bit,
+and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is counted
+separately. It is right only if the disk is full or read-only, or if no complete checkpoint is left.
+Each trial prints a line with its layout in short words; counts by fault and by kind of layout
+follow at the end. The exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.faults.layouts import KINDS, LAYOUTS, REMOUNTED, SHRINKING, ULFM, Deck, kinds_of
 from benchmarks.faults.rank import PLACES
@@ -46,14 +47,14 @@ TMPFS_MB = 16
 
 
 class Lost(Exception):
-    """What a trial has lost, in one line."""
+    """A trial has lost something; the message is one line."""
 
 
 class Torture:
-    """Trials in one folder; all that is random comes from one seed."""
+    """Trials in one folder; one seed determines all that is random."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
-        """`kinds`: those of layouts that are tried."""
+        """Try the layouts that are of one of `kinds`."""
         self.folder = folder
         self.random = random.Random(seed)
         self.decks = {
@@ -68,16 +69,17 @@ class Torture:
         prepare(folder)
 
     def start(self, case: Way, run: Path, death: tuple[str, int, int]) -> StartedRun:
+        """Start a run; `death` has the place, count and rank of `benchmarks.faults.rank`."""
         self.training = StartedRun(self.folder, case, run, death)
         return self.training
 
     def end(self) -> None:
-        """Nothing of a trial that was interrupted goes on."""
+        """End the processes of a trial that was interrupted."""
         if self.training is not None and self.training.process.poll() is None:
             self.training.end()
 
     def case(self, deck: str = "any") -> Way:
-        """A layout, with asynchronous saving in half of the cases."""
+        """Draw a layout, with asynchronous saving in half of the cases."""
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way
@@ -86,7 +88,8 @@ class Torture:
         return replace(way, settings=(*way.settings, f"checkpoint.asynchronous={asynchronous}"))
 
     def reference(self, case: Way) -> Path:
-        """The run directory of an undisturbed run in this layout; it keeps all checkpoints."""
+        """Return the run directory of an undisturbed run in this layout, which keeps all
+        checkpoints."""
         if case.name not in self.references:
             run = self.folder / f"reference-{case.name}"
             whole = replace(case, settings=(*case.settings, "checkpoint.keep=0"))
@@ -97,10 +100,8 @@ class Torture:
         return self.references[case.name]
 
     def finish(self, case: Way, run: Path, saved: int) -> None:
-        """Give the command until the run is done, and hold it against the undisturbed run.
-
-        Raises Lost.
-        """
+        """Repeat the command until the run is done. Raises Lost if the run differs from the
+        undisturbed one, or has no checkpoint of step `saved` or later."""
         if newest_sound(run) < saved:
             raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
         for _ in range(ATTEMPTS):
@@ -110,12 +111,13 @@ class Torture:
                 break
         else:
             raise Lost(f"exit code {code} again and again: {training.text()[-2000:]}")
-        found = deviation(run, self.reference(case)) or records_deviate(run, self.reference(case))
-        if found:
-            raise Lost(f"after the run went on from step {saved} or later: {found}")
+        reference = self.reference(case)
+        change = deviation(run, reference) or records_deviate(run, reference)
+        if change:
+            raise Lost(f"after the run resumed from step {saved} or later: {change}")
 
     def require_refusal(self, training: StartedRun, code: int, words: tuple[str, ...]) -> None:
-        """Exit code 2 and one clear line. Raises Lost."""
+        """Raise Lost unless a run ended with exit code 2 and one line that has one of `words`."""
         lines = [line for line in training.text().splitlines() if "ptdmpi: error: " in line]
         if code != 2 or len(lines) != 1 or not any(word in lines[0] for word in words):
             raise Lost(f"exit code {code}, no clear refusal: {training.text()[-2000:]}")
@@ -124,7 +126,8 @@ class Torture:
     # -- the kinds of trials ---------------------------------------------------------------------
 
     def kill(self, run: Path, count: Callable[[int], int]) -> None:
-        """SIGKILL from outside to some ranks, at any moment from the start of the processes on."""
+        """Send SIGKILL to some ranks at any moment after the start; `count` returns how many of all
+        ranks."""
         case = self.case()
         self.reference(case)
         training = self.start(case, run, NOWHERE)
@@ -137,13 +140,15 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def kill_one(self, run: Path) -> None:
+        """Kill one rank."""
         self.kill(run, lambda ranks: 1)
 
     def kill_all(self, run: Path) -> None:
+        """Kill all ranks."""
         self.kill(run, lambda ranks: ranks)
 
     def shrink(self, run: Path) -> None:
-        """SIGKILL to one rank while it trains: the others finish the run without a new start."""
+        """Kill a rank while it trains: the others finish the run without a restart."""
         case = self.case("shrinking")
         settings = (*case.settings, "run.on_failure=shrink", "run.reproducible=true")
         case = replace(case, name=f"shrink-{case.name}", settings=settings)
@@ -157,48 +162,60 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def kill_in_save(self, run: Path, place: str) -> None:
-        """A rank kills itself at a place of one of the saves."""
+        """Have a rank kill itself at a place of one of the saves."""
         case = self.case()
         self.reference(case)
         visits = STEPS // EVERY_STEPS if place != "discard" else 3
-        count = self.random.randint(1, visits) * (5 if place == "write" else 1)
-        rank = self.random.randrange(case.ranks) if place == "write" else 0
+        count = self.random.randint(1, visits)
+        rank = 0
+        if place == "write":
+            count *= 5
+            rank = self.random.randrange(case.ranks)
         training = self.start(case, run, (place, count, rank))
         if training.wait() == 0:
             raise Lost(f"it was not killed at {place} {count} of rank {rank}")
         self.finish(case, run, training.saved())
 
     def damage(self, run: Path, change: Callable[[Path], None]) -> None:
-        """A stopped run whose newest checkpoint, or the two newest, have a damaged file."""
+        """Resume a stopped run whose newest checkpoint, or both newest ones, have a file that
+        `change` has damaged."""
         case = self.case()
         step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
         checkpoints = run / "checkpoints"
         checkpoints.mkdir(parents=True)
         kept = [step - EVERY_STEPS, step]
-        for one in kept:
-            name = files.name_of(one)
+        for saved in kept:
+            name = files.name_of(saved)
             shutil.copytree(self.reference(case) / "checkpoints" / name, checkpoints / name)
         (checkpoints / "latest").write_text(files.name_of(step) + "\n")
         shutil.copy(self.reference(case) / "metrics.jsonl", run)
         damaged = self.random.choice([[step], [step], [step], kept])
-        for one in damaged:
-            change(self.random.choice(sorted((checkpoints / files.name_of(one)).iterdir())))
-        if newest_sound(run) == 0:  # both: nothing is left to go on from
+        for saved in damaged:
+            change(self.random.choice(sorted((checkpoints / files.name_of(saved)).iterdir())))
+        if newest_sound(run) == 0:  # both are damaged
             training = self.start(case, run, NOWHERE)
             self.require_refusal(training, training.wait(), ("is complete",))
             return
-        self.finish(case, run, step if step not in damaged else step - EVERY_STEPS)
-        left = checkpoints / (files.name_of(step) + ".damaged")
-        if not (left if step in damaged else checkpoints / files.name_of(STEPS)).exists():
+        if step in damaged:
+            self.finish(case, run, step - EVERY_STEPS)
+            remains = checkpoints / (files.name_of(step) + ".damaged")
+        else:
+            self.finish(case, run, step)
+            remains = checkpoints / files.name_of(STEPS)
+        if not remains.exists():
             raise Lost("the damaged checkpoint was removed")
 
     def truncate(self, run: Path) -> None:
+        """Cut a file of a checkpoint short."""
+
         def cut(path: Path) -> None:
             path.write_bytes(path.read_bytes()[: self.random.randrange(path.stat().st_size)])
 
         self.damage(run, cut)
 
     def flip(self, run: Path) -> None:
+        """Flip a bit in a file of a checkpoint."""
+
         def change(path: Path) -> None:
             content = bytearray(path.read_bytes())
             content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
@@ -209,7 +226,8 @@ class Torture:
     def starve(
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
-        """The disk cannot be written from some moment on; in half the trials for a while only."""
+        """Make the disk refuse writes from some moment on by `begin`; in half of the trials `end`
+        ends that soon, in the others after the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()
@@ -237,9 +255,11 @@ class Torture:
             subprocess.run(("umount", str(run)), check=True)
 
     def full(self, run: Path) -> None:
+        """Fill the disk."""
         self.starve(run, "any", _fill, lambda run: (run / "filler").unlink())
 
     def read_only(self, run: Path) -> None:
+        """Make the disk read-only."""
         self.starve(run, "remounted", partial(_remount, how="ro"), partial(_remount, how="rw"))
 
 
@@ -253,7 +273,8 @@ def _fill(run: Path) -> None:
 
 
 def _remount(run: Path, how: str) -> None:
-    """Retried: a file system with a file open for writing cannot be made read-only."""
+    """Remount a file system, again and again: it cannot become read-only while a file is open for
+    writing."""
     end = time.monotonic() + 60.0
     while subprocess.run(
         ("mount", "-o", f"remount,{how}", str(run)), capture_output=True
@@ -264,14 +285,14 @@ def _remount(run: Path, how: str) -> None:
 
 
 def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
-    """Each kind of trial with its number."""
-    found: dict[str, tuple[int, Callable[[Path], None]]] = {
+    """Return the number of trials and the work of each kind of fault."""
+    in_saves: dict[str, tuple[int, Callable[[Path], None]]] = {}
+    for place in PLACES:
+        in_saves[f"kill-{place}"] = (6, partial(torture.kill_in_save, place=place))
+    return {
         "kill-one": (15, torture.kill_one),
         "kill-all": (10, torture.kill_all),
-    }
-    for place in PLACES:
-        found[f"kill-{place}"] = (6, lambda run, place=place: torture.kill_in_save(run, place))
-    return found | {
+        **in_saves,
         "kill-shrink": (10, torture.shrink),
         "truncate": (20, torture.truncate),
         "flip": (20, torture.flip),
@@ -281,22 +302,27 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
 
 
 def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: int) -> Outcome:
-    """What comes of doing `work`."""
+    """Do the `work` of a trial, and return its outcome."""
     run = torture.folder / f"run-{fault}-{number}"
-    torture.refused, torture.drawn = False, None
+    torture.refused = False
+    torture.drawn = None
+    came: Literal["survived", "refused", "lost"] = "survived"
     why = ""
     try:
         work(run)
         shutil.rmtree(run)
+        if torture.refused:
+            came = "refused"
     except Lost as lost:
+        came = "lost"
         why = str(lost)
     if torture.drawn is None:
         raise RuntimeError(f"{fault} has drawn no layout")
-    came = "lost" if why else "refused" if torture.refused else "survived"
     return Outcome(fault, number, torture.drawn, came, why)
 
 
 def can_mount() -> bool:
+    """Return True if this process can mount a tmpfs."""
     with tempfile.TemporaryDirectory() as place:
         mounted = subprocess.run(("mount", "-t", "tmpfs", "x", place), capture_output=True)
         if mounted.returncode == 0:
@@ -305,19 +331,20 @@ def can_mount() -> bool:
 
 
 def can_shrink() -> bool:
-    """Whether the MPI at hand starts ranks that may survive one another (ULFM)."""
+    """Return True if this MPI has ULFM, with which ranks may survive one another."""
     return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
 
 
 def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
-    """Those of the faults that can be tried here; why others cannot is printed."""
-    mounted, decks = ("full", "read-only"), {"kill-shrink": "shrinking", "read-only": "remounted"}
+    """Yield the faults that can be tried here, and print why others cannot."""
+    mounted = ("full", "read-only")
+    decks = {"kill-shrink": "shrinking", "read-only": "remounted"}
     mountable = not set(mounted) & set(faults) or can_mount()
     for fault in faults:
         if not torture.decks[decks.get(fault, "any")].cards:
             print(f"{fault}: left out; there are no such layouts for it")
         elif fault in mounted and not mountable:
-            print(f"{fault}: left out; a small tmpfs wants to be mounted, and that needs root")
+            print(f"{fault}: left out; it must mount a small tmpfs, which needs root")
         elif fault == "kill-shrink" and not can_shrink():
             print(f"{fault}: left out; this MPI has no ULFM")
         else:
@@ -325,6 +352,7 @@ def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Run the trials that the command line selects, and print the counts."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.torture", description=__doc__
     )
@@ -333,13 +361,13 @@ def main() -> None:
     parser.add_argument("--kinds", help="some kinds of faults, such as 'kill-one flip'")
     parser.add_argument("--layouts", help="some kinds of layouts, such as 'zero-3 groups'")
     options = parser.parse_args()
-    layouts = options.layouts.split() if options.layouts else KINDS
+    layouts = (options.layouts or " ".join(KINDS)).split()
     if not set(layouts) <= set(KINDS):
         parser.error(f"--layouts: legal are {' '.join(KINDS)}")
     folder = Path(tempfile.mkdtemp(prefix="ptdmpi-torture-"))
     torture = Torture(folder / "torture", options.seed, layouts)
     chosen = kinds(torture)
-    names = options.kinds.split() if options.kinds else list(chosen)
+    names = (options.kinds or " ".join(chosen)).split()
     if not set(names) <= chosen.keys():
         parser.error(f"--kinds: legal are {' '.join(chosen)}")
     outcomes: list[Outcome] = []
@@ -352,8 +380,8 @@ def main() -> None:
                 torture.end()
             print(outcomes[-1].line(), flush=True)
     print(f"\n{table(outcomes)}")
-    if any(one.came == "lost" for one in outcomes):
-        sys.exit(f"runs that were lost, and the undisturbed ones, are kept in {torture.folder}")
+    if any(outcome.came == "lost" for outcome in outcomes):
+        sys.exit(f"lost runs, and the undisturbed ones, are kept in {torture.folder}")
     shutil.rmtree(folder)
 
 

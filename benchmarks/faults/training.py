@@ -1,4 +1,4 @@
-"""A run to be tortured: its data, its processes, and what it must have kept."""
+"""A run to be tortured: its data, its processes, and the comparison with an undisturbed run."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
 VOCAB_SIZE = 23
-BASE = "base"  # beneath adapters, in the folder of the runs
+BASE = "base"  # the adapters' frozen model, in the folder of the runs
 
 CONFIG = f"""
 [run]
@@ -47,7 +47,7 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train. `options` are mpirun's; `settings` are added to the command."""
+    """A way to train. `options` are mpirun's; `settings` are added to the command."""
 
     name: str
     ranks: int
@@ -56,7 +56,7 @@ class Way:
 
 
 def prepare(folder: Path) -> None:
-    """A configuration and a small corpus."""
+    """Write a configuration and a small corpus into a folder."""
     (folder / "train").mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG)
     ids = np.random.default_rng(1).integers(0, VOCAB_SIZE - 1, 4000)
@@ -68,7 +68,7 @@ def prepare(folder: Path) -> None:
 
 
 class StartedRun:
-    """One start of `ptdmpi train` for a case; the same command again goes on."""
+    """A start of `ptdmpi train` for a case; another start with the same run resumes it."""
 
     def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
         self.output = folder / "output.txt"
@@ -81,15 +81,16 @@ class StartedRun:
             self.process = start(command, file, cwd=folder)
 
     def text(self) -> str:
+        """Return what it has printed so far."""
         return self.output.read_text(errors="replace")
 
     def saved(self) -> int:
-        """The newest step that this start has reported as saved."""
+        """Return the newest step that this start has reported as saved."""
         steps = re.findall(r"^saved \S*step-(\d{8}) ", self.text(), re.MULTILINE)
         return max(map(int, steps), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        """Until this step has been reported, or the run has ended."""
+        """Wait until this step was reported, or the run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
             steps = re.findall(r"^step +(\d+)/", self.text(), re.MULTILINE)
@@ -98,22 +99,24 @@ class StartedRun:
             time.sleep(0.002)
 
     def wait(self) -> int:
-        """The exit code. A run that takes too long is ended, and has none of the good ones."""
+        """Return the exit code. A run that takes longer than LIMIT_S is ended, and fails."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return self.end()
 
     def end(self) -> int:
+        """Kill all its processes, and return the exit code."""
         self.kill(self.ranks())
         self.process.kill()
         return self.process.wait()
 
     def ranks(self) -> list[int]:
-        """The process ids of the ranks that are alive."""
+        """Return the process ids of the ranks that are alive."""
         return sorted(living_ranks(self.process).values())
 
     def kill(self, ranks: list[int]) -> None:
+        """Send SIGKILL to processes, by their ids."""
         for rank in ranks:
             try:
                 os.kill(rank, signal.SIGKILL)
@@ -122,7 +125,7 @@ class StartedRun:
 
 
 def require_base(folder: Path) -> None:
-    """A model for adapters to stand on: that of one step."""
+    """Train the frozen model of adapters for one step, unless it is there."""
     if not (folder / BASE).is_dir():
         made = StartedRun(folder, Way(BASE, 1, ("run.steps=1",)), folder / BASE, ("none", 1, 0))
         if made.wait() != 0:
@@ -130,7 +133,7 @@ def require_base(folder: Path) -> None:
 
 
 def newest_sound(run: Path) -> int:
-    """The newest step of which a run has a checkpoint that is whole to the last bit; 0: none."""
+    """Return the step of a run's newest undamaged checkpoint; 0: there is none."""
     for path in reversed(files.checkpoints_in(run / "checkpoints")):
         if not check.problems(path):
             return files.step_of(path)
@@ -138,24 +141,27 @@ def newest_sound(run: Path) -> int:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """(step, loss) as recorded, in the order of the file."""
+    """Return the recorded (step, loss), in the order of the file."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
 def deviation(run: Path, reference: Path) -> str | None:
-    """How the end of a run differs from that of an undisturbed one; None: not in one bit."""
+    """Return how the last checkpoint of a run differs from that of an undisturbed one; None: in no
+    bit."""
     last = files.name_of(STEPS)
     try:
-        found = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
+        changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
     except InputError as error:
         return str(error)
-    if found:
-        return f"{len(found)} tensors differ, {found[0].name} by {found[0].greatest_absolute}"
+    if changed:
+        first = changed[0]
+        return f"{len(changed)} tensors differ, {first.name} by {first.greatest_absolute}"
     return None
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """The records must be those of one run without interruption: each step once, the same loss."""
+    """Return how the records of a run differ from those of an undisturbed one, which has each step
+    once; None: they have the same steps and losses."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

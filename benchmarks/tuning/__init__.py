@@ -1,1 +1,1 @@
-"""Models that are adapted to a task: what it takes, and what comes of it"""
+"""Adapting models to a task: memory, time and losses"""

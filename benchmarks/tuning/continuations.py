@@ -1,8 +1,8 @@
-"""A multiple-choice task made from a corpus: which of four ways does this passage go on?
+"""A multiple-choice task made from a corpus: which of four continuations does this passage have?
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The same files give the same task.
-A passage is some lines of a document; the right answer are the lines behind it, the wrong ones
-stand in other documents. Questions for training and for validation are of different documents.
+A passage is some lines of a document. The right answer are the lines after it; the wrong ones come
+from other documents. Questions for training and for validation are from different documents.
 """
 
 import json
@@ -13,25 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CHOICES = 4
-PASSAGE_LINES, ANSWER_LINES = 5, 3
+PASSAGE_LINES = 5
+ANSWER_LINES = 3
 MOST = 20  # questions of a document
 HELD_OUT = 10  # one of so many documents is for validation
-LEAST = 12  # characters that a line must have to be of use
+LEAST = 12  # characters of a line that is used
 
 
 def documents(corpus: Path) -> list[list[str]]:
-    """The lines of each document that say something, in their order."""
-    found = []
-    for line in corpus.read_text(encoding="utf-8").splitlines():
-        lines = [one.strip() for one in json.loads(line)["text"].splitlines()]
-        lines = [one for one in lines if len(one) >= LEAST]
+    """Return the lines of each document that is long enough, without short lines."""
+    texts = []
+    for document in corpus.read_text(encoding="utf-8").splitlines():
+        lines = [line.strip() for line in json.loads(document)["text"].splitlines()]
+        lines = [line for line in lines if len(line) >= LEAST]
         if len(lines) >= 4 * (PASSAGE_LINES + ANSWER_LINES):
-            found.append(lines)
-    return found
+            texts.append(lines)
+    return texts
 
 
 def questions(texts: list[list[str]], draw: random.Random) -> Iterator[dict[str, object]]:
-    """Questions about each document, with wrong answers from others."""
+    """Yield questions about each document, with wrong answers from others."""
     size = PASSAGE_LINES + ANSWER_LINES
     for number, lines in enumerate(texts):
         places = range(0, len(lines) - size, size)
@@ -45,25 +46,27 @@ def questions(texts: list[list[str]], draw: random.Random) -> Iterator[dict[str,
                     choices.append(texts[other][begin : begin + ANSWER_LINES])
             answer = draw.randrange(CHOICES)
             choices.insert(answer, choices.pop(0))
-            texts_of = ["\n".join(one) for one in choices]
-            yield {"context": "\n".join(passage), "choices": texts_of, "answer": answer}
+            joined = ["\n".join(choice) for choice in choices]
+            yield {"context": "\n".join(passage), "choices": joined, "answer": answer}
 
 
 def write(corpus: Path, folder: Path, seed: int = 0) -> dict[str, int]:
-    """`train.jsonl` and `valid.jsonl` in the folder; how many questions each has."""
-    texts, draw = documents(corpus), random.Random(seed)
+    """Write `train.jsonl` and `valid.jsonl` into the folder, and return the number of questions of
+    each."""
+    texts = documents(corpus)
+    draw = random.Random(seed)
     counts: Counter[str] = Counter()
     parts = {
-        "train": [one for k, one in enumerate(texts) if k % HELD_OUT],
+        "train": [text for k, text in enumerate(texts) if k % HELD_OUT],
         "valid": texts[::HELD_OUT],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
-        found = list(questions(part, draw))
-        draw.shuffle(found)
-        lines = "".join(json.dumps(one) + "\n" for one in found)
+        shuffled = list(questions(part, draw))
+        draw.shuffle(shuffled)
+        lines = "".join(json.dumps(question) + "\n" for question in shuffled)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        counts[name] = len(found)
+        counts[name] = len(shuffled)
     return dict(counts)
 
 

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.tuning.few_bits [MODEL DATA]`: what few bits cost a model, in perplexity.
+"""`python -m benchmarks.tuning.few_bits [MODEL DATA]`: the perplexity of a quantized model.
 
-Of the demo's model (jobs/demo.toml, `make demo` has made its shards), or of any MODEL with the
-directory DATA of shards (`train` and `valid` in it): int8, int4, uint4 and nf4, rounded and by
-GPTQ, and then after a further training with and without rounded weights. Writes the tables between
-the marks of docs/how-to/quantization.md. What was trained or measured is not done again: it stands
-in runs/few-bits.
+Quantizes the demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the
+shards in DATA/train and DATA/valid, to int8, int4, uint4 and nf4, by rounding and by GPTQ. Then it
+trains the model further with rounded weights and without, and quantizes both. The tables go between
+the marks of docs/how-to/quantization.md. Runs and results are kept in runs/few-bits, and are not
+repeated.
 """
 
 import argparse
@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ROOT, answer
+from benchmarks.marks import put, table
 from benchmarks.tuning import smol
-from ptdmpi.base.disk import write_whole
 
 PAGE = ROOT / "docs/how-to/quantization.md"
-WORK, DATA = ROOT / "runs/few-bits", ROOT / "runs/demo-data"
+WORK = ROOT / "runs/few-bits"
+DATA = ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
-STEPS, MORE_STEPS = 600, 200  # of the further training, at a quarter of the demo's rate
-LENGTH, BATCH, RATE = 256, 2, 1e-4  # of a pretrained model's
+STEPS = 600
+MORE_STEPS = 200  # of the demo's further training, at a quarter of its rate
+# of a pretrained model's further training
+PRETRAINED_STEPS = 24
+LENGTH = 256
+BATCH = 2
+RATE = 1e-4
 FORMS = {  # codes and their block
     "int8, 64": ["--bits", "8"],
     "int4, 64": ["--bits", "4"],
@@ -36,22 +42,22 @@ METHODS = ("absmax", "gptq")
 
 
 def train(name: str, steps: int, *settings: str) -> Path:
-    """A training of the demo's model on one rank; its run directory. One that was stopped goes
-    on."""
+    """Train the demo's model on one rank, unless it is done, and return its run directory. A
+    training that was stopped is resumed."""
     folder = WORK / name
     if not (folder / "checkpoints" / f"step-{steps:08d}").is_dir():
-        given = [f"parallel.{one}" for one in SERIAL]
-        given += [f"run.name={name}", f"run.dir={folder}", "checkpoint.resume=auto"]
-        given += [f"run.steps={steps}", *settings]
-        given += [f"data.valid={DATA / 'valid'}"]
-        words = [word for one in given for word in ("--set", one)]
+        every = [f"parallel.{axis}" for axis in SERIAL]
+        every += [f"run.name={name}", f"run.dir={folder}", "checkpoint.resume=auto"]
+        every += [f"run.steps={steps}", *settings]
+        every += [f"data.valid={DATA / 'valid'}"]
+        words = [word for setting in every for word in ("--set", setting)]
         answer(1, ["-m", "ptdmpi", "train", "jobs/demo.toml", *words])
     return folder
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """A further training of a pretrained model on one rank, which rounds each matrix for itself;
-    its run directory."""
+    """Train a pretrained model further on one rank, which quantizes each matrix separately, and
+    return its run directory."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},
@@ -69,7 +75,8 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
 def quantized(
     model: Path, data: Path, form: str, method: str, more: Sequence[str]
 ) -> dict[str, Any]:
-    """What `ptdmpi quantize` says, perplexities in bf16 among it."""
+    """Quantize a model, unless it is done, and return the report of `ptdmpi quantize`, with
+    perplexities in bf16. `more` are its options for GPTQ's samples."""
     target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
     if not known.is_file():
@@ -83,24 +90,24 @@ def quantized(
 
 
 def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
-    """One for each form and method."""
+    """Yield a row of the table for each form and method."""
     for form in FORMS:
         for method in METHODS:
-            found = quantized(model, data, form, method, more)
-            (one,) = found["perplexity"]
+            report = quantized(model, data, form, method, more)
+            (perplexity,) = report["perplexity"]
             yield [
                 form,
                 method,
-                f"{found['bits_per_element']:.1f}",
-                f"{found['bytes'] / 1e6:.1f}",
-                f"{one['before']:.3f}",
-                f"{one['after']:.3f}",
-                f"{100 * (one['after'] / one['before'] - 1):+.2f} %",
+                f"{report['bits_per_element']:.1f}",
+                f"{report['bytes'] / 1e6:.1f}",
+                f"{perplexity['before']:.3f}",
+                f"{perplexity['after']:.3f}",
+                f"{100 * (perplexity['after'] / perplexity['before'] - 1):+.2f} %",
             ]
 
 
 def demo_on(base: Path, name: str, *settings: str) -> Path:
-    """A further training of the demo's model."""
+    """Train the demo's model further, and return its run directory."""
     further = ["optimizer.learning_rate=1e-3", "optimizer.warmup_steps=20"]
     return train(name, MORE_STEPS, *further, f"checkpoint.initial={base}", *settings)
 
@@ -108,60 +115,52 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """As many steps more with rounded weights and without, then int4 of both, and of the base."""
-    for title, model in (
-        ("not trained on", base),
-        ("without", trained("plain")),
-        ('with `quantize.weights = "int4"`', trained("aware", "quantize.weights=int4")),
-    ):
+    """Yield rows of int4 of the base, and of the base trained further without rounded weights and
+    with them."""
+    models = {
+        "not trained on": base,
+        "without": trained("plain"),
+        'with `quantize.weights = "int4"`': trained("aware", "quantize.weights=int4"),
+    }
+    for title, model in models.items():
         for method in METHODS:
-            (one,) = quantized(model, data, "int4, 64", method, more)["perplexity"]
-            yield [title, method, f"{one['before']:.3f}", f"{one['after']:.3f}"]
-
-
-def table(head: Sequence[str], lines: Iterator[list[str]]) -> Iterator[str]:
-    """Markdown."""
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    yield from (f"| {' | '.join(line)} |" for line in lines)
+            (perplexity,) = quantized(model, data, "int4, 64", method, more)["perplexity"]
+            values = [f"{perplexity[when]:.3f}" for when in ("before", "after")]
+            yield [title, method, *values]
 
 
 HEAD = ("codes, block", "method", "bits an element", "MB", "perplexity in bf16", "then", "more")
 
 
-def written(mark: str, lines: list[str]) -> None:
-    """Put the lines between the marks of the page."""
-    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-    page = PAGE.read_text(encoding="utf-8")
-    head, rest = page.split(begin)
-    text = "\n".join([*lines, ""])
-    write_whole(PAGE, head + begin + text + end + rest.split(end)[1])
-    print(text)
-
-
 def main() -> None:
-    """Measure, print and write."""
+    """Quantize, train further, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="default: the demo's, trained here")
-    parser.add_argument("data", type=Path, nargs="?", default=DATA)
-    parser.add_argument("--mark", default="demo", help="where in the page the table stands")
-    parser.add_argument("--samples", default="128", help="of calibration")
-    parser.add_argument("--length", help="their tokens")
-    parser.add_argument("--steps", type=int, default=24, help="that a MODEL is trained on for")
-    parser.add_argument("--further", action="store_true", help="the further training alone")
-    given = parser.parse_args()
-    if not (given.data / "valid").is_dir():
-        sys.exit(f"{given.data} has no valid/: make demo makes that of the demo's model")
+    parser.add_argument("data", type=Path, nargs="?", default=DATA, help="its shards")
+    parser.add_argument("--mark", default="demo", help="the mark of the tables in the page")
+    parser.add_argument("--samples", default="128", help="sequences of GPTQ's calibration")
+    parser.add_argument("--length", help="tokens of a sequence")
+    parser.add_argument("--further", action="store_true", help="only the further training")
+    options = parser.parse_args()
+    if not (options.data / "valid").is_dir():
+        sys.exit(f"{options.data} has no valid/: `make demo` makes that of the demo's model")
     WORK.mkdir(parents=True, exist_ok=True)
-    more = ["--samples", given.samples]
-    more += ["--length", given.length] if given.length else []
-    model = given.model or train("demo", STEPS)
-    if not given.further:
-        written(given.mark, list(table(HEAD, rows(model, given.data, more))))
-    steps = given.steps if given.model else MORE_STEPS
-    on = partial(train_on, model, given.data, steps) if given.model else partial(demo_on, model)
+    more = ["--samples", options.samples]
+    if options.length:
+        more += ["--length", options.length]
+    if options.model:
+        model = options.model
+        steps = PRETRAINED_STEPS
+        further = partial(train_on, model, options.data, steps)
+    else:
+        model = train("demo", STEPS)
+        steps = MORE_STEPS
+        further = partial(demo_on, model)
+    if not options.further:
+        put(PAGE, options.mark, list(table(HEAD, rows(model, options.data, more))))
     head = (f"{steps} steps more", "method", "perplexity in bf16", "then, in int4")
-    written(f"{given.mark}-aware", list(table(head, after_training(model, on, given.data, more))))
+    lines = table(head, after_training(model, further, options.data, more))
+    put(PAGE, f"{options.mark}-aware", list(lines))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
-A pretrained model is tuned from the same adapters, on the same data, by each of them.
-MODEL: see `smol`. Writes between the marks of docs/how-to/fine-tuning.md the first and the last
-loss and of the greatest relative difference to one rank's over all steps; and how far merged
-adapters' logits are from those beside the base. Float32, one thread a rank; of SmolLM2-135M some
-ten minutes on two cores.
+Each of them tunes a pretrained model from the same adapters, on the same data, in float32 with one
+thread a rank. MODEL: see `smol`. The first and the last loss, and the greatest relative difference
+from one rank over all steps, go between the marks of docs/how-to/fine-tuning.md; so do the
+distances between the logits of merged adapters and of adapters with their base. SmolLM2-135M takes
+some ten minutes on two cores.
 """
 
 import json
@@ -14,24 +14,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
 from benchmarks.launch import answer
 from benchmarks.tuning import smol
 
-STEPS, LENGTH, BATCH = 20, 128, 2
+STEPS = 20
+LENGTH = 128
+BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """(t, p, d) of the trainings; t is 2, or the next number that divides the model's heads (of
-    SmolLM2-135M 3)."""
+    """Return (t, p, d) of the trainings; t is 2, or the next number that divides the model's heads
+    (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)
 
 
 def begin(base: Path) -> Path:
-    """Adapters that `peft` has drawn, as a checkpoint of ours."""
+    """Return our checkpoint of adapters that `peft` has drawn."""
     work = base.parent
-    theirs, ours = work / "peft-begin", work / "begin"
+    theirs = work / "peft-begin"
+    ours = work / "begin"
     if not ours.is_dir():
         shutil.rmtree(theirs, ignore_errors=True)
         numbers = [str(smol.LORA["rank"]), str(smol.LORA["alpha"])]
@@ -42,7 +46,7 @@ def begin(base: Path) -> Path:
 
 
 def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[Path, list[float]]:
-    """The run directory and the losses of a layout."""
+    """Train a layout, unless it is done, and return its run directory and its losses."""
     tensor, pipeline, data = axes
     tree = smol.configuration(
         base,
@@ -59,51 +63,54 @@ def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[P
     )
     folder = base.parent / "layouts" / "".join(map(str, axes))
     records = smol.train(folder, tensor * pipeline * data, tree)
-    return folder, [one["loss"] for one in records if "loss" in one]
+    return folder, [record["loss"] for record in records if "loss" in record]
 
 
-def beside_peft(base: Path, run: Path) -> dict[str, Any]:
-    """What `theirs` finds of the run on one rank."""
+def against_peft(base: Path, run: Path) -> dict[str, Any]:
+    """Return the comparison of `theirs` with the run on one rank."""
     merged = base.parent / "layouts" / "merged"
     if not merged.is_dir():
         answer(1, ["-m", "ptdmpi", "adapter", "merge", *map(str, (base, run, merged))])
     paths = (run, base.parent / "unpacked", base.parent / "peft-begin", merged)
     text = answer(1, ["-m", "benchmarks.tuning.theirs", "train", *map(str, paths)])
-    found: dict[str, Any] = json.loads(text[text.index("{") :])
-    return found
+    comparison: dict[str, Any] = json.loads(text[text.index("{") :])
+    return comparison
 
 
 def measured(base: Path, chosen: Sequence[Sequence[int]], steps: int, length: int) -> Any:
-    """Losses of each layout, then what `theirs` finds of the first one."""
+    """Return the losses of each layout, and the comparison of the first one with `peft`."""
     runs = [trained(base, axes, steps, length) for axes in chosen]
-    return [losses for _, losses in runs], beside_peft(base, runs[0][0])
+    return [losses for _, losses in runs], against_peft(base, runs[0][0])
 
 
 def greatest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """The greatest relative difference of two curves."""
+    """Return the greatest relative difference of two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
 
 
 def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) -> list[str]:
-    """Markdown."""
-    lines = ["| t, p, d | loss of step 1 | of the last | greatest relative difference |"]
-    lines.append("|---|---|---|---|")
-    named = [(", ".join(map(str, axes)), one) for axes, one in zip(chosen, curves, strict=True)]
-    for name, one in [*named, ("`peft`, one process", peft["losses"])]:
-        told = f"{greatest(one, curves[0]):.1e}" if one is not curves[0] else ""
-        lines.append(f"| {name} | {one[0]:.6f} | {one[-1]:.6f} | {told} |")
-    merged, rounding = peft["merged"], peft["rounding"]
-    told = (
-        "How far logits are apart, of the greatest one: of merged adapters and of those beside the "
-        f"base {merged['fp32']:.1e} in float32 and {merged['fp64']:.1e} in float64; of float32 and "
-        f"float64 beside the base {rounding:.1e}; of ours and `peft`'s after their steps "
-        f"{peft['theirs']:.1e}."
+    """Return the results in Markdown: a table, and a paragraph about logits."""
+    names = [", ".join(map(str, axes)) for axes in chosen]
+    rows = []
+    for name, losses in zip(names, curves, strict=True):
+        difference = f"{greatest(losses, curves[0]):.1e}" if losses is not curves[0] else ""
+        rows.append([name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", difference])
+    theirs = peft["losses"]
+    difference = f"{greatest(theirs, curves[0]):.1e}"
+    rows.append(["`peft`, one process", f"{theirs[0]:.6f}", f"{theirs[-1]:.6f}", difference])
+    head = ["t, p, d", "loss of step 1", "of the last", "greatest relative difference"]
+    merged = peft["merged"]
+    logits = (
+        "Greatest differences of logits, relative to the greatest logit: between merged adapters "
+        f"and adapters with their base {merged['fp32']:.1e} in float32 and {merged['fp64']:.1e} in "
+        f"float64; between float32 and float64 with the base {peft['rounding']:.1e}; between ours "
+        f"and `peft`'s after their steps {peft['theirs']:.1e}."
     )
-    lines += ["", told]
-    return lines
+    return [*marks.table(head, rows), "", logits]
 
 
 def main(source: Path, work: Path = smol.WORK) -> None:
+    """Tune in all layouts and by `peft`, and write the page."""
     base = smol.prepare(source, work)
     chosen = layouts(base)
     curves, peft = measured(base, chosen, STEPS, LENGTH)

@@ -12,22 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ROOT, answer
+from benchmarks.marks import table
 from benchmarks.tuning import smol
 from ptdmpi.config import AdaptConfig, Layout, ModelConfig
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 
 PICTURE = ROOT / "docs/pictures/lora-full.png"
-STEPS, LENGTH, BATCH, VALIDATED, ROUNDS = 32, 128, 4, 24, 4
+STEPS = 32
+LENGTH = 128
+BATCH = 4
+VALIDATED = 24
+ROUNDS = 4
+METHODS = {"full": "full", "lora": "LoRA"}  # and their names in tables
 RATES = {"full": 1e-4, "lora": 1e-3}
 ADAPT: dict[str, dict[str, Any]] = {"full": {}, "lora": smol.LORA}
-# (tokens of a row, rows of a microbatch) of the table of memory; with recomputation: measured
-SETTINGS = [(256, 1), (1024, 1), (2048, 1), (4096, 1), (8192, 1)]
-MEASURED = [(256, 1, "none"), (1024, 1, "none"), (1024, 1, "full")]
-MIB, BAR = 2**20, 0.45
+# tokens of a microbatch of one row, in the table of memory; with recomputation: measured
+LENGTHS = [256, 1024, 2048, 4096, 8192]
+MEASURED = [(256, "none"), (1024, "none"), (1024, "full")]
+MIB = 2**20
+BAR = 0.45
 
 
 def trained(base: Path, method: str) -> list[Any]:
-    """The records of one training."""
+    """Train by a method, unless it is done, and return the records."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -48,7 +55,7 @@ def trained(base: Path, method: str) -> list[Any]:
 
 
 def untuned(base: Path) -> float:
-    """The held-out loss of the base: that of a run whose one step changes nothing."""
+    """Return the held-out loss of the base, from a run whose only step changes nothing."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -66,113 +73,125 @@ def untuned(base: Path) -> float:
 
 
 def validations(records: Sequence[Any]) -> list[tuple[int, float]]:
-    return [(one["step"], one["validation_loss"]) for one in records if "validation_loss" in one]
+    """Return the step and the loss of each validation."""
+    return [
+        (record["step"], record["validation_loss"])
+        for record in records
+        if "validation_loss" in record
+    ]
 
 
-def planned(base: Path, method: str, length: int, micro: int, recompute: str) -> Footprint:
-    """What one rank needs in bfloat16, as plan and guard have it."""
+def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
+    """Return the planned memory of one rank in bfloat16 with microbatches of one row."""
     adapt = AdaptConfig(**ADAPT[method])
     model = ModelConfig(**{**smol.sizes(base), "seq_length": length}).adapted(adapt)
     account = MemoryModel(model, model.vocab_size, "bf16")
-    layout = Layout(1, 1, 1, micro_size=micro, recompute=recompute)
-    return account.peak(layout, 0, 1)
+    return account.peak(Layout(1, 1, 1, recompute=recompute), 0, 1)
 
 
-def measured(base: Path, method: str, setting: tuple[int, int, str]) -> dict[str, Any]:
-    """What `step` says of a setting's memory."""
-    words = ["memory", str(base), method, *map(str, setting)]
+def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, Any]:
+    """Return the memory that `step` measures."""
+    words = ["memory", str(base), method, str(length), recompute]
     text = answer(1, ["-m", "benchmarks.tuning.step", *words])
-    found: dict[str, Any] = json.loads(text[text.index("{") :])
-    return found
+    numbers: dict[str, Any] = json.loads(text[text.index("{") :])
+    return numbers
 
 
 def greatest_length(base: Path, recompute: str) -> int:
-    """The most tokens of a microbatch of one row at which LoRA needs at most `BAR` of full's."""
+    """Return the most tokens of a microbatch of one row at which LoRA needs at most `BAR` of the
+    memory of full tuning."""
 
     def ratio(length: int) -> float:
-        lora, full = (planned(base, one, length, 1, recompute).total for one in ("lora", "full"))
-        return lora / full
+        lora = planned(base, "lora", length, recompute).total
+        return lora / planned(base, "full", length, recompute).total
 
-    below, above = 128, 2**17
+    below = 128
+    above = 2**17
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (middle, above) if ratio(middle) <= BAR else (below, middle)
+        if ratio(middle) <= BAR:
+            below = middle
+        else:
+            above = middle
     return below
 
 
-def row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def memory_lines(base: Path) -> Iterator[str]:
-    """Planned memory by part and ratio, and what was measured."""
-    yield row(["tokens", "recompute", "", "state", "activations", "working", "MiB", "LoRA / full"])
-    yield "|---" * 8 + "|"
+    """Yield the tables of planned and of measured memory."""
+    head = ["tokens", "recompute", "", "state", "activations", "working", "MiB", "LoRA / full"]
+    rows = []
     for recompute in ("none", "full"):
-        for length, micro in SETTINGS:
-            of = {one: planned(base, one, length, micro, recompute) for one in ("full", "lora")}
-            for name, one in of.items():
-                share = f"{one.total / of['full'].total:.2f}" if name == "lora" else ""
-                sizes = (one.standing, one.activations, one.working, one.total)
-                cells = [f"{size / MIB:,.0f}" for size in sizes]
-                first = [f"{length:,}", recompute] if name == "full" else ["", ""]
-                yield row([*first, "LoRA" if name == "lora" else name, *cells, share])
+        for length in LENGTHS:
+            full = planned(base, "full", length, recompute)
+            lora = planned(base, "lora", length, recompute)
+            rows.append([f"{length:,}", recompute, "full", *_planned_cells(full), ""])
+            share = f"{lora.total / full.total:.2f}"
+            rows.append(["", "", "LoRA", *_planned_cells(lora), share])
+    yield from table(head, rows)
     most = {mode: greatest_length(base, mode) for mode in ("none", "full")}
     yield ""
     yield (
-        f"LoRA needs at most {BAR} of what full tuning needs up to {most['none']:,} tokens of a "
-        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory beyond what "
-        "a process had before its model was built, over two steps of one microbatch:"
+        f"LoRA needs at most {BAR} of the memory of full tuning up to {most['none']:,} tokens of a "
+        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory above that "
+        "of the process before its model was built, over two steps of one microbatch:"
     )
     yield ""
-    yield row(["tokens", "recompute", "", "planned MiB", "resident MiB", "LoRA / full, resident"])
-    yield "|---" * 6 + "|"
-    for setting in MEASURED:
-        found = {one: measured(base, one, setting) for one in ("full", "lora")}
-        for name, one in found.items():
-            share = f"{one['peak'] / found['full']['peak']:.2f}" if name == "lora" else ""
-            first = [f"{setting[0]:,}", setting[2]] if name == "full" else ["", ""]
-            cells = [f"{one[key] / MIB:,.0f}" for key in ("total", "peak")]
-            yield row([*first, "LoRA" if name == "lora" else name, *cells, share])
+    rows = []
+    for length, recompute in MEASURED:
+        numbers = {method: measured(base, method, length, recompute) for method in METHODS}
+        share = numbers["lora"]["peak"] / numbers["full"]["peak"]
+        rows.append([f"{length:,}", recompute, "full", *_measured_cells(numbers["full"]), ""])
+        rows.append(["", "", "LoRA", *_measured_cells(numbers["lora"]), f"{share:.2f}"])
+    head = ["tokens", "recompute", "", "planned MiB", "resident MiB", "LoRA / full, resident"]
+    yield from table(head, rows)
     yield ""
+
+
+def _planned_cells(memory: Footprint) -> list[str]:
+    sizes = (memory.standing, memory.activations, memory.working, memory.total)
+    return [f"{size / MIB:,.0f}" for size in sizes]
+
+
+def _measured_cells(numbers: dict[str, Any]) -> list[str]:
+    return [f"{numbers[key] / MIB:,.0f}" for key in ("total", "peak")]
 
 
 def file_sizes(base: Path) -> dict[str, int]:
-    """Bytes: what of each is handed on, and the newest checkpoint with its optimizer."""
-    work, found = base.parent, {}
+    """Return the bytes of the adapter and of the whole model as they are handed on, and of the
+    newest checkpoints with their optimizers."""
+    work = base.parent
+    sizes = {}
     folder = work / "exported"
     if not folder.is_dir():
         words = ["adapter", "export", str(work / "tuned-lora"), str(folder)]
         answer(1, ["-m", "ptdmpi", *words])
-    found["lora"] = (folder / "adapter_model.safetensors").stat().st_size
-    found["full"] = sum(one.stat().st_size for one in (work / "unpacked").glob("*.safetensors"))
-    for method in ("full", "lora"):
+    sizes["lora"] = (folder / "adapter_model.safetensors").stat().st_size
+    sizes["full"] = sum(file.stat().st_size for file in (work / "unpacked").glob("*.safetensors"))
+    for method in METHODS:
         files = (work / f"tuned-{method}" / "checkpoints").glob("step-*/*.safetensors")
-        found[f"{method}, checkpoint"] = sum(one.stat().st_size for one in files)
-    return found
+        sizes[f"{method}, checkpoint"] = sum(file.stat().st_size for file in files)
+    return sizes
 
 
 def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterator[str]:
-    """Held-out losses, sizes and time."""
-    text = answer(
-        1, ["-m", "benchmarks.tuning.step", "time", str(base), str(LENGTH), "1", str(ROUNDS)]
-    )
+    """Yield a table of held-out losses, and a paragraph about time and sizes. `first` is the loss
+    of the base."""
+    text = answer(1, ["-m", "benchmarks.tuning.step", "time", str(base), str(LENGTH), str(ROUNDS)])
     time = json.loads(text[text.index("{") :])["lora"]
     size = file_sizes(base)
     steps = [step for step, _ in validations(curves["full"])]
-    yield row(["held-out loss after step", "0", *map(str, steps)])
-    yield "|---" * (len(steps) + 2) + "|"
-    for name, records in curves.items():
-        told = f"{'LoRA' if name == 'lora' else name}, rate {RATES[name]:g}"
-        yield row(
-            [told, *(f"{one:.3f}" for one in (first, *(loss for _, loss in validations(records))))]
-        )
+    rows = []
+    for method, records in curves.items():
+        losses = [first, *(loss for _, loss in validations(records))]
+        title = f"{METHODS[method]}, rate {RATES[method]:g}"
+        rows.append([title, *(f"{loss:.3f}" for loss in losses)])
+    yield from table(["held-out loss after step", "0", *map(str, steps)], rows)
     yield ""
     ratio, least, most = (1 / time[key] for key in ("ratio", "greatest", "least"))
     yield (
         f"A step of LoRA takes {ratio:.2f} ({least:.2f} to {most:.2f}) of full tuning's time, one "
         f"rank and thread, {ROUNDS} rounds in turn, on a machine that was not quiet. The adapter "
-        f"as `peft` takes it has {size['lora'] / 1e6:.1f} MB, the whole model "
+        f"in the format of `peft` has {size['lora'] / 1e6:.1f} MB, the whole model "
         f"{size['full'] / 1e6:.0f} MB; checkpoints with the optimizer's state "
         f"{size['lora, checkpoint'] / 1e6:.0f} and {size['full, checkpoint'] / 1e6:,.0f} MB."
     )
@@ -180,45 +199,47 @@ def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterat
 
 
 def picture(base: Path, curves: dict[str, list[Any]], first: float) -> None:
-    """Losses over steps, and planned memory by part."""
+    """Draw the losses over the steps, and the planned memory by part."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for color, (name, records) in zip(("C0", "C1"), curves.items(), strict=True):
-        shown = "LoRA" if name == "lora" else name
-        losses = [(one["step"], one["loss"]) for one in records if "loss" in one]
+    for color, (method, records) in zip(("C0", "C1"), curves.items(), strict=True):
+        losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
         left.plot(*zip(*losses, strict=True), color=color, lw=0.6, alpha=0.5)
         points = [(0, first), *validations(records)]
-        left.plot(*zip(*points, strict=True), "o-", color=color, label=f"{shown}, held out")
+        label = f"{METHODS[method]}, held out"
+        left.plot(*zip(*points, strict=True), "o-", color=color, label=label)
     left.set(xlabel="step", ylabel="loss of answers (thin: training)")
     left.legend(fontsize=8)
-    bars = [
-        (f"{'LoRA' if method == 'lora' else method}\n{length:,}{mode}", method, length, recompute)
-        for length, recompute, mode in (
-            (256, "none", ""),
-            (2048, "none", ""),
-            (8192, "none", ""),
-            (8192, "full", "\nrecomputed"),
-        )
-        for method in ("full", "lora")
-    ]
-    heights = [planned(base, method, length, 1, mode).parts for _, method, length, mode in bars]
-    bottom = [0.0] * len(bars)
-    for part in ("weights", "gradients", "optimizer", "activations", "working"):
-        sizes = [one[part] / 2**30 for one in heights]
-        right.bar(range(len(bars)), sizes, bottom=bottom, label=part)
-        bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
-    right.set_xticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
-    right.set(ylabel="planned GiB, by tokens of a microbatch")
-    right.legend(fontsize=8)
+    _draw_memory(right, base)
     figure.savefig(PICTURE, dpi=110)
     plt.close(figure)
 
 
+def _draw_memory(axes: Any, base: Path) -> None:
+    """Draw a bar of planned memory for each method and setting."""
+    names = []
+    heights = []
+    for length, recompute in ((256, "none"), (2048, "none"), (8192, "none"), (8192, "full")):
+        suffix = "\nrecomputed" if recompute == "full" else ""
+        for method, title in METHODS.items():
+            names.append(f"{title}\n{length:,}{suffix}")
+            heights.append(planned(base, method, length, recompute).parts)
+    bottom = [0.0] * len(names)
+    for part in ("weights", "gradients", "optimizer", "activations", "working"):
+        sizes = [parts[part] / 2**30 for parts in heights]
+        axes.bar(range(len(names)), sizes, bottom=bottom, label=part)
+        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+    axes.set_xticks(range(len(names)), names, fontsize=7)
+    axes.set(ylabel="planned GiB, by tokens of a microbatch")
+    axes.legend(fontsize=8)
+
+
 def main(source: Path, work: Path = smol.WORK) -> None:
+    """Tune by both methods, and write page and picture."""
     base = smol.prepare(source, work)
     first = untuned(base)
     curves = {method: trained(base, method) for method in RATES}

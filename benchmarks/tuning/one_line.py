@@ -1,9 +1,9 @@
 """An instruction task from the standard library: say in one line what a function does.
 
-`python -m benchmarks.tuning.one_line FOLDER`. Of each short function the source without its
-docstring is the prompt, and the docstring's first line the answer: the library's own style. The
-same Python gives the same files. Functions for training and for validation are of different
-modules, and no answer stands twice.
+`python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
+its docstring; the answer is the docstring's first line, in the library's own style. The same Python
+gives the same files. Functions for training and for validation are from different modules, and no
+answer occurs twice.
 """
 
 import ast
@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ASKED = "Say in one line what this Python function does.\n\n"
-SOURCE, ANSWER = (60, 400), (20, 80)  # the least and the most characters
+# the least and the most characters
+SOURCE = (60, 400)
+ANSWER = (20, 80)
 HELD_OUT = 8  # one of so many modules is for validation
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
 def functions(path: Path) -> Iterator[tuple[str, str]]:
-    """(source without the docstring, its first line) of the functions of a file."""
+    """Yield (source without the docstring, the docstring's first line) of a file's functions."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # what Python's own tools are tested with
+    except (SyntaxError, UnicodeDecodeError):  # files that test Python's own tools
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
@@ -39,9 +41,10 @@ def functions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, int]:
-    """`train.jsonl` and `valid.jsonl` in the folder; how many examples each has."""
+    """Write `train.jsonl` and `valid.jsonl` into the folder, and return the number of examples of
+    each."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    paths = [one for one in sorted(library.rglob("*.py")) if not LEFT_OUT & set(one.parts)]
+    paths = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.parts)]
     seen: set[str] = set()
     parts: dict[str, list[str]] = {"train": [], "valid": []}
     counts: Counter[str] = Counter()

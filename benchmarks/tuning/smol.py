@@ -1,8 +1,8 @@
 """A small pretrained model, its data, and trainings of it.
 
-MODEL is a model directory of Hugging Face (SmolLM2-135M-Instruct, say) or one .gguf file, which
-`transformers` unpacks (it needs the package `gguf` for that). All that is made of it stands in a
-folder, and is not made again.
+MODEL is a model directory of Hugging Face (SmolLM2-135M-Instruct, for example) or a .gguf file,
+which `transformers` unpacks with the package `gguf`. All results are kept in a folder, and are not
+made again.
 """
 
 import json
@@ -14,17 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import marks
 from benchmarks.launch import ROOT, answer
 from benchmarks.tuning import one_line
-from ptdmpi.base.disk import write_whole
 
-PAGE, WORK = ROOT / "docs/how-to/fine-tuning.md", ROOT / "runs/smol"
+PAGE = ROOT / "docs/how-to/fine-tuning.md"
+WORK = ROOT / "runs/smol"
 LORA = {"method": "lora", "rank": 8, "alpha": 16.0}
 Tree = dict[str, dict[str, Any]]
 
 
 def prepare(source: Path, work: Path = WORK) -> Path:
-    """The base of `source` in `work`, whose folder hugging_face/ has its tokenizer."""
+    """Convert `source` into a base in `work`, unless it is there, and return the base; its folder
+    hugging_face/ has the tokenizer."""
     work = work.resolve()
     base = work / "base"
     if base.is_dir():
@@ -40,45 +42,46 @@ def prepare(source: Path, work: Path = WORK) -> Path:
 
 
 def unpack(source: Path, target: Path) -> None:
-    """A .gguf file as a model directory in bfloat16, with its tokenizer."""
+    """Write a .gguf file as a model directory in bfloat16, with its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    given = {"gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, **given)
+    file = {"gguf_file": source.name}
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **file)
     whole = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent, **given, dtype=torch.bfloat16, quantization_config=whole
+        source.parent, **file, dtype=torch.bfloat16, quantization_config=whole
     )
-    for one in (model, tokenizer):
-        one.save_pretrained(target)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
 
 
 def rows(base: Path, length: int) -> tuple[Path, Path]:
-    """The task of `one_line` packed into rows of so many tokens: for training, and held out."""
+    """Pack the task of `one_line` into rows of `length` tokens, unless that is done, and return
+    the folders for training and for validation."""
     work = base.parent
-    made = work / f"train-{length}", work / f"valid-{length}"
+    folders = (work / f"train-{length}", work / f"valid-{length}")
     if not (work / "valid.jsonl").is_file():
         print(one_line.write(work), flush=True)
     tool = str(Path(sys.executable).with_name("ptdmpi-data"))
     tokenizer = base / "hugging_face/tokenizer.json"
-    for target in made:
+    for target in folders:
         if not target.is_dir():
             text = work / f"{target.name.partition('-')[0]}.jsonl"
             words = ["chat", str(text), "--tokenizer", str(tokenizer), "--output", str(target)]
             words += ["--seq-length", str(length), "--too-long", "drop", "--quiet"]
             subprocess.run([tool, *words], check=True, stdout=subprocess.DEVNULL)
-    return made
+    return folders
 
 
 def sizes(base: Path) -> dict[str, Any]:
-    """[model] of the base."""
-    found: dict[str, Any] = tomllib.loads((base / "config.toml").read_text())["model"]
-    return found
+    """Return the section [model] of the base."""
+    section: dict[str, Any] = tomllib.loads((base / "config.toml").read_text())["model"]
+    return section
 
 
 def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]) -> Tree:
-    """A training on the task; `more` sets keys of sections beside."""
+    """Return the configuration of a training on the task, with the keys of `more`."""
     train, valid = rows(base, length)
     tree: Tree = {
         "model": {**sizes(base), "seq_length": length},
@@ -95,7 +98,7 @@ def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]
 
 
 def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) -> list[Any]:
-    """The records of a training in `folder`, which is not done again."""
+    """Train in `folder`, unless that is done, and return the records."""
     import tomlkit
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,16 +106,13 @@ def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) ->
     tree = {**tree, "run": {**tree["run"], "dir": str(folder)}}
     path.write_text(tomlkit.dumps(tree), encoding="utf-8")
     if not (folder / "done").is_file():
-        words = [word for one in settings for word in ("--set", one)]
+        words = [word for setting in settings for word in ("--set", setting)]
         answer(ranks, ["-m", "ptdmpi", "train", str(path), *words])
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def put(name: str, lines: Sequence[str]) -> None:
-    """`lines`, each a row of a table or a paragraph, between the marks `name` of the page."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    head, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    wrapped = (one if one.startswith(("|", "!")) else textwrap.fill(one, 118) for one in lines)
-    text = "\n".join([*wrapped, ""])
-    write_whole(PAGE, head + begin + text + end + rest.split(end)[1])
-    print(text)
+    """Write `lines`, each a row of a table, a picture or a paragraph, between the marks `name` of
+    the page."""
+    wrapped = [line if line.startswith(("|", "!")) else textwrap.fill(line, 118) for line in lines]
+    marks.put(PAGE, name, wrapped)

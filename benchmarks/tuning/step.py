@@ -1,10 +1,11 @@
-"""One rank's memory in two steps of LoRA or of full tuning, or the time of both in turns.
+"""One rank's memory in two steps of LoRA or of full tuning, or the time of both in turn.
 
-    python -m benchmarks.tuning.step memory BASE METHOD LENGTH MICRO RECOMPUTE
-    python -m benchmarks.tuning.step time BASE LENGTH MICRO ROUNDS
+    python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
+    python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
-In bfloat16, on random tokens and weights, of the sizes of BASE; METHOD is "lora" or "full". Prints
-JSON. One process measures one setting of memory: what it had resident once stays in its peak.
+Trains a model of the sizes of BASE in bfloat16, with random tokens and weights, one row of LENGTH
+tokens a step; METHOD is "lora" or "full". Prints JSON. One process measures one setting of memory:
+a process's peak never falls.
 """
 
 import json
@@ -34,33 +35,35 @@ from ptdmpi.train.capacity import process_bytes
 STEPS = 2
 
 
-def settled(base: Path, method: str, length: int, micro: int, recompute: str) -> Config:
-    """One microbatch of so many rows a step, on one rank."""
+def configuration(base: Path, method: str, length: int, recompute: str) -> Config:
+    """Return the configuration of a microbatch of one row a step, on one rank."""
     model = tomllib.loads((base / "config.toml").read_text())["model"]
-    adapt = {"adapt": {**LORA, "base": str(base)}} if method == "lora" else {}
-    return synthetic_config(
-        Layout(1, 1, 1, micro_size=micro, recompute=recompute),
-        {**model, "seq_length": length},
-        run={"steps": 1_000_000},
-        precision={"compute": "bf16"},
-        **adapt,
-    )
+    sections: dict[str, Any] = {"run": {"steps": 1_000_000}, "precision": {"compute": "bf16"}}
+    if method == "lora":
+        sections["adapt"] = {**LORA, "base": str(base)}
+    layout = Layout(1, 1, 1, recompute=recompute)
+    return synthetic_config(layout, {**model, "seq_length": length}, **sections)
 
 
 def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
-    """An engine, and what makes a step of it."""
+    """Return an engine, and a function that trains a step of it."""
     vocab_size = config.model.vocab_size
     engine = Engine(config, world.split(grid_of(config)), vocab_size)
     shape = (config.model.seq_length + 1, config.batch.micro_size)
     ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch(ids[:-1], ids[1:], None, torch.arange(shape[1]))
-    return engine, lambda step: engine.step(step, [batch]) and None
+
+    def train(step: int) -> None:
+        engine.step(step, [batch])
+
+    return engine, train
 
 
 def memory(config: Config, world: World) -> dict[str, Any]:
-    """Bytes: resident when built and at a step's peak, both beyond the start, and as foreseen."""
+    """Return the resident bytes when the model is built and at the peak of a step, both above those
+    at the start, and the planned ones."""
     some = torch.ones(256, 256, dtype=torch.bfloat16)
-    some @ some  # what libraries take once is theirs
+    some @ some  # libraries allocate their memory now
     _, start = process_bytes()
     engine, step = built(config, world)
     give_back()
@@ -81,7 +84,8 @@ def memory(config: Config, world: World) -> dict[str, Any]:
 
 
 def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, dict[str, float]]:
-    """Steps a second of each, and their ratios to full tuning's, round by round."""
+    """Return the steps per second of each configuration, and their ratios to full tuning, taken
+    round by round."""
     counts = dict.fromkeys(configs, 0)
     steps = {name: built(config, world)[1] for name, config in configs.items()}
 
@@ -98,18 +102,22 @@ def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, di
 
 
 def main() -> None:
+    """Measure memory or time, as the command line says."""
     doing, base, *words = sys.argv[1:]
     torch.set_num_threads(1)
     keep_freed(os.environ)
     world = World()
     if doing == "memory":
-        method, length, micro, recompute = words
-        config = settled(Path(base), method, int(length), int(micro), recompute)
+        method, length, recompute = words
+        config = configuration(Path(base), method, int(length), recompute)
         print(json.dumps(memory(config, world)))
         return
-    length, micro, rounds = map(int, words)
-    configs = {name: settled(Path(base), name, length, micro, "none") for name in ("full", "lora")}
-    print(json.dumps(times(configs, world, rounds)))
+    length, rounds = words
+    configs = {
+        method: configuration(Path(base), method, int(length), "none")
+        for method in ("full", "lora")
+    }
+    print(json.dumps(times(configs, world, int(rounds))))
 
 
 if __name__ == "__main__":

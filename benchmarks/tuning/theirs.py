@@ -1,12 +1,12 @@
-"""The same adapters by `peft` and `transformers`: where they begin, and how they train.
+"""The same adapters by `peft` and `transformers`: their initial weights, and their training.
 
     python -m benchmarks.tuning.theirs begin HF FOLDER RANK ALPHA
     python -m benchmarks.tuning.theirs train RUN HF BEGIN MERGED
 
-`begin` writes fresh adapters beside all linears of the model directory HF into FOLDER. `train`
-trains them, from BEGIN, on the data and at the rates of RUN, a finished training on one rank, and
-prints as JSON: their losses, and how far logits are from each other: of RUN and MERGED by type, of
-RUN in float32 and in float64, and of RUN and theirs.
+`begin` writes new adapters of all linears of the model directory HF into FOLDER. `train` trains
+them, from BEGIN, on the data and at the rates of RUN, a finished training on one rank. It prints as
+JSON their losses, and the greatest differences of logits: between RUN and MERGED by type, between
+RUN in float32 and in float64, and between RUN and theirs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def model_of(path: Path) -> Any:
-    """The model at `path` in float32."""
+    """Return the model at `path` in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
@@ -34,7 +34,7 @@ def model_of(path: Path) -> Any:
 
 
 def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
-    """Adapters as `peft` begins with them: A random, B zero."""
+    """Write adapters as `peft` initializes them: A random, B zero."""
     import peft
 
     torch.manual_seed(0)
@@ -45,8 +45,8 @@ def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
 
 
 def seen(batch: Batch) -> dict[str, Tensor]:
-    """What their model takes of a microbatch: ids [b, s]; where its rows hold several documents,
-    positions and a mask [b, 1, s, s] of the keys that each query sees."""
+    """Return a microbatch as arguments of their model: ids [b, s]; if its rows have several
+    documents, also positions and a mask [b, 1, s, s] of the keys that each query sees."""
     ids = batch.inputs.t()
     if batch.documents is None:
         return {"input_ids": ids}
@@ -60,17 +60,18 @@ def seen(batch: Batch) -> dict[str, Tensor]:
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """The sum over a microbatch's tokens that count."""
+    """Return the sum of a microbatch's losses, by the weights of its tokens."""
     logits = model(**seen(batch)).logits
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none"
     )
-    weights = torch.ones_like(losses) if batch.weights is None else batch.weights.t().flatten()
-    return (losses * weights).sum()
+    if batch.weights is None:
+        return losses.sum()
+    return (losses * batch.weights.t().flatten()).sum()
 
 
 def stepped(model: Any, config: Any, batches: list[list[Batch]], rates: list[float]) -> list[float]:
-    """The losses of AdamW's steps."""
+    """Train by AdamW, and return the loss of each step."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     own = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -93,13 +94,13 @@ def stepped(model: Any, config: Any, batches: list[list[Batch]], rates: list[flo
     return losses
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """The greatest difference over the greatest magnitude."""
-    return float((one - other).abs().max() / other.abs().max())
+def apart(values: Tensor, reference: Tensor) -> float:
+    """Return the greatest difference, relative to the greatest magnitude of `reference`."""
+    return float((values - reference).abs().max() / reference.abs().max())
 
 
 def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
-    """What is printed; see above."""
+    """Train their adapters, and return their losses and the differences of logits."""
     import peft
 
     from ptdmpi.comm.world import World
@@ -115,10 +116,10 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     with contextlib.closing(feed.steps(0)) as steps:
         batches = [feed.place(next(steps)) for _ in range(config.run.steps)]
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = [one["learning_rate"] for one in records if "loss" in one]
+    rates = [record["learning_rate"] for record in records if "loss" in record]
 
     def logits(precision: str, path: Path, adapter: Path | None) -> Tensor:
-        """Those of the first row's tokens, [s, V]."""
+        """Return the logits of the first row's tokens, [s, V]."""
         opened, _ = open_inference(path, world, None, precision, adapter=adapter)
         with torch.no_grad():
             (stage,) = opened.stages.values()
@@ -126,8 +127,8 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
 
     ids = batches[0][0].inputs[:, :1]
     base = Path(config.adapt.base)
-    beside = {kind: logits(kind, base, run) for kind in ("fp32", "fp64")}
-    whole = {kind: logits(kind, merged, None) for kind in beside}
+    adapted = {kind: logits(kind, base, run) for kind in ("fp32", "fp64")}
+    whole = {kind: logits(kind, merged, None) for kind in adapted}
     model = peft.PeftModel.from_pretrained(model_of(path), str(begun), is_trainable=True)
     model.eval()
     losses = stepped(model, config, batches, rates)
@@ -135,13 +136,14 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
         own = model(input_ids=ids.t()).logits[0]
     return {
         "losses": losses,
-        "merged": {kind: apart(whole[kind], beside[kind]) for kind in beside},
-        "rounding": apart(beside["fp32"], beside["fp64"]),
-        "theirs": apart(beside["fp32"], own.double()),
+        "merged": {kind: apart(whole[kind], adapted[kind]) for kind in adapted},
+        "rounding": apart(adapted["fp32"], adapted["fp64"]),
+        "theirs": apart(adapted["fp32"], own.double()),
     }
 
 
 def main() -> None:
+    """Begin or train, as the command line says."""
     doing, *words = sys.argv[1:]
     paths = [Path(word) for word in words[:4]]
     if doing == "begin":

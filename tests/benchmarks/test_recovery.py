@@ -25,7 +25,7 @@ def test_a_curve_that_differs_in_a_bit_or_in_length_is_not_clean(tmp_path):
 
 
 def test_the_table_counts_what_was_not_clean():
-    good = Trial("a", deaths=2, seconds=[1.0, 3.0], told=[0.5, 0.7])
+    good = Trial("a", deaths=2, seconds=[1.0, 3.0], logged=[0.5, 0.7])
     bad = Trial("b", deaths=1, problem="hung")
     assert list(table([good, bad]))[2:] == [
         "| a | 1 | 1 | 2 | 2.00 s (1.00 to 3.00) | 0.60 s (0.50 to 0.70) |",

@@ -1,4 +1,4 @@
-"""`python -m ptdmpi` is the command `ptdmpi`."""
+"""Run the command `ptdmpi` by `python -m ptdmpi`."""
 
 from ptdmpi.cli import main
 

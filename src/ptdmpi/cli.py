@@ -1,4 +1,4 @@
-"""The command `ptdmpi`: parse, call, print. Each subcommand is imported when it is asked for."""
+"""The command line `ptdmpi`; the module of a subcommand is imported when that subcommand runs."""
 
 import importlib
 
@@ -6,7 +6,7 @@ import click
 
 from ptdmpi.terminal.program import CommandGroup, run
 
-# name -> whether all ranks of a job work on it
+# name -> True if all ranks of a job work on it, False if rank 0 alone does
 COMMANDS = {
     "init": False,
     "train": True,
@@ -27,14 +27,16 @@ COMMANDS = {
 
 
 class LazyGroup(CommandGroup):
-    """Imports `ptdmpi.commands.NAME` only when NAME runs, so that planning needs no torch."""
+    """A group that imports `ptdmpi.commands.NAME` only when NAME runs: planning needs no torch."""
 
     in_parallel = frozenset(name for name, all_ranks in COMMANDS.items() if all_ranks)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all subcommands, in the order of the help text."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import and return the subcommand `name`; None if there is none."""
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"ptdmpi.commands.{name}").command
@@ -47,9 +49,10 @@ class LazyGroup(CommandGroup):
     "saving, 130 interrupted, else a failure.",
 )
 def group() -> None:
-    """Trains large language models over MPI: tensor, pipeline and data parallelism.
+    """Train large language models over MPI: tensor, pipeline and data parallelism.
 
-    Completion of commands and options by the Tab key, in bash (zsh, fish: their names):
+    The Tab key completes commands and options in bash after this line (in zsh and fish, with
+    zsh_source and fish_source):
 
     eval "$(_PTDMPI_COMPLETE=bash_source ptdmpi)"
     """

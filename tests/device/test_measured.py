@@ -12,9 +12,9 @@ from ptdmpi.comm.communicator import DONE
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import World
-from ptdmpi.commands import doctor
-from ptdmpi.probe import collectives
+from ptdmpi.probe import collectives, sum_check
 from ptdmpi.probe.bench import Bench
+from ptdmpi.probe.finding import MachineFinding
 from tests.device import _pretend
 from tests.device._pretend import is_pretended, pretended
 from tests.device._seen import SEEN
@@ -27,13 +27,13 @@ OF_HOST = ["float32 sum", "float32 sum", "bfloat16 sum", "bfloat16 sum"]
 OF_DEVICE = ["mpi float32", "mpi float32", "mpi bfloat16", "mpi bfloat16"]
 
 
-def sums(comm, device) -> dict[str, list[doctor.ReportLine]]:
+def sums(comm, device) -> dict[str, list[MachineFinding]]:
     """The rows of sums, those of the host and those of the device."""
     with (
-        patch("ptdmpi.inference.model.device_of", lambda world: device),
-        patch.object(doctor, "ALL_REDUCE_BYTES", (1 << 10, 1 << 14)),
+        patch.object(sum_check, "device_of", lambda world: device),
+        patch.object(sum_check, "ALL_REDUCE_BYTES", (1 << 10, 1 << 14)),
     ):
-        found = doctor._all_reduce(World(comm))
+        found = sum_check.check_sums(World(comm))
     assert [one.name for one in found[:4]] == OF_HOST
     return {"host": found[:4], "device": found[4:]}
 
@@ -46,7 +46,7 @@ def test_the_wire_that_training_takes_is_measured_too(comm):
     rows = found["host"] + found["device"]
     assert all(one.status == "ok" and ", right, " in one.value for one in rows)
     # the clock's own beginning; and around each sum
-    assert settle.call_count == 1 + 2 * doctor.TRIALS * len(OF_DEVICE)
+    assert settle.call_count == 1 + 2 * sum_check.TRIALS * len(OF_DEVICE)
 
 
 @parallel(ranks=[2])

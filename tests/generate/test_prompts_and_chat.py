@@ -111,9 +111,9 @@ def test_bad_input_is_one_line_before_anything_is_written(run, tmp_path, content
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--prompts", "a", "--prompt", "b"], "--prompt and --prompts: legal is one of them"),
-        (["--prompts", "a", "--chat"], "--prompts and --chat: legal is one of them"),
-        (["--chat", "--json"], "--json is not for a --chat"),
+        (["--prompts", "a", "--prompt", "b"], "--prompt and --prompts: give one of them"),
+        (["--prompts", "a", "--chat"], "--prompts and --chat: give one of them"),
+        (["--chat", "--json"], "--json cannot be combined with --chat"),
         (["--chat", "--samples", "2"], "--samples 2: a --chat has one answer to each line"),
     ],
 )

@@ -11,10 +11,13 @@ import torch
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.commands import doctor
-from ptdmpi.commands.doctor import report_text
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.parity import suite
 from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
+from ptdmpi.probe import issue_report
+from ptdmpi.probe.host_check import check_wires
+from ptdmpi.probe.issue_report import report_text, save_report
+from ptdmpi.probe.sum_check import check_sums, sum_of_known
 from tests.parallel import mpirun, parallel
 
 CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
@@ -38,8 +41,8 @@ def test_machine_on_two_ranks():
 @parallel(ranks=[2])
 def test_ranks_with_other_libraries_are_told(comm):
     have = f"libnccl 2.{30 + comm.rank} (/lib)"
-    with patch("ptdmpi.comm.nccl.library.told", lambda: have):
-        line = doctor._wires(World(comm))
+    with patch("ptdmpi.probe.host_check.told", lambda: have):
+        line = check_wires(World(comm))
     assert line.status == "bad"
     assert "ranks differ: libnccl 2.30 (/lib); libnccl 2.31 (/lib)" in line.value
 
@@ -64,7 +67,7 @@ def test_rows_by_name(comm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1, 1000, 100_000])
 def test_a_right_sum_is_right(comm, dtype, elements):
-    right, seconds = doctor._sum_known(MpiCommunicator(comm), elements, dtype, torch.device("cpu"))
+    right, seconds = sum_of_known(MpiCommunicator(comm), elements, dtype, torch.device("cpu"))
     assert right
     assert seconds > 0
 
@@ -80,7 +83,7 @@ def test_a_wrong_sum_is_bad_on_every_rank(comm):
         return handle
 
     with patch.object(MpiCommunicator, "_all_reduce", corrupt):
-        findings = doctor._all_reduce(World(comm))
+        findings = check_sums(World(comm))
         assert {finding.status for finding in findings} == {"bad"}
         assert all("WRONG on ranks 1" in finding.value for finding in findings)
         assert not doctor.check_machine(World(comm), as_json=True)
@@ -114,9 +117,9 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(doctor, "write_whole", full)
+    monkeypatch.setattr(issue_report, "write_whole", full)
     with pytest.raises(InputError, match=r"--report .*x: No space left on device"):
-        doctor._save(tmp_path / "x", "text")
+        save_report(tmp_path / "x", "text")
 
 
 def test_report_has_versions_and_no_secrets():

@@ -21,9 +21,10 @@ from ptdmpi.data.batches import TrainBatches
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
+from ptdmpi.preview.as_text import as_text
 from ptdmpi.preview.draft import SMALL, Wish, draft
-from ptdmpi.preview.preview import RankCount, needed_ranks, preview
-from ptdmpi.preview.words import words
+from ptdmpi.preview.forecast import preview
+from ptdmpi.preview.ranks import RankCount, needed_ranks
 from ptdmpi.train.feed import open_datasets
 from tests._configs import tree
 from tests.parallel import mpirun
@@ -84,7 +85,7 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
 
 
 def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
-    monkeypatch.setattr("ptdmpi.preview.preview.rank_memory_bytes", lambda *machine: 1000)
+    monkeypatch.setattr("ptdmpi.preview.forecast.rank_memory_bytes", lambda *machine: 1000)
     found = preview(configured(corpus), ONE)
     assert found["memory"]["fits"] is False
     assert "does not fit into memory" in found["mistake"] and "weights" in found["mistake"]
@@ -98,8 +99,8 @@ def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
     step = relief.Step.of(resolve(asked, 1), 257, on_host=False)
     has = {"cuda": step.largest()[1].total, "cpu": step.on_hosts()}
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("ptdmpi.preview.preview._here", lambda ranks: (has["cuda"], "of a GPU"))
-    module = "ptdmpi.preview.preview.rank_memory_bytes"
+    monkeypatch.setattr("ptdmpi.preview.forecast._here", lambda ranks: (has["cuda"], "of a GPU"))
+    module = "ptdmpi.preview.forecast.rank_memory_bytes"
     monkeypatch.setattr(module, lambda device, ranks: has[device.type])
     found = preview(asked, ONE)
     assert found["memory"]["fits"] is True and found["memory"]["bytes"] == has["cuda"]
@@ -144,10 +145,10 @@ def test_mistakes_are_those_of_the_run(corpus, monkeypatch, key, value, words):
 
 
 def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("ptdmpi.preview.preview.newest", lambda path: path / "step-00000003")
-    monkeypatch.setattr("ptdmpi.preview.preview.files.checkpoints_in", lambda path: [path])
+    monkeypatch.setattr("ptdmpi.preview.resume.newest", lambda path: path / "step-00000003")
+    monkeypatch.setattr("ptdmpi.preview.resume.files.checkpoints_in", lambda path: [path])
     progress = SimpleNamespace(progress=SimpleNamespace(step=3), said={})
-    monkeypatch.setattr("ptdmpi.preview.preview.sound_manifest", lambda path: progress)
+    monkeypatch.setattr("ptdmpi.preview.resume.sound_manifest", lambda path: progress)
     monkeypatch.setattr(Course, "judge", lambda *_: None)
     worse = [{"step": n, "validation_loss": 1.0 + n} for n in (1, 2, 3)]
     made(tmp_path / "run", 5, *worse)
@@ -160,8 +161,8 @@ def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
     assert (
         "is over, stopped early after step 3: run.stop_after_worse = 2" in found["resume"]["says"]
     )
-    assert "legal: a higher run.stop_after_worse" in words(found)
-    assert f"ptdmpi-data verify {corpus / 'data/train'}" in words(found)
+    assert "legal: a higher run.stop_after_worse" in as_text(found)
+    assert f"ptdmpi-data verify {corpus / 'data/train'}" in as_text(found)
     found = preview(configured(corpus, {**changes, "run.steps": 3}), ONE)["resume"]["says"]
     assert "nothing to train" in found and "legal: run.steps above 3" in found
 

@@ -97,7 +97,7 @@ def test_several_runs_share_a_table_and_a_picture(tmp_path, monkeypatch):
     rows = {line[:17].strip(): line[17:].split() for line in done.stdout.splitlines()}
     assert rows["steps"][-2:] == ["2", "3"] and rows["last loss"] == ["3.0000", "3.0000"]
     assert rows["validation loss"] == ["-", "3.2500"]
-    assert "loss over 2 steps in common: 0.25 apart in the mean, 0.5 at step 2" in done.stdout
+    assert "loss over 2 common steps: 0.25 apart on average, 0.5 at step 2" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 1000
     found = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
     assert [one["steps"] for one in found["runs"]] == [2, 3] and found["gap"]["at_step"] == 2

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import scalars
-from ptdmpi.sinks.sinks import Past, Sinks, require
+from ptdmpi.sinks.sinks import Sinks, require
 from ptdmpi.train.records.directory import RunDirectory
 from tests._configs import small
 from tests.sinks._events import curve

@@ -11,7 +11,7 @@ from ptdmpi.config import InputError
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.choice import AttentionByProducts, HostChoice
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.preview import preview
+from ptdmpi.preview import forecast
 from ptdmpi.train import capacity
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.records.rates import peak_memory_bytes
@@ -133,4 +133,4 @@ def test_gpus_that_a_site_shows_one_by_one(monkeypatch):
         monkeypatch.setenv("SLURM_GPUS_ON_NODE", of_slurm)
         assert capacity.expected_sharing(torch.device("cuda"), 4) == sharing
         words = f"of a GPU of this host, 4 ranks sharing the {gpus} that it shows"
-        assert preview._here(4) == ((80 << 30) // sharing, words)
+        assert forecast._here(4) == ((80 << 30) // sharing, words)

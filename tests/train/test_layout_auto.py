@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from ptdmpi.commands.train import _unused
 from ptdmpi.config import resolve, to_toml
+from ptdmpi.preview.layout_auto import unused_path
 from tests._configs import tree
 from tests._runs import SIZES, corpus
 from tests.parallel import mpirun
@@ -52,5 +52,5 @@ def test_a_run_is_laid_out_once(tmp_path):
 
 def test_a_measured_cluster_is_never_overwritten(tmp_path):
     for name in ("cluster.toml", "cluster-2.toml", "cluster-3.toml"):
-        assert _unused(tmp_path) == tmp_path / name
+        assert unused_path(tmp_path) == tmp_path / name
         (tmp_path / name).touch()

@@ -1,1 +1,1 @@
-"""The commands of `ptdmpi`, one module each; `ptdmpi.cli` imports them when they are called."""
+"""The commands of `ptdmpi`, one module each; `ptdmpi.cli` imports one when it runs."""

@@ -1,4 +1,4 @@
-"""`ptdmpi adapter`: adapters and whole models, and the format of `peft`; without MPI or a GPU."""
+"""`ptdmpi adapter`: merge, split, export and import adapters, without MPI or a GPU."""
 
 from pathlib import Path
 
@@ -6,18 +6,16 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.generate import EMA
+from ptdmpi.commands.options import EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
-
-PATH = click.Path(path_type=Path)
 
 
 @click.group(cls=CommandGroup, short_help="Merge, split, export or import adapters.")
 def command() -> None:
-    """Merge, split, export or import what `ptdmpi train` with [adapt] has trained, without MPI or a
-    GPU.
+    """Merge, split, export or import adapters that `ptdmpi train` with [adapt] trained.
 
-    BASE is a whole model and ADAPTER what was trained beside it: a run directory or a checkpoint.
+    BASE is a whole model and ADAPTER the adapters over it, each a run directory or a checkpoint.
+    No command needs MPI or a GPU.
     """
 
 
@@ -27,9 +25,9 @@ def command() -> None:
 @click.argument("target", type=PATH)
 @EMA
 def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
-    """Write the whole model that BASE with ADAPTER is into the directory TARGET,
+    """Merge ADAPTER into BASE and write the whole model into the directory TARGET.
 
-    which `ptdmpi train`, `evaluate`, `generate` and `convert to-hf` take.
+    `ptdmpi train`, `evaluate`, `generate` and `convert to-hf` read TARGET.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
@@ -47,13 +45,15 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("target", type=PATH)
 @click.option("--rank", type=click.IntRange(1), required=True, help="Of the adapter.")
 def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
-    """Write what TUNED differs from BASE in as an adapter of a rank into the directory TARGET, as
-    near as that rank can be."""
+    """Write the difference of TUNED and BASE into the directory TARGET, as an adapter.
+
+    It is the best approximation of the given rank.
+    """
     launch.prepare()
     from ptdmpi.convert import adapters
 
     left, others = adapters.split(base, tuned, target, rank)
-    print(f"{target}: rank {rank}; of no linear's difference more than {left:.1e} is left")
+    print(f"{target}: rank {rank}; it leaves at most {left:.1e} of a linear's difference")
     if others:
         print(f"note: {len(others)} other parameters differ and are left out: {others[0]}, ...")
 
@@ -63,7 +63,7 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
 @click.argument("target", type=PATH)
 @EMA
 def to_peft(adapter: Path, target: Path, ema: bool) -> None:
-    """Write ADAPTER into the directory TARGET as the package `peft` reads it."""
+    """Write ADAPTER into the directory TARGET, in the format of the package `peft`."""
     launch.prepare()
     from ptdmpi.convert.peft.export import export
     from ptdmpi.inference.stored import kind_of
@@ -76,8 +76,10 @@ def to_peft(adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
 def of_peft(source: Path, base: Path, target: Path) -> None:
-    """Write the adapter that `peft` has saved in the directory SOURCE, beside the model BASE, into
-    the directory TARGET."""
+    """Convert the adapter in SOURCE, a directory of `peft`, into the directory TARGET.
+
+    BASE is the model that the adapter was trained on.
+    """
     launch.prepare()
     from ptdmpi.convert.peft.read import import_peft
 

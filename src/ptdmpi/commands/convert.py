@@ -1,4 +1,4 @@
-"""`ptdmpi convert`: Hugging Face models, both ways; without MPI or a GPU."""
+"""`ptdmpi convert`: from and to models of Hugging Face, without MPI or a GPU."""
 
 import json
 import sys
@@ -11,24 +11,21 @@ import click
 
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.generate import EMA
+from ptdmpi.commands.options import AS_JSON, EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:
     from ptdmpi.convert.folder import Converted
 
-PATH = click.Path(path_type=Path)
 DTYPES = ("float32", "float16", "bfloat16")
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
 
 
-@click.group(cls=CommandGroup, short_help="Models of Hugging Face, both ways.")
+@click.group(cls=CommandGroup, short_help="Convert from and to models of Hugging Face.")
 def command() -> None:
-    """Convert models from and to Hugging Face (GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT), without
-    MPI or a GPU.
+    """Convert from and to Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT.
 
-    Each conversion checks itself: both sides must give the same logits on fixed prompts. If they do
-    not, nothing is written and the exit code is 1.
+    No MPI or GPU is needed. Each conversion checks that both models give the same logits for fixed
+    prompts. If they do not, it writes nothing and the exit code is 1.
     """
 
 
@@ -37,9 +34,9 @@ def command() -> None:
 @click.argument("target", type=PATH)
 @AS_JSON
 def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
-    """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET,
+    """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET.
 
-    which `ptdmpi train`, `evaluate` and `generate` take.
+    `ptdmpi train`, `evaluate` and `generate` read TARGET.
     """
     launch.prepare()
     from ptdmpi.convert.from_hf import from_hf
@@ -50,9 +47,11 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 @command.command("to-hf")
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--like", type=PATH, help="A directory of from-hf: its files, names and types.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Another type for all weights.")
-@click.option("--packed", is_flag=True, help="What is in few bits stays so: compressed-tensors.")
+@click.option("--like", type=PATH, help="Take files, names and types of this from-hf directory.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Type of all weights.")
+@click.option(
+    "--packed", is_flag=True, help="Keep quantized matrices quantized (compressed-tensors)."
+)
 @EMA
 @AS_JSON
 def to_hugging_face(
@@ -64,10 +63,10 @@ def to_hugging_face(
     ema: bool,
     as_json: bool,
 ) -> None:
-    """Convert SOURCE, a run directory, a checkpoint or what from-hf made, into the model directory
-    TARGET.
+    """Convert SOURCE into the model directory TARGET.
 
-    Of a model that came from Hugging Face, the names, files and types are those of before.
+    SOURCE is a run directory, a checkpoint or a directory of from-hf. A model that came from
+    Hugging Face keeps its names, files and types.
     """
     launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
@@ -77,6 +76,7 @@ def to_hugging_face(
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
+    """Convert and print the result. Exit with 1 if both models give different logits."""
     from ptdmpi.convert.check import CheckFailed
 
     try:

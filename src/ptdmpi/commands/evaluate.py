@@ -1,4 +1,4 @@
-"""`ptdmpi evaluate`: how good a trained model is; on one rank, or started by mpirun or srun."""
+"""`ptdmpi evaluate`: score a trained model, on one rank or on those of a job."""
 
 import json
 from pathlib import Path
@@ -7,27 +7,27 @@ from typing import Any
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.commands.generate import shared
+from ptdmpi.commands.options import PATH, options_of_a_trained_model
 from ptdmpi.terminal.program import Command, mendable_paths
-
-PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=Command, short_help="Perplexity, choices, answers, accuracy, pass@k.")
 @click.argument("run", type=PATH)
 @click.option("--data", multiple=True, type=PATH, help="Directory of token shards: perplexity.")
 @click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")
-@click.option("--words", type=click.IntRange(1), help="Of the original text: adjusted perplexity.")
+@click.option(
+    "--words", type=click.IntRange(1), help="Words of the original text: adjusted perplexity."
+)
 @click.option("--tasks", multiple=True, type=PATH, help=".jsonl of choices, answers, labels.")
 @click.option("--shots", type=click.IntRange(0), default=0, help="Solved examples before each.")
-@click.option("--shots-from", type=PATH, help="Where they come from: another .jsonl.")
+@click.option("--shots-from", type=PATH, help="Take the examples from this .jsonl.")
 @click.option("--separator", default=" ", help="Between context and answer [default: a space].")
 @click.option("--neutral", default="Answer:", show_default=True, help="Context to compare with.")
 @click.option(
     "--samples",
     type=click.IntRange(1),
     default=1,
-    help="Answers of which the majority counts, or programs.",
+    help="Answers per item, of which the majority counts; or programs.",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int)
@@ -38,15 +38,18 @@ PATH = click.Path(path_type=Path)
 @click.option("--extract", help="Regular expression: its last match is the answer.")
 @click.option("--code", multiple=True, type=PATH, help=".jsonl of programs with tests: pass@k.")
 @click.option("--k", multiple=True, type=click.IntRange(1), default=[1], help="Of pass@k [1].")
-@click.option("--allow-network", is_flag=True, help="Run programs where it cannot be cut off.")
+@click.option(
+    "--allow-network", is_flag=True, help="Run programs even if the network cannot be cut off."
+)
 @click.option("--lm-eval", multiple=True, help="Task of lm-evaluation-harness (extra 'eval').")
-@click.option("--lm-eval-path", help="Directory with task files of your own for it.")
-@shared
+@click.option("--lm-eval-path", help="Directory of further task files for it.")
+@options_of_a_trained_model
 def command(run: Path, **options: Any) -> None:
-    """Evaluate the newest checkpoint of RUN: a run directory, a checkpoint, or what `ptdmpi convert
-    from-hf` made; in any layout, for example
+    """Evaluate the newest checkpoint of RUN in any layout, for example
 
     mpirun -n 4 ptdmpi evaluate runs/demo --data runs/demo-data/valid --layout t=2,p=2
+
+    RUN is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`.
     """
     launch.begin("evaluate")
     # MPI is initialised by this import: before torch starts its threads
@@ -58,34 +61,40 @@ def command(run: Path, **options: Any) -> None:
         from ptdmpi.evaluate.run import evaluate
 
         as_json = options.pop("as_json")
-        found = evaluate(run, world, **options)
+        result = evaluate(run, world, **options)
         if world.rank == 0:
-            print(json.dumps(found) if as_json else _table(found))
+            print(json.dumps(result) if as_json else _table(result))
 
 
-def _table(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['checkpoint']}: step {found['step']}, {found['layout']}, {found['precision']}"
-    ]
-    named = [(one["dataset"], one) for one in found["perplexity"]]
-    named += [(one["file"], one) for one in found["tasks"]]
-    named += [(one["file"], one) for one in found.get("code", [])]
-    named += list(found.get("lm_eval", {}).items())
-    for title, values in named:
+def _table(result: dict[str, Any]) -> str:
+    """Return the scores as text, a block for each data set, task file and harness task."""
+    checkpoint = result["checkpoint"]
+    lines = [f"{checkpoint}: step {result['step']}, {result['layout']}, {result['precision']}"]
+    scored = [(scores["dataset"], scores) for scores in result["perplexity"]]
+    scored += [(scores["file"], scores) for scores in result["tasks"]]
+    scored += [(scores["file"], scores) for scores in result.get("code", [])]
+    scored += list(result.get("lm_eval", {}).items())
+    for title, scores in scored:
         lines += ["", title]
-        for key, value in values.items():
+        for key, value in scores.items():
             if isinstance(value, dict):
-                for name, one in value.items():
-                    share = "-" if one["accuracy"] is None else f"{one['accuracy']:.4f}"
-                    shown = f"{share} of {one['items']:,}"
-                    lines.append(f"  {f'accuracy of {name}':<28} {shown:>16}")
+                lines += [_class_line(name, accuracy) for name, accuracy in value.items()]
             elif key not in ("dataset", "file", "alias", "kind"):
                 lines.append(f"  {key.replace('_', ' '):<28} {_shown(value):>16}")
     return "\n".join(lines)
 
 
+def _class_line(name: str, scores: dict[str, Any]) -> str:
+    """Return the accuracy on the items of one class; a class without items has none."""
+    accuracy = "-" if scores["accuracy"] is None else f"{scores['accuracy']:.4f}"
+    shown = f"{accuracy} of {scores['items']:,}"
+    return f"  {f'accuracy of {name}':<28} {shown:>16}"
+
+
 def _shown(value: object) -> str:
-    """A value of the harness, which may be a word: N/A of a spread that was not asked for."""
+    """Return a value as text; the harness has words, too, such as N/A for a missing spread."""
     if isinstance(value, float):
         return f"{value:.4f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

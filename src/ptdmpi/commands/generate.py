@@ -1,64 +1,51 @@
-"""`ptdmpi generate`: what a trained model writes; on one rank, or started by mpirun or srun."""
+"""`ptdmpi generate`: continue texts with a trained model, on one rank or on those of a job."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ptdmpi.comm import launch
+from ptdmpi.commands.options import PATH, options_of_a_trained_model
 from ptdmpi.config import InputError
-from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.terminal.program import Command, mendable_paths
 from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
     from ptdmpi.comm.world import World
 
-FILE = click.Path(path_type=Path)
-
-EMA = click.option("--ema", is_flag=True, help="The weights' average (optimizer.ema_decay).")
-SHARED = (
-    click.option("--adapter", type=FILE, help="Adapters over RUN: their run or checkpoint."),
-    click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
-    click.option("--precision", type=click.Choice(list(PRECISIONS))),
-    EMA,
-    click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),
-)
-
-
-def shared(function: Callable[..., None]) -> Callable[..., None]:
-    """The options of all commands that ask a model."""
-    for option in reversed(SHARED):
-        function = option(function)
-    return function
-
 
 @click.command(cls=Command, short_help="Continue prompts with a trained model.")
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be given again.")
-@click.option("--prompts", "from_file", type=FILE, help="File: a prompt a line, or .jsonl.")
+@click.argument("run", type=PATH)
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated.")
+@click.option("--prompts", "from_file", type=PATH, help="File with one prompt per line, or .jsonl.")
 @click.option("--chat", is_flag=True, help="Read lines, answer each, until the end of input.")
 @click.option(
-    "--batch", type=click.IntRange(1), default=16, show_default=True, help="Prompts together."
+    "--batch", type=click.IntRange(1), default=16, show_default=True, help="Prompts at a time."
 )
 @click.option("--max-new-tokens", type=int, help="[default: 100, or what the model has room for]")
 @click.option("--samples", type=click.IntRange(1), default=1, help="Of each prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-k", type=int, help="Draw among so many tokens only.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Or of this probability.")
+@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Sample from the most likely tokens of this total probability.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
-@shared
+@options_of_a_trained_model
 def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     """Continue prompts with the newest checkpoint of RUN: a run directory, a checkpoint, or what
     `ptdmpi convert from-hf` made. The same seed gives the same text in every layout, for example
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
 
-    With --prompts each continuation is a line of JSON, written as soon as it is there. With --chat
-    each line is answered behind all that was said before, as far as the model sees.
+    With --prompts each continuation is a line of JSON, written as soon as it is complete. With
+    --chat each answer continues the whole conversation, cut to the model's sequence length.
     """
     _require_one_way(chat, as_json, options)
     launch.begin("generate")
@@ -82,18 +69,19 @@ def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
 
 
 def _require_one_way(chat: bool, as_json: bool, options: Mapping[str, Any]) -> None:
-    """Raises InputError where options are given that do not go together."""
+    """Raise InputError if options contradict each other."""
     given = {"--prompt": options["prompts"], "--prompts": options["from_file"], "--chat": chat}
     ways = [name for name, value in given.items() if value]
     if len(ways) > 1:
-        raise InputError(f"{' and '.join(ways)}: legal is one of them")
+        raise InputError(f"{' and '.join(ways)}: give one of them")
     if chat and as_json:
-        raise InputError("--json is not for a --chat; legal: --prompts FILE")
+        raise InputError("--json cannot be combined with --chat; legal: --prompts FILE")
     if chat and options["samples"] > 1:
         raise InputError(f"--samples {options['samples']}: a --chat has one answer to each line")
 
 
 def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
+    """Answer the lines of standard input until it ends."""
     from ptdmpi.generate.chat import Chat, read_line
     from ptdmpi.generate.write import Writer
 
@@ -107,10 +95,13 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
 
 
 def _print(samples: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print prompts with their continuations, numbered if there are several."""
     if as_json:
         print(json.dumps({"samples": samples}))
         return
     for number, sample in enumerate(samples):
+        if number > 0:
+            print()
         if len(samples) > 1:
-            print(f"{'' if number == 0 else chr(10)}-- {number + 1} of {len(samples)}")
+            print(f"-- {number + 1} of {len(samples)}")
         print(sample["prompt"] + sample["text"])

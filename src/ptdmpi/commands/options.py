@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ptdmpi.config import InputError
+from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.section import MOST_BATCH
 
 PATH = click.Path(path_type=Path)
@@ -17,7 +18,7 @@ EMA = click.option("--ema", is_flag=True, help="Take the weights' average (optim
 _OF_A_TRAINED_MODEL = (
     click.option("--adapter", type=PATH, help="Adapters over RUN: their run or checkpoint."),
     click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's]."),
-    click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"])),
+    click.option("--precision", type=click.Choice(list(PRECISIONS))),
     EMA,
     click.option("--tokenizer", help="'bytes' or a tokenizer.json [default: the shards']."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs."),

@@ -1,17 +1,15 @@
-"""`ptdmpi probe`: measures the machine under mpirun or srun, for `ptdmpi plan --cluster FILE`."""
+"""`ptdmpi probe`: measure the machine under mpirun or srun, for `ptdmpi plan --cluster FILE`."""
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
-from ptdmpi.base.disk import write_whole
 from ptdmpi.base.heap import keep_freed
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
-from ptdmpi.config import InputError
+from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.terminal.program import Command
 
@@ -26,13 +24,13 @@ from ptdmpi.terminal.program import Command
     show_default=True,
     help="Type of weights and activations.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@AS_JSON
 def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     """Measure kernels, messages and layers, check their results, and write a cluster file:
 
     mpirun -n 2 ptdmpi probe --output here.toml
 
-    Start as many ranks as a training would have: they share memory and network.
+    Start as many ranks as the training will have, because they share memory and network.
     """
     launch.begin("probe")
     # MPI is initialised by this import: before torch starts its threads
@@ -44,37 +42,20 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
         import torch
 
         from ptdmpi.inference.model import device_of
+        from ptdmpi.probe.cluster_file import require_writable, save
         from ptdmpi.probe.machine import probe
 
-        world.on_root(lambda: _check(output))
+        world.on_root(lambda: require_writable(output))
         torch.set_num_threads(threads)
         keep_freed(os.environ)
-        tree, found = probe(world, precision, device_of(world))
+        tree, measured = probe(world, precision, device_of(world))
         if world.rank == 0:
             ranks = f"{counted(world.size, 'rank')}, {counted(threads, 'thread')} each"
-            head = f"# Measured by `ptdmpi probe` on {ranks}.\n"
-            save(output, tree, head)
+            save(output, tree, f"# Measured by `ptdmpi probe` on {ranks}.\n")
             if as_json:
                 click.echo(json.dumps({"cluster": tree, "file": str(output)}))
                 return
-            width = max(len(name) for name, _ in found)
-            for name, value in found:
+            width = max(len(name) for name, _ in measured)
+            for name, value in measured:
                 click.echo(f"{name:<{width}}  {value}")
             click.echo(f"wrote {output}")
-
-
-def save(path: Path, tree: dict[str, Any], head: str) -> None:
-    """Write a cluster file as a whole or not at all."""
-    import tomlkit
-
-    try:
-        write_whole(path, head + tomlkit.dumps(tree))
-    except OSError as error:
-        raise InputError(f"--output {path}: {error.strerror}") from None
-
-
-def _check(output: Path) -> None:
-    if output.suffix != ".toml" or not output.parent.is_dir() or output.is_dir():
-        raise InputError(f"--output {output}: must be a .toml file in a directory that exists")
-    if not os.access(output.parent, os.W_OK):
-        raise InputError(f"--output {output}: {output.parent} cannot be written to")

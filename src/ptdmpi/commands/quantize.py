@@ -8,17 +8,16 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.generate import EMA
+from ptdmpi.commands.options import AS_JSON, EMA, PATH
 from ptdmpi.config import InputError
 from ptdmpi.config.legality import CodesName
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.terminal.program import Command, mendable_paths
 
-PATH = click.Path(path_type=Path)
-WHOLE: dict[str, CodesName] = {"8": "int8", "4": "int4"}
-FOUR: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}
-SAMPLES = 128  # Frantar et al. 2022, section 4
+INTEGER_CODES: dict[str, CodesName] = {"8": "int8", "4": "int4"}
+FOUR_BIT_CODES: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}
+CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 
 
 @click.command(cls=Command, short_help="Weights in 8 or 4 bits, with or without calibration.")
@@ -26,25 +25,32 @@ SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.argument("target", type=PATH)
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
 @click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Of a row.")
-@click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4, not whole numbers.")
-@click.option("--asymmetric", is_flag=True, help="4 bits: each block has a least value, too.")
+@click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4 instead of integers.")
+@click.option("--asymmetric", is_flag=True, help="4 bits: a minimum for each block, too.")
 @click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
 @click.option("--data", type=PATH, help="gptq: directory of token shards for calibration.")
-@click.option("--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {SAMPLES}].")
+@click.option(
+    "--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {CALIBRATION_SAMPLES}]."
+)
 @click.option("--length", type=click.IntRange(2), help="gptq: their tokens [default: seq_length].")
-@click.option("--evaluate", multiple=True, type=PATH, help="Token shards: perplexity, both sides.")
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of that.")
+@click.option(
+    "--evaluate", multiple=True, type=PATH, help="Token shards: perplexity before and after."
+)
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of --evaluate.")
 @EMA
-@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@AS_JSON
 def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
-    """Put the matrices of all layers of SOURCE, a run directory, a checkpoint or what `ptdmpi
-    convert from-hf` made, into few bits: the directory TARGET, which `generate`, `evaluate`,
-    `convert to-hf` and `checkpoint.initial` take. Rank 0 does it; perplexities are measured by all.
+    """Quantize the matrices of all layers of SOURCE and write the model into the directory TARGET.
+
+    SOURCE is a run directory, a checkpoint or a directory of `ptdmpi convert from-hf`. `generate`,
+    `evaluate`, `convert to-hf` and `checkpoint.initial` read TARGET. Rank 0 quantizes; all ranks
+    measure perplexities.
 
     ptdmpi quantize runs/demo runs/demo-int4 --bits 4 --method gptq --data runs/demo-data/train
     --evaluate runs/demo-data/valid
     """
     _check(options)
+    options["samples"] = options["samples"] or CALIBRATION_SAMPLES
     launch.begin("quantize")
     # MPI is initialised by this import: before torch starts its threads
     with launch.loading():
@@ -55,14 +61,14 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
         from ptdmpi.convert.quantize.work import work
 
         form = LowBit(_codes(options), options["block"])
-        found = work(source, target, form, world, **options)
+        result = work(source, target, form, world, **options)
         if world.rank == 0:
-            print(json.dumps(found) if as_json else _told(found))
+            print(json.dumps(result) if as_json else _text(result))
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Raises InputError for options that do not go together."""
-    kinds = [f"--{name}" for name in FOUR if options[name]]
+    """Raise InputError if options contradict each other."""
+    kinds = [f"--{name}" for name in FOUR_BIT_CODES if options[name]]
     if len(kinds) == 2:
         raise InputError(f"{' and '.join(kinds)} are two kinds of codes; legal: one of them")
     if kinds and options["bits"] != "4":
@@ -74,24 +80,29 @@ def _check(options: dict[str, Any]) -> None:
         raise InputError(f"--{given[0]} belongs to --method gptq")
     if options["precision"] is not None and not options["evaluate"]:
         raise InputError("--precision is that of perplexities; it belongs to --evaluate DIR")
-    options["samples"] = options["samples"] or SAMPLES
 
 
 def _codes(options: dict[str, Any]) -> CodesName:
-    asked = [codes for name, codes in FOUR.items() if options[name]]
-    return asked[0] if asked else WHOLE[options["bits"]]
+    """Return the name of the codes that the options ask for."""
+    for name, codes in FOUR_BIT_CODES.items():
+        if options[name]:
+            return codes
+    return INTEGER_CODES[options["bits"]]
 
 
-def _told(found: dict[str, Any]) -> str:
+def _text(result: dict[str, Any]) -> str:
+    """Return the result of a quantization in words."""
     lines = [
-        f"{found['path']}: {found['matrices']} matrices, {short(found['elements'])} weights in "
-        f"{found['codes']}, blocks of {found['block']}, {found['method']}: "
-        f"{found['bits_per_element']:.2f} bits each; {file_size(found['bytes_before'])} in float32 "
-        f"before, {file_size(found['bytes'])} now"
+        f"{result['path']}: {result['matrices']} matrices, {short(result['elements'])} weights in "
+        f"{result['codes']}, blocks of {result['block']}, {result['method']}: "
+        f"{result['bits_per_element']:.2f} bits each; {file_size(result['bytes_before'])} in "
+        f"float32 before, {file_size(result['bytes'])} now"
     ]
-    for one in found["perplexity"]:
+    for measured in result["perplexity"]:
+        before = measured["before"]
+        after = measured["after"]
         lines.append(
-            f"{one['dataset']}: perplexity {one['before']:.4f} before, {one['after']:.4f} after "
-            f"({100 * (one['after'] / one['before'] - 1):+.2f} %), in {one['precision']}"
+            f"{measured['dataset']}: perplexity {before:.4f} before, {after:.4f} after "
+            f"({100 * (after / before - 1):+.2f} %), in {measured['precision']}"
         )
     return "\n".join(lines)

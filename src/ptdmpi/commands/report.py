@@ -1,4 +1,4 @@
-"""`ptdmpi report RUN`: table, loss curve, timeline as planned and as measured, trace."""
+"""`ptdmpi report RUN`: table, loss curve, planned and measured timeline, trace."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from ptdmpi.terminal.say import note
     cls=Command, short_help="Table, plots, page and trace of a run, or several compared."
 )
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--cluster", help="Predict on this one; default: what run.cluster of the run names.")
+@click.option("--cluster", help="Predict on this one; default: run.cluster of the run.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -32,16 +32,20 @@ def command(
 ) -> None:
     """Sum up the run directory RUNS (such as runs/demo), or compare several.
 
-    Where a cluster is known (ptdmpi probe writes one of a machine), the step that is predicted on
-    it stands beside the measured one. Writes loss.png, timeline.png, trace.json (for Perfetto or
-    chrome://tracing) and report.html (all in one file) into it, or into --output DIR; a run that
-    may only be read keeps its table. Several runs share one table, a list of the settings that
+    Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html
+    (all in one file) into the run directory, or into --output DIR. If the directory is read-only,
+    it prints the table alone. With a cluster file (ptdmpi probe writes one), it compares the
+    measured step with the predicted one. Several runs share one table, a list of the settings that
     differ, and comparison.png in the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)
         return
-    (run,) = runs
+    _one(runs[0], cluster, output, as_json)
+
+
+def _one(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> None:
+    """Report one run."""
     loaded = report.read(run)
     numbers = report.summary(loaded)
     foreseen = compare.foreseen(
@@ -54,10 +58,10 @@ def command(
     if foreseen and loaded.measured:
         compared = numbers["comparison"] = compare.comparison(loaded.measured, foreseen)
     if paths:
-        shown = [path for path in paths if path.suffix == ".png"]
+        pictures = [path for path in paths if path.suffix == ".png"]
         html = paths[0].with_name("report.html")
         try:
-            page.write(loaded, report.rows_of(numbers), shown, html)
+            page.write(loaded, report.rows_of(numbers), pictures, html)
             paths.append(html)
         except OSError as error:
             unwritten.append(f"no page: {html}: {error.strerror}; --output DIR writes it elsewhere")
@@ -66,13 +70,7 @@ def command(
         note_all(unwritten)
         return
     if loaded.measured:
-        columns = min(120, shutil.get_terminal_size((120, 24)).columns)
-        above = [report.compute_window(foreseen)] if foreseen else []
-        planned = report.planned(loaded, loaded.measured)
-        measured = report.compute_window(loaded.measured)
-        for timeline in (*above, planned, measured):
-            print(draw.terminal(timeline, columns, color=sys.stdout.isatty()))
-            print()
+        _print_timelines(report.timelines(loaded, loaded.measured, foreseen))
     print(report.table(numbers))
     print()
     if compared:
@@ -83,11 +81,22 @@ def command(
     note_all(unwritten)
 
 
+def _print_timelines(timelines: list[Timeline]) -> None:
+    """Draw timelines as text, one after the other."""
+    columns = min(120, shutil.get_terminal_size((120, 24)).columns)
+    for timeline in timelines:
+        print(draw.terminal(timeline, columns, color=sys.stdout.isatty()))
+        print()
+
+
 def _written(
     loaded: report.Run, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """The files that were written, and a line on why none were: into a run of somebody else, the
-    table matters more than its pictures."""
+    """Write pictures and trace. Return their paths, and lines on what could not be written.
+
+    The run of another user is often read-only: its table is still printed. Raise InputError if
+    `output` was given and cannot be written.
+    """
     try:
         return report.write(loaded, foreseen, output or loaded.path), []
     except InputError as error:
@@ -97,18 +106,22 @@ def _written(
 
 
 def note_all(lines: list[str]) -> None:
+    """Print each line as a note on stderr."""
     for line in lines:
         note(line)
 
 
 def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+    """Compare several runs."""
     loaded = [report.read(path) for path in runs]
-    numbers = [report.summary(one) for one in loaded]
+    numbers = [report.summary(run) for run in loaded]
     drawn, unwritten = _compared(loaded, output)
     settings = several.differing(loaded)
     gap = several.largest_gap(loaded)
     if as_json:
-        named = [{"path": str(path), **one} for path, one in zip(runs, numbers, strict=True)]
+        named = [
+            {"path": str(path), **summary} for path, summary in zip(runs, numbers, strict=True)
+        ]
         files = [str(path) for path in drawn]
         print(json.dumps({"runs": named, "settings": settings, "gap": gap, "files": files}))
         note_all(unwritten)
@@ -116,7 +129,7 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
     print(several.table(loaded, numbers))
     if gap:
         print(
-            f"\nloss over {gap['steps']:,} steps in common: {gap['mean']:.3g} apart in the mean, "
+            f"\nloss over {gap['steps']:,} common steps: {gap['mean']:.3g} apart on average, "
             f"{gap['largest']:.3g} at step {gap['at_step']:,}"
         )
     if settings:
@@ -127,7 +140,10 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
 
 
 def _compared(loaded: list[report.Run], output: Path | None) -> tuple[list[Path], list[str]]:
-    """The picture that was written, or a line on why it was not: the table matters more."""
+    """Draw the comparison. Return its path, or a line on why it could not be written.
+
+    Raise InputError if `output` was given and cannot be written.
+    """
     drawn = (output or Path()) / "comparison.png"
     try:
         drawn.parent.mkdir(parents=True, exist_ok=True)

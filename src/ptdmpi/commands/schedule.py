@@ -1,4 +1,4 @@
-"""`ptdmpi schedule`: draws a pipeline schedule and counts its bubble and its activations."""
+"""`ptdmpi schedule`: draw a pipeline schedule, and count its bubble and its activations."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import default_schedule
 from ptdmpi.config.legality import MOST_FORWARDS
@@ -31,11 +32,11 @@ from ptdmpi.terminal.program import Command
     type=float,
     default=0.5,
     show_default=True,
-    help="Part of a split backward that the weights' gradients take.",
+    help="Share of a split backward for the weights' gradients.",
 )
 @click.option("--png", metavar="FILE", help="Draw into FILE (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+@AS_JSON
 def command(
     kind: str | None,
     pipeline: int,
@@ -44,17 +45,12 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Draw a pipeline schedule, with its bubble and its activations in flight."""
-    forwards = pipeline * virtual * microbatches
-    if forwards > MOST_FORWARDS:
-        raise InputError(
-            f"-p {pipeline} -v {virtual} -m {microbatches}: {forwards} forwards; at most "
-            f"{MOST_FORWARDS} are listed and drawn, so with these stages -m is at most "
-            f"{MOST_FORWARDS // (pipeline * virtual)}"
-        )
+    """Draw a pipeline schedule, and print its bubble and its activations in flight."""
+    _require_drawable(pipeline, virtual, microbatches)
     schedule = build(kind or default_schedule(virtual), pipeline, virtual, microbatches)
-    forward_cost, backward_cost = options["forward_cost"], options["backward_cost"]
-    costs = Costs(forward_cost, backward_cost, weight_share=options["weight_share"])
+    costs = Costs(
+        options["forward_cost"], options["backward_cost"], weight_share=options["weight_share"]
+    )
     title = f"{schedule.kind}: p={pipeline}, v={virtual}, m={microbatches}"
     timeline = replace(simulate(schedule, costs), title=title, time_unit="units of cost")
     if options["png"] is not None:
@@ -70,11 +66,24 @@ def command(
             click.echo(f"wrote {written}")
 
 
+def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
+    """Raise InputError if the schedule has too many ops to be listed and drawn."""
+    forwards = pipeline * virtual * microbatches
+    if forwards > MOST_FORWARDS:
+        raise InputError(
+            f"-p {pipeline} -v {virtual} -m {microbatches}: {forwards} forwards; at most "
+            f"{MOST_FORWARDS} are listed and drawn, so with these stages -m is at most "
+            f"{MOST_FORWARDS // (pipeline * virtual)}"
+        )
+
+
 def _closed_form(schedule: Schedule, costs: Costs) -> float:
+    """Return the bubble fraction by the schedule's closed form."""
     return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
 
 
 def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, object]:
+    """Return the schedule's numbers for --json."""
     return {
         "kind": schedule.kind,
         "pipeline": schedule.pipeline,
@@ -89,6 +98,7 @@ def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, 
 
 
 def _report(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
+    """Return the drawing and the numbers as text, as wide as the terminal."""
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     peaks = " ".join(map(str, schedule.peak_activations()))

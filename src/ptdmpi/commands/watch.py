@@ -1,8 +1,9 @@
-"""`ptdmpi watch RUN ...`: where runs stand, from their directories; without MPI, torch or a GPU."""
+"""`ptdmpi watch RUN ...`: show the progress of runs, read from their directories."""
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -12,29 +13,32 @@ from ptdmpi.report.status import Watched
 from ptdmpi.terminal.program import Command
 
 
-@click.command(cls=Command, short_help="Where runs stand, drawn in place.")
+@click.command(cls=Command, short_help="Show the progress of runs, drawn in place.")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
-@click.option("--once", is_flag=True, help="Once, as plain text; so it is without a terminal.")
+@click.option("--once", is_flag=True, help="Print plain text once, as without a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON once, for programs.")
 def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> None:
     """Watch the run directories RUNS (such as runs/demo) until they are done or stopped.
 
-    Loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. It only reads,
-    so a login node that sees the files is enough.
+    Shows loss, rate, time left, the last checkpoint, slow ranks, validation, warnings. It only
+    reads files, without MPI, torch or a GPU, so it may run on a login node that sees them.
     """
     watched = [Watched(path) for path in runs]
+
+    def statuses() -> list[dict[str, Any]]:
+        return [run.status() for run in watched]
+
     if as_json:
-        statuses = [one.status() for one in watched]
-        print(json.dumps({"time": time.time(), "runs": statuses}))
+        print(json.dumps({"time": time.time(), "runs": statuses()}))
         return
     console = Console()
     if once or not console.is_terminal:
         width = None if console.is_terminal else max(console.width, 120)
         plain = Console(width=width, color_system=None, legacy_windows=False)
-        plain.print(live.picture([one.status() for one in watched]))
+        plain.print(live.picture(statuses()))
         return
     try:
-        live.follow(lambda: [one.status() for one in watched], console, every)
-    except KeyboardInterrupt:
+        live.follow(statuses, console, every)
+    except KeyboardInterrupt:  # Ctrl-C ends the watching, not the run
         return

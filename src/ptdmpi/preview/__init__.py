@@ -1,1 +1,1 @@
-"""A run before it starts: everything checked, sized, timed and shown; nothing is written."""
+"""A run before it starts: checked, sized, timed and shown, without writing anything."""

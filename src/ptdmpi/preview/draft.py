@@ -1,4 +1,4 @@
-"""A first configuration: commented, for a model, data and a number of ranks, and it trains."""
+"""A first configuration for a model, data and a number of ranks, with comments."""
 
 import re
 import tomllib
@@ -21,12 +21,14 @@ from ptdmpi.plan.search import choose
 
 SMALL = "l=4,h=128,a=4,s=128"  # minutes on a laptop
 MOST_TENSOR = 8  # ranks of a node, as most machines have them
-BATCH, MICRO = 64, (8, 4, 2, 1)
-LEAST_STEPS, MOST_STEPS = 20, 10_000  # of one epoch
+BATCH = 64  # sequences per step of a model without a published batch
+MICRO_SIZES = (8, 4, 2, 1)
+LEAST_STEPS = 20  # in one epoch: the batch is made smaller for that
+MOST_STEPS = 10_000
 
 TEMPLATE = """\
 # {title}
-# mpirun -n {ranks} ptdmpi train {file}            trains; the same command again goes on
+# mpirun -n {ranks} ptdmpi train {file}            trains; run it again to resume
 # mpirun -n {ranks} ptdmpi train {file} --dry-run  checks and shows everything first
 # docs/reference/configuration.md has every key.
 
@@ -37,14 +39,14 @@ steps = {steps}              # {epochs} of the data
 [model]
 {model}
 
-[parallel]                # tensor * pipeline * data = {counted_ranks}; data is what remains
+[parallel]                # tensor * pipeline * data = {counted_ranks}; data takes the rest
 tensor = {tensor}                # ranks that share each layer; keep them inside a node
-pipeline = {pipeline}              # groups of layers, one after the other
+pipeline = {pipeline}              # groups of consecutive layers
 virtual = {virtual}  # chunks of layers per pipeline rank; above 1: interleaved schedule
 {sequence}
 [batch]
 global_size = {batch}          # sequences per step, whatever the layout
-micro_size = {micro}  # sequences at a time on a rank: more is faster, and takes memory
+micro_size = {micro}  # sequences at a time on a rank: more is faster, but needs memory
 
 [precision]
 compute = "{precision}"         # "bf16" on GPUs; masters and gradients stay float32
@@ -55,11 +57,11 @@ compute = "{precision}"         # "bf16" on GPUs; masters and gradients stay flo
 [data]
 {valid}
 
-[[data.train]]            # one table per dataset of a mixture, each with a weight of its own
+[[data.train]]            # one table for each dataset of a mixture, with its weight
 path = {train}
 
 [checkpoint]
-every_minutes = 15        # what a crash can cost at most
+every_minutes = 15        # a crash loses no more
 keep = 2                  # the newest ones
 
 [log]
@@ -71,8 +73,10 @@ every_steps = {log}
 
 @dataclass(frozen=True)
 class Wish:
-    """What `ptdmpi init` is asked for. `memory_bytes`: what a rank has, where no cluster says it.
-    `steps` None: one epoch, within bounds."""
+    """The options of `ptdmpi init`, and the machine.
+
+    `memory_bytes` of a rank, if no cluster is named. `steps` None: one epoch, up to MOST_STEPS.
+    """
 
     file: Path
     model: str
@@ -87,50 +91,60 @@ class Wish:
 
 
 def draft(wish: Wish) -> str:
-    """The configuration as TOML. Raises InputError where no layout of so many ranks fits."""
+    """Return the configuration as TOML. Raise InputError if no layout of these ranks fits."""
     train, valid = _folders(wish)
     dataset = Dataset(train)
     model = load_model(wish.model)
     samples = dataset.samples(model.config.text_length)
     preset = wish.model in model_presets()
-    batch = recipe(wish.model)["batch"].get("global_size", BATCH) if preset else BATCH
-    batch = max(1, min(batch, samples // LEAST_STEPS))
+    published = recipe(wish.model)["batch"] if preset else {}
+    batch = max(1, min(published.get("global_size", BATCH), samples // LEAST_STEPS))
+    data: dict[str, Any] = {"train": [{"path": train}]}
+    if valid is not None:
+        data["valid"] = valid
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
         "model": {"preset": wish.model} if preset else _sizes(wish.model),
         "batch": {"global_size": batch},
         "precision": {"compute": _precision(wish)},
-        "data": {"train": [{"path": train}], **({"valid": valid} if valid else {})},
+        "data": data,
     }
     config = _laid_out(base, wish, dataset.vocab_size)
     epoch = max(1, samples // config.batch.global_size)
     steps = wish.steps or min(MOST_STEPS, epoch)
-    text = _written(wish, config, base["data"], steps, samples)
+    text = _written(wish, config, data, steps=steps, samples=samples)
     resolve(tomllib.loads(text), wish.ranks)
     return text
 
 
 def _precision(wish: Wish) -> str:
-    """bf16 where there are GPUs that have it."""
+    """Return bf16 or fp16, the first that the device has, else fp32."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
-    return next((one for one in ("bf16", "fp16") if one in known), "fp32")
+    return next((precision for precision in ("bf16", "fp16") if precision in known), "fp32")
 
 
 def _folders(wish: Wish) -> tuple[str, str | None]:
-    """Training and validation shards: as named, or `train` and `valid` inside of what is named."""
-    train, valid = wish.data, wish.valid
+    """Return the directories of training and validation shards.
+
+    They are those of the wish, or `train` and `valid` in its data directory.
+    """
+    train = wish.data
+    valid = wish.valid
     if not any(train.glob("*.h5")) and (train / "train").is_dir():
-        valid = valid or (train / "valid" if (train / "valid").is_dir() else None)
+        if valid is None and (train / "valid").is_dir():
+            valid = train / "valid"
         train = train / "train"
     return str(train), None if valid is None else str(valid)
 
 
 def _sizes(text: str) -> dict[str, Any]:
-    """Keys of [model] for sizes such as "l=4,h=128,a=4", or a preset with sizes such as
-    "llama3-8b,s=512": all that are given, and what a configuration needs. The vocabulary comes from
-    the data."""
+    """Return the keys of [model] for sizes such as "l=4,h=128,a=4" or "llama3-8b,s=512".
+
+    The result has all given keys and those that a configuration needs. A vocabulary is dropped,
+    because the data have one.
+    """
     preset, keys = preset_and_keys(text)
     keys.pop("vocab_size", None)
     if preset is not None:
@@ -140,13 +154,16 @@ def _sizes(text: str) -> dict[str, Any]:
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
-    """The best layout on a known cluster, else the one with the fewest ranks to a model that fits
-    into memory, and the largest microbatch."""
+    """Return the configuration with the best layout on the cluster of the wish.
+
+    Without a cluster, take the first layout that fits into memory: the least recomputation, then
+    the fewest ranks per model, then the largest microbatch. Raise InputError if none fits.
+    """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))
         cluster = load_cluster(wish.cluster)
-        found, _ = choose.choose(bare, vocab_size, cluster, wish.ranks)
-        tree = choose.applied(base, found[0].layout.sections())
+        prices, _ = choose.choose(bare, vocab_size, cluster, wish.ranks)
+        tree = choose.applied(base, prices[0].layout.sections())
         return resolve(_divisible(tree, wish.ranks), wish.ranks)
     smallest: Config | None = None
     why = ""
@@ -166,18 +183,19 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
 
 
 def _divisible(tree: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """With a batch that all ranks could share."""
+    """Return the tree with its batch rounded up to a multiple of `ranks`."""
     size = -(-tree["batch"]["global_size"] // ranks) * ranks
     return {**tree, "batch": {**tree["batch"], "global_size": size}}
 
 
 def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the tree with each layout of `ranks`, the preferred ones first."""
     for recompute in ("none", "selective", "full"):
         for model_ranks in divisors(ranks):
             for tensor in (t for t in divisors(model_ranks) if t <= MOST_TENSOR):
                 data = ranks // model_ranks
                 batch = -(-base["batch"]["global_size"] // data) * data
-                for micro in (one for one in MICRO if batch // data % one == 0):
+                for micro in (size for size in MICRO_SIZES if batch // data % size == 0):
                     sizes = {"tensor": tensor, "pipeline": model_ranks // tensor}
                     yield {
                         **base,
@@ -187,7 +205,8 @@ def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
                     }
 
 
-def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, samples: int) -> str:
+def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, samples: int) -> str:
+    """Return the template filled in. `samples`: how many the training data have."""
     preset = wish.model in model_presets()
     lines = [f"preset = {_toml(wish.model)}"]
     if not preset:
@@ -196,9 +215,18 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, sampl
     optimizer = f"learning_rate = 3e-4      # the peak\n{warmup}"
     if preset and recipe(wish.model)["optimizer"]:
         optimizer = "# as the preset's source states it (docs/reference/models.md)"
-    tenth, mode = max(1, steps // 10), config.recompute.mode
-    drawn = steps * config.batch.global_size / samples
-    valid = data.get("valid")
+    sequence = ""
+    if config.parallel.sequence_parallel:
+        sequence = "sequence_parallel = true\n"
+    recompute = ""
+    if config.recompute.mode != "none":
+        recompute = f'\n[recompute]\nmode = "{config.recompute.mode}"     # to fit\n'
+    valid = '# valid = "DIRECTORY"   # other shards'
+    validate = "# validate_every_steps = 100"
+    if "valid" in data:
+        valid = f"valid = {_toml(data['valid'])}"
+        validate = f"validate_every_steps = {max(1, steps // 10)}"
+    epochs = steps * config.batch.global_size / samples
     return _aligned(
         TEMPLATE,
         title=f"{wish.model} on {counted(wish.ranks, 'rank')}",
@@ -206,32 +234,33 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], steps: int, sampl
         name=_toml(config.run.name),
         dir_hint=f"  # the run directory is {config.run.dir}",
         steps=steps,
-        epochs=f"{drawn:.3g} epoch{'s' * (drawn != 1)}",
+        epochs=f"{epochs:.3g} epoch{'s' * (epochs != 1)}",
         ranks=wish.ranks,
         counted_ranks=counted(wish.ranks, "rank"),
         model="\n".join(lines),
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         virtual=config.parallel.virtual,
-        sequence="sequence_parallel = true\n" if config.parallel.sequence_parallel else "",
+        sequence=sequence,
         batch=config.batch.global_size,
         micro=config.batch.micro_size,
         precision=config.precision.compute,
-        recompute="" if mode == "none" else f'\n[recompute]\nmode = "{mode}"     # to fit\n',
+        recompute=recompute,
         optimizer=optimizer,
-        valid=f"valid = {_toml(valid)}" if valid else '# valid = "DIRECTORY"   # other shards',
+        valid=valid,
         train=_toml(data["train"][0]["path"]),
         log=max(1, min(10, steps // 20)),
-        validate=f"validate_every_steps = {tenth}" if valid else "# validate_every_steps = 100",
+        validate=validate,
     )
 
 
 def _aligned(template: str, **values: object) -> str:
-    """The template filled in, its comments behind values one below the other."""
+    """Return the template filled in, with its comments after values in one column."""
     lines = template.format(**values).splitlines()
-    behind = re.compile(r"^([^#]*\S) +# (.*)$")
-    return "".join(behind.sub(lambda m: f"{m[1]:<25} # {m[2]}", line) + "\n" for line in lines)
+    commented = re.compile(r"^([^#]*\S) +# (.*)$")
+    return "".join(commented.sub(lambda m: f"{m[1]:<25} # {m[2]}", line) + "\n" for line in lines)
 
 
 def _toml(value: Any) -> str:
+    """Return a value as TOML."""
     return str(tomlkit.item(value).as_string())

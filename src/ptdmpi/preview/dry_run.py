@@ -1,4 +1,4 @@
-"""What `ptdmpi train --dry-run` and `ptdmpi plan CONFIG` print."""
+"""The output of `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`."""
 
 import json
 import os
@@ -7,8 +7,9 @@ from typing import Any
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.search.choose import settled
-from ptdmpi.preview.preview import RankCount, needed_ranks, preview
-from ptdmpi.preview.words import words
+from ptdmpi.preview.as_text import as_text
+from ptdmpi.preview.forecast import preview
+from ptdmpi.preview.ranks import RankCount, needed_ranks
 from ptdmpi.terminal.launched import launched_rank, launched_size
 from ptdmpi.train.checks import checked_data, with_form
 
@@ -18,36 +19,42 @@ LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_
 def show(
     tree: Mapping[str, Any],
     ranks: int | None,
+    *,
     cluster: str | None = None,
     as_json: bool = False,
     auto: bool = False,
 ) -> None:
-    """Print the preview of a configuration, on the first of the ranks that a launcher started;
-    each of them calls it. `auto`: with the layout that is searched for it. Raises InputError where
-    the run would not start."""
+    """Print the preview of a configuration.
+
+    All ranks that a launcher started may call it; the first one prints. `ranks`: the number of
+    ranks, or None for those started or needed. `cluster`: instead of run.cluster. `auto`: search
+    the layout first. Raise InputError if the run would not start.
+    """
     if launched_rank():
         return
-    counted_ranks, said = _ranks(tree, ranks), ""
+    counted_ranks = _ranks(tree, ranks)
+    search = ""
     if auto:
-        tree, said = _laid_out(tree, counted_ranks.count)
-    found = preview(tree, counted_ranks, cluster)
+        tree, words = _laid_out(tree, counted_ranks.count)
+        search = f"{words}\n\n"
+    forecast = preview(tree, counted_ranks, cluster)
     if as_json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(forecast), flush=True)
     else:
-        print(f"{said}\n\n{words(found)}" if said else words(found), flush=True)
-    if "mistake" in found:
-        raise InputError(found["mistake"])
+        print(f"{search}{as_text(forecast)}", flush=True)
+    if "mistake" in forecast:
+        raise InputError(forecast["mistake"])
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Given, else as many as were started, else as many as the configuration speaks of."""
-    started, local = launched_size(), _local_size()
+    """Return the number `given`, else of ranks started, else of ranks that the run needs."""
+    started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)
     if given == 1:
         return RankCount(1, "as --ranks says", 1)
     if started > 1:
-        return RankCount(started, "as were started", local)
+        return RankCount(started, "as were started", _local_size())
     needed, fixed = needed_ranks(tree)
     why = "as parallel.tensor, pipeline and data say"
     if not fixed:
@@ -56,18 +63,21 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
 
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
-    """The tree with the layout that --layout auto gives it, and the words about that."""
-    found = settled(with_form(tree), ranks, checked_data)
-    if found is None:
+    """Return the tree with the layout of --layout auto, and words about the search.
+
+    Raise InputError if run.cluster is not set.
+    """
+    laid_out = settled(with_form(tree), ranks, checked_data)
+    if laid_out is None:
         raise InputError(
-            "--layout auto --dry-run needs run.cluster: what a dry run measures would be measured "
-            "anew by the run, and might differ. `ptdmpi probe --output here.toml`, started on as "
+            "--layout auto --dry-run needs run.cluster: the run would measure this machine again, "
+            "and might find another layout. `ptdmpi probe --output here.toml`, started on as "
             "many ranks, measures this machine for --set run.cluster=here.toml"
         )
-    return found
+    return laid_out
 
 
 def _local_size() -> int:
-    """How many ranks the launcher says it started on this host; 0 where it does not say."""
+    """Return how many ranks the launcher started on this host; 0 if it does not say."""
     values = (os.environ.get(name, "") for name in LOCAL_VARIABLES)
     return next((int(value) for value in values if value.isdigit()), 0)

@@ -1,4 +1,4 @@
-"""Measured beside predicted: the same timeline and parts of a step, and the largest difference."""
+"""Comparison of a measured and a predicted step: both timelines, and their parts in seconds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,25 +26,27 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# collectives inside of ops, by group -> part
+# group of a collective that runs inside an op -> its part
 INSIDE = {"tensor": "tensor axis", "shard": "data axis"}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Seconds of a step by what they are spent on, the mean of the ranks; they add up to the step
-    with "other".
+    """Return the seconds of a step by part, the mean of the ranks; with "other" they add up to it.
 
-    A rank that has nothing left to compute waits for the last one, in whatever comes next: until
-    then its time counts as bubble.
+    A rank that has computed its last op waits for the slowest rank, whatever it does next. Until
+    the last op of all ranks ends, its time counts as bubble.
     """
-    ranks, spent = timeline.ranks, dict.fromkeys(PARTS, 0.0)
+    ranks = timeline.ranks
+    spent = dict.fromkeys(PARTS, 0.0)
     part_of = {kind: name for name, kinds in PARTS.items() for kind in kinds}
     computing = [span for span in timeline.spans if span.computes]
     end_s = max((span.end_s for span in computing), default=timeline.start_s)
     ends_s = dict.fromkeys(ranks, end_s)
     ends_s |= {span.rank: span.end_s for span in sorted(computing, key=lambda s: s.end_s)}
     for span in timeline.spans:
-        start_s = max(span.start_s, end_s) if span.kind in AFTERWARDS else span.start_s
+        start_s = span.start_s
+        if span.kind in AFTERWARDS:
+            start_s = max(start_s, end_s)
         part = COMPUTING if span.computes else part_of.get(span.kind)
         if part is not None:
             spent[part] += max(0.0, span.end_s - start_s)
@@ -59,96 +61,113 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
-    """The step of a run's configuration as its cluster file foresees it."""
+    """Return the step of a run's configuration as it is predicted on a cluster."""
     checked = trained.resolved(config)
-    batch, layout = checked.batch.global_size, checked.layout
+    layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
-    price, times = pricer.price(layout), pricer.stage_times(layout)
-    microbatches = layout.microbatches(batch)
+    price = pricer.price(layout)
+    times = pricer.stage_times(layout)
+    microbatches = layout.microbatches(checked.batch.global_size)
     title = f"predicted on {pricer.cluster.name}"
     timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     spans = list(timeline.spans)
-    end_s, inside_s = timeline.makespan_s, {}
+    end_s = timeline.makespan_s
+    inside_s = {}
     seconds = pricer.stage_seconds(layout)
     for rank in range(layout.pipeline):
         own = [seconds[stage] for stage in times.placed.stages_of(rank)]
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
         inside_s[rank] = {"tensor": microbatches * messages_s}
-        behind_s = end_s + price.parts.data
-        spans.append(Span(rank, "reduce", "", end_s, behind_s))
-        spans.append(Span(rank, "optimizer", "", behind_s, behind_s + price.parts.optimizer))
+        reduced_s = end_s + price.parts.data
+        spans.append(Span(rank, "reduce", "", end_s, reduced_s))
+        spans.append(Span(rank, "optimizer", "", reduced_s, reduced_s + price.parts.optimizer))
     return replace(timeline, spans=tuple(spans), inside_s=inside_s)
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
-    """What prices a resolved configuration on a cluster by name or file. Raises InputError where
-    the cluster cannot be used."""
-    model, batch = Model(config.run.name, config.model, vocab_size), config.batch.global_size
-    told = (load_cluster(cluster), model, batch, config.precision.compute)
-    return MethodPricer(*told, RunMethod.of(config))
+    """Return the pricer of a resolved configuration on a cluster, given by name or file.
+
+    Raise InputError if the cluster cannot be used.
+    """
+    return MethodPricer(
+        load_cluster(cluster),
+        Model(config.run.name, config.model, vocab_size),
+        config.batch.global_size,
+        config.precision.compute,
+        RunMethod.of(config),
+    )
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
-    """The cluster that a run of directory `path` names, if its file is still there: where it was,
-    or in the run directory."""
+    """Return the cluster that a run names, or None.
+
+    A cluster file is looked for at its place, then in the run directory `path`.
+    """
     name = config["run"].get("cluster", "")
     if not name:
         return None
-    places = (Path(name), path / Path(name).name)
     if name in cluster_names():
         return name
-    return next((str(place) for place in places if place.is_file()), None)
+    for place in (Path(name), path / Path(name).name):
+        if place.is_file():
+            return str(place)
+    return None
 
 
 def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
-    """Both as parts, and the part that differs most."""
-    found, guessed = parts(measured), parts(foreseen)
-    differences = {name: found[name] - guessed[name] for name in found}
+    """Return the parts of both steps, the error of the prediction, and the largest difference."""
+    measured_s = parts(measured)
+    predicted_s = parts(foreseen)
+    differences = {name: measured_s[name] - predicted_s[name] for name in measured_s}
     largest = max(differences, key=lambda name: abs(differences[name]))
     return {
-        "measured_s": found,
-        "predicted_s": guessed,
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
         "step_error": foreseen.makespan_s / measured.makespan_s - 1,
         "largest_difference": {"part": largest, "seconds": differences[largest]},
     }
 
 
 def table(compared: dict[str, Any]) -> str:
-    """The comparison as lines of text."""
-    found, guessed = compared["measured_s"], compared["predicted_s"]
-    step_s = sum(found.values())
+    """Return the comparison as lines of text."""
+    measured_s = compared["measured_s"]
+    predicted_s = compared["predicted_s"]
+    step_s = sum(measured_s.values())
     rows = [["part of the step", "measured", "predicted", "difference", ""]]
-    for name in found:
-        rows.append(_row(name, found[name], guessed[name], step_s))
-    rows.append(_row("step", step_s, sum(guessed.values()), step_s))
-    largest = compared["largest_difference"]
-    seconds, name = largest["seconds"], largest["part"]
+    for name in measured_s:
+        rows.append(_row(name, measured_s[name], predicted_s[name], step_s))
+    rows.append(_row("step", step_s, sum(predicted_s.values()), step_s))
+    seconds = compared["largest_difference"]["seconds"]
+    part = compared["largest_difference"]["part"]
     more = "more" if seconds > 0 else "less"
     return "\n".join(
         [
             *lines(rows),
             "",
-            f"largest difference: {name} took {abs(seconds) * 1e3:.1f} ms {more} than predicted, "
+            f"largest difference: {part} took {abs(seconds) * 1e3:.1f} ms {more} than predicted, "
             f"{abs(seconds) / step_s:.1%} of the step",
         ]
     )
 
 
-def _row(name: str, found_s: float, guessed_s: float, step_s: float) -> list[str]:
+def _row(name: str, measured_s: float, predicted_s: float, step_s: float) -> list[str]:
     return [
         name,
-        f"{found_s * 1e3:.1f} ms",
-        f"{guessed_s * 1e3:.1f} ms",
-        f"{(found_s - guessed_s) * 1e3:+.1f} ms",
-        f"{(found_s - guessed_s) / step_s:+.1%}",
+        f"{measured_s * 1e3:.1f} ms",
+        f"{predicted_s * 1e3:.1f} ms",
+        f"{(measured_s - predicted_s) * 1e3:+.1f} ms",
+        f"{(measured_s - predicted_s) / step_s:+.1%}",
     ]
 
 
 def foreseen(
     path: Path, config: dict[str, Any], vocab_size: int | None, cluster: str | None
 ) -> Timeline | None:
-    """What was predicted for the run of directory `path`: by `cluster`, else by the one that it
-    names; None if there is none. Raises InputError where `cluster` cannot be used."""
+    """Return the predicted step of the run in directory `path`; None if no cluster is known.
+
+    It is predicted on `cluster`, else on the cluster that the run names. `vocab_size`: None if no
+    record has it. Raise InputError if the cluster cannot be used or `vocab_size` is missing.
+    """
     named = cluster or cluster_of(path, config)
     if named is None:
         return None

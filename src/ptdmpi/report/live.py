@@ -1,4 +1,4 @@
-"""Where runs stand, for the eye: one run as a block, several as a table; colours on a terminal."""
+"""The progress of runs on a terminal: one run as a block, several as a table."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +21,20 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
+# heads of the table after name and state; the one without a name has the curve of the loss
+COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
-MIB, HOUR_S, MINUTE_S = 2**20, 3600, 60
+MIB = 2**20
+HOUR_S = 3600
+MINUTE_S = 60
 
 
 def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: float) -> None:
-    """Draw in place until all runs are done or stopped, or Ctrl-C."""
+    """Draw in place every `every_s` seconds until all runs are done or stopped, or Ctrl-C.
+
+    `look` returns the status of each run.
+    """
     with Live(console=console, auto_refresh=False, screen=False) as live:
         while True:
             statuses = look()
@@ -38,7 +45,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """What is drawn of what `Watched.status` says."""
+    """Return the drawing of statuses, each by `Watched.status`."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
@@ -51,8 +58,10 @@ def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def _printable(value: Any) -> Any:
-    """Return a status in which control characters are written out: a log, a host name or a path may
-    hold escape sequences, which a terminal would obey."""
+    """Return a status with its control characters written out.
+
+    A log, a host name or a path may contain escape sequences, which a terminal would obey.
+    """
     if isinstance(value, str):
         return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in value)
     if isinstance(value, dict):
@@ -63,10 +72,11 @@ def _printable(value: Any) -> Any:
 
 
 def block(status: dict[str, Any]) -> RenderableType:
-    """One run in some lines."""
+    """Return the drawing of one run, a few lines in a frame."""
     lines: list[RenderableType] = []
     if "step" in status:
-        step, steps = status["step"], status["steps"]
+        step = status["step"]
+        steps = status["steps"]
         share = min(1.0, step / steps)
         bar = "━" * round(share * BAR_COLUMNS)
         lines.append(
@@ -80,15 +90,16 @@ def block(status: dict[str, Any]) -> RenderableType:
         drawn = sparkline(status["losses"])
         lines.append(Text(f"loss {status['loss']:.4f}  {drawn}  {_validation(status)}".rstrip()))
         step_s = duration(status["step_time_s"])
+        mfu = "" if status["mfu"] is None else f"mfu {_mfu(status)}  "
         lines.append(
             Text(
                 f"{status['tokens_per_s']:,.0f} tokens/s  {step_s} a step  "
-                f"{status['model_tflops_per_rank']:.3g} TFLOP/s/rank  {_mfu(status, 'mfu ', '  ')}"
+                f"{status['model_tflops_per_rank']:.3g} TFLOP/s/rank  {mfu}"
                 f"memory {status['peak_memory_bytes'] / MIB:,.0f} MiB"
             )
         )
-        rate, norm = status["learning_rate"], status["grad_norm"]
-        lines.append(Text(f"learning rate {rate:.2e}  grad norm {norm:.3f}"))
+        rate = f"learning rate {status['learning_rate']:.2e}"
+        lines.append(Text(f"{rate}  grad norm {status['grad_norm']:.3f}"))
     if "tasks" in status:
         lines.append(Text(f"tasks {_tasks(status)}"))
     lines.append(Text(f"checkpoint {_checkpoint(status)}"))
@@ -100,39 +111,42 @@ def block(status: dict[str, Any]) -> RenderableType:
 
 
 def table(statuses: Sequence[dict[str, Any]]) -> Table:
-    """Several runs, one to a line."""
+    """Return the drawing of several runs, each in one line."""
     drawn = Table(box=None, pad_edge=False)
-    heads = ("run", "state", "step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
-    for head in heads:
+    for head in ("run", "state", *COLUMNS):
         left = head in ("run", "state", "")
         drawn.add_column(head, justify="left" if left else "right", no_wrap=True)
     for status in statuses:
-        row = [
-            status["name"],
-            _state(status),
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-            "",
-            _checkpoint(status, True),
-        ]
-        if "step" in status:
-            row[2] = f"{status['step']:,}/{status['steps']:,}"
-            row[3:5] = f"{status['loss']:.4f}", sparkline(binned(status["losses"], 10))
-            row[6:8] = f"{status['tokens_per_s']:,.0f}", _mfu(status)
-            row[8] = duration(status["left_s"]) if status["left_s"] else ""
-        if "validation_loss" in status:
-            row[5] = f"{status['validation_loss']:.4f}"
-        drawn.add_row(*row)
+        cells = _cells(status)
+        drawn.add_row(status["name"], _state(status), *(cells.get(head, "") for head in COLUMNS))
     return drawn
+
+
+def _cells(status: dict[str, Any]) -> dict[str, str]:
+    """Return the texts that are known of a run, by the names of COLUMNS."""
+    cells = {"saved": "none"}
+    if "checkpoint" in status:
+        cells["saved"] = f"{status['checkpoint']['step']:,}"
+    if "step" in status:
+        cells |= {
+            "step": f"{status['step']:,}/{status['steps']:,}",
+            "loss": f"{status['loss']:.4f}",
+            "": sparkline(binned(status["losses"], 10)),
+            "tokens/s": f"{status['tokens_per_s']:,.0f}",
+            "mfu": _mfu(status),
+        }
+        if status["left_s"]:
+            cells["left"] = duration(status["left_s"])
+    if "validation_loss" in status:
+        cells["validation"] = f"{status['validation_loss']:.4f}"
+    return cells
 
 
 def _state(status: dict[str, Any]) -> Text:
     state = status["state"]
-    text = f"silent for {duration(status['silent_s'])}" if state == "silent" else state
+    text = state
+    if state == "silent":
+        text = f"silent for {duration(status['silent_s'])}"
     return Text(text, style=STATES[state])
 
 
@@ -140,17 +154,17 @@ def _left(status: dict[str, Any]) -> str:
     if status["state"] != "running" or not status["left_s"]:
         return ""
     ends = time.localtime(time.time() + status["left_s"])
-    far = "%d %b %H:%M" if status["left_s"] > 12 * HOUR_S else "%H:%M"
-    return f"left {duration(status['left_s'])}, until {time.strftime(far, ends)}"
+    clock = "%d %b %H:%M" if status["left_s"] > 12 * HOUR_S else "%H:%M"
+    return f"left {duration(status['left_s'])}, until {time.strftime(clock, ends)}"
 
 
 def _validation(status: dict[str, Any]) -> str:
     if "validation_loss" not in status:
         return ""
     text = f"validation {status['validation_loss']:.4f} (step {status['validation_step']}"
-    if status["best_validation_step"] != status["validation_step"]:
-        best, step = status["best_validation_loss"], status["best_validation_step"]
-        text += f"; best {best:.4f}, step {step}"
+    best_step = status["best_validation_step"]
+    if best_step != status["validation_step"]:
+        text += f"; best {status['best_validation_loss']:.4f}, step {best_step}"
     return text + ")"
 
 
@@ -160,41 +174,43 @@ def _tasks(status: dict[str, Any]) -> str:
     return f"{shown} (step {status['tasks_step']})"
 
 
-def _checkpoint(status: dict[str, Any], short: bool = False) -> str:
+def _checkpoint(status: dict[str, Any]) -> str:
     if "checkpoint" not in status:
-        return "none" if short else "none yet"
-    found = status["checkpoint"]
-    if short:
-        return f"{found['step']:,}"
-    return f"{found['name']}, {duration(found['age_s'])} ago"
+        return "none yet"
+    checkpoint = status["checkpoint"]
+    return f"{checkpoint['name']}, {duration(checkpoint['age_s'])} ago"
 
 
-def _mfu(status: dict[str, Any], before: str = "", behind: str = "") -> str:
-    """Nothing where the peak of the device is not known."""
-    return "" if status["mfu"] is None else f"{before}{status['mfu']:.1%}{behind}"
+def _mfu(status: dict[str, Any]) -> str:
+    """Return the MFU in percent; nothing if the peak of the device is unknown."""
+    return "" if status["mfu"] is None else f"{status['mfu']:.1%}"
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Slow ranks first, then what the log warns of."""
+    """Return a line on slow ranks, if there are some, and the warnings of the log."""
     slow = ", ".join(
-        f"rank {one['rank']} ({one['host']}) {one['factor']:.2f} times"
-        for one in status["slow_ranks"]
+        f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
+        for rank in status["slow_ranks"]
     )
-    return [*([f"slow ranks: {slow}"] if slow else []), *status["remarks"]]
+    remarks: list[str] = status["remarks"]
+    return [f"slow ranks: {slow}", *remarks] if slow else remarks
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Heights of eight steps; what is no number is a blank."""
+    """Return the values as bars of eight heights; a value that is not finite is a blank."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""
-    low, span = min(finite), (max(finite) - min(finite)) or 1.0
-    heights = [round((value - low) / span * 7) if value in finite else None for value in values]
-    return "".join(" " if height is None else BARS[height] for height in heights)
+    low = min(finite)
+    span = (max(finite) - low) or 1.0
+    bars = ""
+    for value in values:
+        bars += BARS[round((value - low) / span * 7)] if abs(value) < float("inf") else " "
+    return bars
 
 
 def duration(seconds: float) -> str:
-    """0.25 -> 250 ms, 65 -> 1:05, 3725 -> 1:02:05, 200000 -> 2 d 7 h."""
+    """Return seconds as text: 0.25 is 250 ms, 65 is 1:05, 3725 is 1:02:05, 200000 is 2 d 7 h."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < MINUTE_S:
@@ -203,4 +219,6 @@ def duration(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"

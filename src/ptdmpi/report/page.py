@@ -1,4 +1,4 @@
-"""A run as one HTML page: no network, no other file; pictures and curves stand inside it."""
+"""A run as one HTML page, which contains its pictures and curves and needs no network."""
 
 import base64
 import math
@@ -7,11 +7,15 @@ from html import escape
 from pathlib import Path
 
 from ptdmpi.base.words import counted
-from ptdmpi.report import Run
+from ptdmpi.report.run import Run
 from ptdmpi.report.status import binned
 
 POINTS = 400  # of a curve
-WIDTH, HEIGHT, LEFT, BOTTOM = 420, 180, 56, 22
+# a curve in pixels: its picture, and the margins of its axes
+WIDTH = 420
+HEIGHT = 180
+LEFT = 56
+BOTTOM = 22
 CURVES = {
     "loss": "loss (nats per token)",
     "tokens_per_s": "tokens/s",
@@ -36,7 +40,7 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 13px; }
 
 
 def page(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) -> str:
-    """The page: the table, the curves, `pictures` (PNG files), the configuration, the log's end."""
+    """Return the page: the table `rows`, curves, `pictures` (PNG files), configuration, log."""
     last = run.steps[-1]
     name = escape(str(run.config["run"]["name"]))
     under = f"{last['layout']}, {counted(last['rank_count'], 'rank')}, "
@@ -58,34 +62,41 @@ def page(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) ->
 
 
 def _image(path: Path) -> str:
+    """Return a PNG file as an element of the page."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """The configuration, and the last lines of the log."""
-    found = []
+    """Return (name, text) of the configuration and of the last lines of the log."""
+    texts = []
     for name, lines in (("config.toml", 0), ("log.txt", 200)):
         if (path / name).is_file():
             text = (path / name).read_text(encoding="utf-8", errors="replace").splitlines()
-            found.append((name, "\n".join(text[-lines:])))
-    return found
+            texts.append((name, "\n".join(text[-lines:])))
+    return texts
 
 
 def _curves(run: Run) -> Iterable[str]:
+    """Yield a figure for each curve that the run has recorded."""
+    validations = [(record["step"], record["validation_loss"]) for record in run.validations]
     for key, title in CURVES.items():
-        points = [(one["step"], one[key]) for one in run.steps if key in one]
+        points = [(record["step"], record[key]) for record in run.steps if key in record]
         if points:
-            dots = [(one["step"], one["validation_loss"]) for one in run.validations]
-            more = dots if key == "loss" else []
-            caption = f"{title}; dots: validation" if more else title
-            figure = svg(points, more)
+            caption = title
+            dots = []
+            if key == "loss" and validations:
+                caption = f"{title}; dots: validation"
+                dots = validations
+            figure = svg(points, dots)
             yield f"<figure>{figure}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float]] = ()) -> str:
-    """A curve, means of neighbours where there are many points, and dots; values that are no
-    numbers are left out."""
+    """Return a curve and dots as SVG.
+
+    Many points are averaged over neighbours. Values that are not finite are left out.
+    """
     steps = binned([float(x) for x, _ in points], POINTS)
     values = binned([float(y) for _, y in points], POINTS)
     line = [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
@@ -93,9 +104,13 @@ def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float
     if not line:
         return f'<svg width="{WIDTH}" height="{HEIGHT}"><text x="60" y="90">no numbers</text></svg>'
     xs, ys = zip(*line, *shown, strict=True)
-    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
+    first = min(xs)
+    last = max(xs)
+    low = min(ys)
+    high = max(ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
+        """Return the pixel of a point."""
         across = (x - first) / ((last - first) or 1.0)
         up = (y - low) / ((high - low) or 1.0)
         return LEFT + across * (WIDTH - LEFT - 8), 8 + (1 - up) * (HEIGHT - BOTTOM - 12)
@@ -122,5 +137,5 @@ def _number(value: float) -> str:
 
 
 def write(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path) -> None:
-    """Write the page. Raises OSError."""
+    """Write the page. Raise OSError if that fails."""
     path.write_text(page(run, rows, pictures), encoding="utf-8")

@@ -6,35 +6,42 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.plan.show.table import lines
-from ptdmpi.report import Run, rows_of
+from ptdmpi.report.pictures import validation_points
+from ptdmpi.report.run import Run
 from ptdmpi.report.status import binned
+from ptdmpi.report.summary import rows_of
 
-# what makes up a run rather than what comes out of it, and so is no column of a comparison
+# numbers of one run that have no counterpart in another
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
 POINTS = 200  # of each curve
 
 
 def table(runs: Sequence[Run], numbers: Sequence[dict[str, Any]]) -> str:
-    """A column for each run, a row for each number that any of them has."""
-    columns = [dict(rows_of({k: v for k, v in one.items() if k not in OWN})) for one in numbers]
-    names = list(dict.fromkeys(name for column in columns for name in column))
-    head = ["", *labels(runs), ""]
-    return "\n".join(
-        lines([head, *([name, *(c.get(name, "-") for c in columns), ""] for name in names)])
-    )
+    """Return a table as text: a column for each run, a row for each number that any of them has."""
+    columns = []
+    for summary in numbers:
+        compared = {key: value for key, value in summary.items() if key not in OWN}
+        columns.append(dict(rows_of(compared)))
+    rows = [["", *labels(runs), ""]]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rows.append([name, *(column.get(name, "-") for column in columns), ""])
+    return "\n".join(lines(rows))
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all runs, one value for each of them; None where a run
-    has no such key. Where a run is and what it is called is not told."""
+    """Return the settings that differ between runs, each with one value for each run.
+
+    The value is None if a run has no such key. The runs' names and directories are left out.
+    """
     flat = [dict(_flat("", run.config)) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    values = {key: [one.get(key) for one in flat] for key in keys if key not in NAMES}
-    return {key: row for key, row in values.items() if any(one != row[0] for one in row)}
+    keys = dict.fromkeys(key for settings in flat for key in settings)
+    values = {key: [settings.get(key) for settings in flat] for key in keys if key not in NAMES}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
 def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables, joined by dots, and their values."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{key}.", value)
@@ -43,7 +50,7 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def settings_table(runs: Sequence[Run], settings: Mapping[str, Sequence[Any]]) -> str:
-    """A row for each setting that differs, a column for each run."""
+    """Return a table as text: a row for each setting that differs, a column for each run."""
     rows = [
         [key, *("-" if v is None else str(v) for v in row), ""] for key, row in settings.items()
     ]
@@ -51,13 +58,13 @@ def settings_table(runs: Sequence[Run], settings: Mapping[str, Sequence[Any]]) -
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Their names, or where two are alike, their directories."""
+    """Return the names of the runs, or their directories if two have the same name."""
     names = [str(run.config["run"]["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def picture(runs: Sequence[Run], path: Path) -> None:
-    """Loss of each run over tokens, smoothed to POINTS points, and its validations as dots."""
+    """Draw the loss of each run over tokens, smoothed to POINTS points, and validations as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -68,8 +75,7 @@ def picture(runs: Sequence[Run], path: Path) -> None:
         tokens = binned([record["tokens"] for record in run.steps], POINTS)
         losses = binned([record["loss"] for record in run.steps], POINTS)
         axes.plot(tokens, losses, color=color, linewidth=1.2, label=name)
-        at = {record["step"]: record["tokens"] for record in run.steps}
-        points = [(at[r["step"]], r["validation_loss"]) for r in run.validations if r["step"] in at]
+        points = validation_points(run)
         if points:
             axes.plot(*zip(*points, strict=True), "o", color=color, markersize=4)
     axes.set_xlabel("tokens")
@@ -82,10 +88,14 @@ def picture(runs: Sequence[Run], path: Path) -> None:
 
 
 def largest_gap(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """Where two runs of the same steps differ most in loss; None unless there are two."""
+    """Return how far the losses of two runs are apart, over the steps that both have.
+
+    Return None unless there are two runs, with a common step.
+    """
     if len(runs) != 2:
         return None
-    first, second = ({r["step"]: r["loss"] for r in run.steps} for run in runs)
+    first = {record["step"]: record["loss"] for record in runs[0].steps}
+    second = {record["step"]: record["loss"] for record in runs[1].steps}
     common = sorted(first.keys() & second.keys())
     if not common:
         return None

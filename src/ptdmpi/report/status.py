@@ -1,4 +1,4 @@
-"""Where a run stands while it goes: read from its directory alone, without MPI or torch."""
+"""The progress of a run while it trains, read from its directory without MPI or torch."""
 
 import contextlib
 import itertools
@@ -15,11 +15,12 @@ from typing import Any
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # steps that rates are taken from
-MOST = 10**12  # steps; more is damage
+RECENT = 50  # newest steps, for rates
+# Greater values in a record are damage.
+MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
-# What a record of a step must have to be shown.
+# The record of a step must have these numbers to be shown.
 STEP_NUMBERS = (
     "loss",
     "grad_norm",
@@ -29,11 +30,14 @@ STEP_NUMBERS = (
     "peak_memory_bytes",
 )
 SCORES = ("accuracy", "exact_match")
-REMARKS = 3  # lines of the log that are shown
-SILENT_S, SILENT_STEPS = 60.0, 10.0  # without a word for longer than both: something is wrong
-# What a damaged config.toml raises.
+REMARKS = 3  # newest warnings of the log
+# A run that writes nothing for longer than both of these is called silent.
+SILENT_S = 60.0
+SILENT_STEPS = 10.0
+# A damaged config.toml raises one of these.
 BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
-TELLING = (
+# Lines of the log with one of these are warnings.
+WARNINGS = (
     "warning",
     "lost in step",
     "skipped",
@@ -43,37 +47,42 @@ TELLING = (
 
 
 class Tail:
-    """The whole lines that a growing file has got since it was asked last. A file that was replaced
-    or cut (a start that dropped records) is read from its beginning; `begun_anew` says so."""
+    """The new whole lines of a growing file.
+
+    A file that was replaced or cut, because a start of the run dropped records, is read from its
+    beginning again; then `begun_anew` is True.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.begun_anew = True
-        self._inode, self._place = -1, 0
+        self._inode = -1
+        self._offset = 0
 
     def lines(self) -> list[str]:
+        """Return the lines since the last call; none if the file cannot be read."""
         self.begun_anew = False
         try:
             with self.path.open("rb") as file:
-                inode, size = _identity(file.fileno())
-                if inode != self._inode or size < self._place:
-                    self._inode, self._place, self.begun_anew = inode, 0, True
-                file.seek(self._place)
+                state = os.fstat(file.fileno())
+                if state.st_ino != self._inode or state.st_size < self._offset:
+                    self._inode = state.st_ino
+                    self._offset = 0
+                    self.begun_anew = True
+                file.seek(self._offset)
                 data = file.read()
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._place += len(whole)
+        self._offset += len(whole)
         return whole.decode(errors="replace").splitlines()
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_ino, found.st_size
-
-
 class Watched:
-    """One run that is looked at again and again. Raises InputError if `path` is no run's."""
+    """A run whose status is asked for again and again.
+
+    Raises InputError if `path` is no run directory.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +91,8 @@ class Watched:
         except BROKEN as error:
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"{path} is no run directory: config.toml: {reason}") from None
-        self._metrics, self._log = Tail(path / "metrics.jsonl"), Tail(path / "log.txt")
+        self._metrics = Tail(path / "metrics.jsonl")
+        self._log = Tail(path / "log.txt")
         self._forget()
         self._remarks: deque[str] = deque(maxlen=REMARKS)
         self._last_line = ""
@@ -90,12 +100,13 @@ class Watched:
     def _read_config(self) -> None:
         config = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
         steps = int(config["run"]["steps"])
-        if not 1 <= steps <= MOST:
+        if not 1 <= steps <= MOST_STEPS:
             raise ValueError(f"run.steps = {steps}")
         self.name = str(config["run"]["name"])
         self.steps = steps
 
     def _forget(self) -> None:
+        """Forget all records, because the file of records has begun anew."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._validations: list[dict[str, Any]] = []
@@ -104,9 +115,9 @@ class Watched:
         self._slow_step = 0
 
     def status(self) -> dict[str, Any]:
-        """Everything that is known now; absent keys are not known yet."""
+        """Return everything that is known now; keys that are not known yet are absent."""
         with contextlib.suppress(*BROKEN):
-            self._read_config()  # a new start may have other steps; one half written is skipped
+            self._read_config()  # a new start may have other steps; a file half written is skipped
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
             self._forget()
@@ -114,10 +125,10 @@ class Watched:
             self._take(line)
         for line in self._log.lines():
             self._last_line = line
-            if any(word in line for word in TELLING):
+            if any(word in line for word in WARNINGS):
                 self._remarks.append(line)
         age_s = self._age_s()
-        found: dict[str, Any] = {
+        status: dict[str, Any] = {
             "path": str(self.path),
             "name": self.name,
             "state": self._state(age_s),
@@ -125,19 +136,20 @@ class Watched:
             "silent_s": age_s,
         }
         if self._recent:
-            found |= self._progress()
+            status |= self._progress()
         if self._validations:
-            found |= self._validation()
+            status |= self._validation()
         if self._tasks:
-            found |= {"tasks": self._tasks["tasks"], "tasks_step": self._tasks["step"]}
+            status |= {"tasks": self._tasks["tasks"], "tasks_step": self._tasks["step"]}
         checkpoint = _newest_checkpoint(self.path / "checkpoints")
         if checkpoint:
-            found["checkpoint"] = checkpoint
-        found["slow_ranks"] = self._slow
-        found["remarks"] = list(self._remarks)
-        return found
+            status["checkpoint"] = checkpoint
+        status["slow_ranks"] = self._slow
+        status["remarks"] = list(self._remarks)
+        return status
 
     def _take(self, line: str) -> None:
+        """Keep the record in a line; ignore a line that is none."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -151,9 +163,10 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # judged every 20 steps or so, and in a record only where some are slow
+            # a run judges its ranks every 20 steps or so; it records them only if some are slow
             if "slow_ranks" in record:
-                self._slow, self._slow_step = record["slow_ranks"], record["step"]
+                self._slow = record["slow_ranks"]
+                self._slow_step = record["step"]
             elif record["step"] >= self._slow_step + RECENT:
                 self._slow = []
 
@@ -161,14 +174,14 @@ class Watched:
         last = self._recent[-1]
         step_s = statistics.median(record["step_time_s"] for record in self._recent)
         keys = ("step", "loss", "grad_norm", "learning_rate", "tokens", "layout", "rank_count")
-        found = {key: last[key] for key in keys if key in last}
+        progress = {key: last[key] for key in keys if key in last}
         for key in ("tokens_per_s", "model_tflops_per_rank", "mfu"):
-            found[key] = median(record[key] for record in self._recent)
-        found["step_time_s"] = step_s
-        found["left_s"] = max(0, self.steps - last["step"]) * step_s
-        found["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in self._recent)
-        found["losses"] = binned(self._losses, 60)
-        return found
+            progress[key] = median(record[key] for record in self._recent)
+        progress["step_time_s"] = step_s
+        progress["left_s"] = max(0, self.steps - last["step"]) * step_s
+        progress["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in self._recent)
+        progress["losses"] = binned(self._losses, 60)
+        return progress
 
     def _validation(self) -> dict[str, Any]:
         last = self._validations[-1]
@@ -181,7 +194,7 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Seconds since the run last wrote anything, by the clocks of this host and the disk."""
+        """Return the seconds since the run last wrote, by the clocks of this host and the disk."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -189,6 +202,7 @@ class Watched:
         return max(0.0, time.time() - newest)
 
     def _state(self, age_s: float) -> str:
+        """Return starting, running, silent, stopped or done."""
         if (self.path / "done").exists():
             return "done"
         if "stopped on request" in self._last_line:
@@ -200,10 +214,12 @@ class Watched:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if everything that is shown of a record has its kind and a possible value: a line
-    that a disk has damaged may still be JSON."""
+    """Return True if every shown value of a record has the right type and is possible.
+
+    A line that a disk has damaged may still be JSON.
+    """
     step = record.get("step")
-    if type(step) is not int or not 0 <= step <= MOST:
+    if type(step) is not int or not 0 <= step <= MOST_STEPS:
         return False
     if "validation_loss" in record:
         return _is_number(record["validation_loss"])
@@ -213,6 +229,7 @@ def _is_sound(record: dict[str, Any]) -> bool:
 
 
 def _is_sound_step(record: dict[str, Any]) -> bool:
+    """Return True if the record of a step has all values that are shown, and they are possible."""
     step_s = record.get("step_time_s")
     slow = record.get("slow_ranks", [])
     return (
@@ -231,8 +248,7 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number that can be drawn: a float, NaN and infinities included, or an
-    integer that has a float."""
+    """Return True for a number that can be drawn; NaN and infinities count as such."""
     if isinstance(value, float):
         return not MOST_DRAWN < abs(value) < math.inf
     return type(value) is int and abs(value) <= MOST_DRAWN
@@ -240,14 +256,19 @@ def _is_number(value: Any) -> bool:
 
 def _are_scores(tasks: Any) -> bool:
     """Return True if `tasks` has a score of each task file."""
-    if not isinstance(tasks, dict) or not all(isinstance(one, dict) for one in tasks.values()):
+    if not isinstance(tasks, dict) or not all(
+        isinstance(scores, dict) for scores in tasks.values()
+    ):
         return False
-    scores = [[one[key] for key in SCORES if key in one] for one in tasks.values()]
-    return all(numbers and all(map(_is_number, numbers)) for numbers in scores)
+    for scores in tasks.values():
+        numbers = [scores[key] for key in SCORES if key in scores]
+        if not numbers or not all(map(_is_number, numbers)):
+            return False
+    return True
 
 
 def binned(values: list[float], most: int) -> list[float]:
-    """At most `most` means of neighbours, in order."""
+    """Return at most `most` values, each the mean of neighbours, in order."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]
@@ -255,7 +276,7 @@ def binned(values: list[float], most: int) -> list[float]:
 
 
 def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
-    """By its name; whether it is sound, `ptdmpi checkpoint verify` says."""
+    """Return the checkpoint that the file `latest` names, without checking it; None if none."""
     try:
         name = (directory / "latest").read_text(encoding="utf-8").strip()
         age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)

@@ -1,8 +1,8 @@
-"""What rank 0 sends in a step, as the run has counted it and as closed forms have it."""
+"""The messages that rank 0 sends in a step: counted by the run, and by closed forms."""
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptdmpi.base.traffic import KINDS, Traffic
 from ptdmpi.base.words import counted, file_size
@@ -15,36 +15,55 @@ from ptdmpi.report import trained
 
 
 def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """group -> kind -> the messages and bytes that a step's record counts, and the closed form's
-    bytes, and whether that is exact; without the latter two where this version cannot read the
-    run's configuration, or where the step had another layout. Nothing, where an older version wrote
-    the record."""
+    """Return a table: group of ranks -> kind of message -> what rank 0 sent.
+
+    An entry has the `messages` and `bytes` of the step's record, `closed_form_bytes`, and
+    `closed_form_is_exact`. The latter two are None if this version cannot read the run's
+    configuration, or if the step had another layout. The table of a record by an older version,
+    which counted nothing, is empty.
+    """
     if "wire_bytes" not in record:
         return {}
-    foreseen, is_exact = Traffic(), None
+    closed_form = None
     with contextlib.suppress(InputError):
-        foreseen, is_exact = _closed_form(config, record)
-    found, messages = record["wire_bytes"], record["wire_messages"]
-    expected, table = foreseen.sent_bytes, {}
-    for group in dict.fromkeys((*found, *expected)):
-        here, there = found.get(group, {}), expected.get(group, {})
-        table[group] = {
-            kind: {
-                "messages": messages.get(group, {}).get(kind, 0),
-                "bytes": here.get(kind, 0),
-                "closed_form_bytes": there.get(kind, 0) if foreseen.tallies else None,
-                "closed_form_is_exact": group != DATA or is_exact if foreseen.tallies else None,
-            }
-            for kind in KINDS
-            if kind in here or kind in there
-        }
+        closed_form = _closed_form(config, record)
+    sent_bytes = record["wire_bytes"]
+    expected = {} if closed_form is None else closed_form.traffic.sent_bytes
+    table: dict[str, Any] = {}
+    for group in dict.fromkeys((*sent_bytes, *expected)):
+        counted_bytes = sent_bytes.get(group, {})
+        expected_bytes = expected.get(group, {})
+        messages = record["wire_messages"].get(group, {})
+        table[group] = {}
+        for kind in KINDS:
+            if kind in counted_bytes or kind in expected_bytes:
+                table[group][kind] = {
+                    "messages": messages.get(kind, 0),
+                    "bytes": counted_bytes.get(kind, 0),
+                    "closed_form_bytes": None,
+                    "closed_form_is_exact": None,
+                }
+                if closed_form is not None:
+                    table[group][kind] |= {
+                        "closed_form_bytes": expected_bytes.get(kind, 0),
+                        "closed_form_is_exact": group != DATA or closed_form.is_exact,
+                    }
     return table
 
 
-def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> tuple[Traffic, bool]:
+class _ClosedForm(NamedTuple):
+    """Traffic of a step by closed forms; `is_exact`: on the data axis, too."""
+
+    traffic: Traffic
+    is_exact: bool
+
+
+def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
+    """Return the closed form for a step's record; None for a step in another layout, or if rank 0
+    sends nothing by it. Raise InputError if this version cannot read the configuration."""
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
-        return Traffic(), False
+        return None
     step = StepTraffic(
         Model(checked.run.name, checked.model, record["vocab_size"]),
         checked.layout,
@@ -54,11 +73,12 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> tuple[Tra
         reproducible=checked.run.reproducible,
         method=RunMethod.of(checked),
     )
-    return step.of(rank=0, step=record["step"] - 1), step.is_exact
+    traffic = step.of(rank=0, step=record["step"] - 1)
+    return _ClosedForm(traffic, step.is_exact) if traffic.tallies else None
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Lines of the report's table."""
+    """Return rows of the report's table."""
     return [
         (f"rank 0 sends: {group} {kind.replace('_', '-')}", _text(numbers))
         for group, kinds in table.items()
@@ -67,11 +87,13 @@ def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _text(numbers: Mapping[str, Any]) -> str:
-    size, foreseen = numbers["bytes"] or 0, numbers["closed_form_bytes"]
+    size = numbers["bytes"] or 0
+    foreseen = numbers["closed_form_bytes"]
     text = f"{file_size(size)} a step in {counted(numbers['messages'] or 0, 'message')}"
     if foreseen is None:
         return text
     if not numbers["closed_form_is_exact"]:
         return f"{text}; closed form of large matrices: {file_size(foreseen)}"
-    off = f"{foreseen:,} bytes, not {size:,}"
-    return f"{text}; closed form: {'the same' if foreseen == size else off}"
+    if foreseen == size:
+        return f"{text}; closed form: the same"
+    return f"{text}; closed form: {foreseen:,} bytes, not {size:,}"

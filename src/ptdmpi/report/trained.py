@@ -1,85 +1,97 @@
-"""What a run was trained with, step by step: by its own history, not by what was asked for last."""
+"""The attempts of a run, and the configuration of each step, from the run's own history."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
 from ptdmpi.lineage.attempts import PastAttempt, attempts, that_trained
 
-Owed = tuple[
-    PastAttempt, int, int
-]  # an attempt, the first and the last recorded step that it trained
+
+class TrainedSteps(NamedTuple):
+    """An attempt of a run, and the first and the last recorded step that it trained."""
+
+    attempt: PastAttempt
+    first: int
+    last: int
+
+    def trained(self, step: int) -> bool:
+        """Return True if this attempt trained `step`, by the steps that it has recorded."""
+        return self.attempt.first < step <= max(self.last, self.first)
 
 
-def owed(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Owed]:
-    """The attempts that trained the recorded `steps`, oldest first; none where an older version
-    wrote the run. Raises InputError."""
+def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[TrainedSteps]:
+    """Return the attempts that trained the recorded `steps` of run `path`, oldest first.
+
+    A run of an older version has none. Raise InputError if the history cannot be read.
+    """
+    numbers = [record["step"] for record in steps]
     try:
-        return that_trained(attempts(path), [record["step"] for record in steps])
+        return [TrainedSteps(*trained) for trained in that_trained(attempts(path), numbers)]
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
 def config_at(
-    found: Sequence[Owed], step: int | None, otherwise: Mapping[str, Any]
+    history: Sequence[TrainedSteps], step: int | None, otherwise: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The configuration that trained `step` (the last one: None); `otherwise` where no history
-    knows."""
-    mine = [
-        one for one, first, last in found if step is None or one.first < step <= max(last, first)
-    ]
-    return dict(mine[-1].config if mine else otherwise)
+    """Return the configuration that trained `step`, or that of the newest attempt for None.
+
+    Return `otherwise` if the history does not have the step.
+    """
+    configs = [part.attempt.config for part in history if step is None or part.trained(step)]
+    return dict(configs[-1]) if configs else dict(otherwise)
 
 
 def resolved(config: dict[str, Any]) -> Config:
-    """A run's configuration, checked again for as many ranks as its layout has. Raises InputError
-    where this version does not take it."""
+    """Return a run's configuration, validated for the ranks of its layout without spare ones.
+
+    Raise InputError if this version does not accept it.
+    """
     parallel = config["parallel"]
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
     ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
     return resolve({**config, "run": run}, ranks)
 
 
-def paths(found: Sequence[Owed], config: Mapping[str, Any]) -> list[str]:
-    """The training datasets in the order of a record's `samples_drawn`."""
-    if not found:
-        return [one["path"] for one in config["data"]["train"]]
-    last = found[-1][0].trained_on["stretches"][-1]
-    return [one["path"] for one in sorted((*last["sources"], *last["gone"]), key=_key)]
+def paths(history: Sequence[TrainedSteps], config: Mapping[str, Any]) -> list[str]:
+    """Return the paths of training datasets, in the order of a record's `samples_drawn`."""
+    if not history:
+        return [source["path"] for source in config["data"]["train"]]
+    newest = history[-1].attempt.trained_on["stretches"][-1]
+    sources = [*newest["sources"], *newest["gone"]]
+    return [source["path"] for source in sorted(sources, key=lambda source: source["key"])]
 
 
-def _key(source: Mapping[str, Any]) -> int:
-    return source["key"]
-
-
-def as_json(found: Sequence[Owed]) -> list[dict[str, Any]]:
-    """One object for each attempt that trained a recorded step."""
+def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
+    """Return one object for each attempt that trained a recorded step."""
     return [
         {
-            "attempt": one.number,
+            "attempt": attempt.number,
             "first_step": first,
             "last_step": last,
-            "how": one.how,
-            "layout": one.layout,
-            "ranks": one.ranks,
-            "changed": list(one.changed),
-            "began": one.began,
-            "ended": one.ended or None,
-            "why": one.why or "no end was written: killed, or still training",
+            "how": attempt.how,
+            "layout": attempt.layout,
+            "ranks": attempt.ranks,
+            "changed": list(attempt.changed),
+            "began": attempt.began,
+            "ended": attempt.ended or None,
+            "why": attempt.why or "no end was written: killed, or still training",
         }
-        for one, first, last in found
+        for attempt, first, last in history
     ]
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Lines of the report's table, where a run had more than one attempt or changed."""
+    """Return rows of the report's table for each attempt; none for a single unchanged attempt."""
     if len(entries) == 1 and not entries[0]["changed"]:
         return []
-    found = []
-    for one in entries:
-        name = f"steps {one['first_step']} to {one['last_step']}"
-        found.append((name, f"{one['layout']}, {counted(one['ranks'], 'rank')}, {one['why']}"))
-        found += [(f"  changed at step {one['first_step']}", text) for text in one["changed"]]
-    return found
+    table = []
+    for entry in entries:
+        first = entry["first_step"]
+        ranks = counted(entry["ranks"], "rank")
+        text = f"{entry['layout']}, {ranks}, {entry['why']}"
+        table.append((f"steps {first} to {entry['last_step']}", text))
+        table += [(f"  changed at step {first}", change) for change in entry["changed"]]
+    return table

@@ -1,1 +1,1 @@
-"""Where the records of a run go besides `metrics.jsonl`: tools that people have open, as extras."""
+"""Tools that show the records of a run besides `metrics.jsonl`, as extras."""

@@ -1,4 +1,4 @@
-"""A record of `metrics.jsonl` as named numbers, the same for every tool; and the kept records."""
+"""A record of `metrics.jsonl` as named numbers, the same for every sink; and the kept records."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# key -> the group that a tool shows it in; what is not named here is of its training step
+# key -> the group in which a sink shows it; other keys are in the group "train"
 GROUPS = {
     "step_time_s": "speed",
     "tasks_time_s": "speed",
@@ -22,57 +22,65 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-SAME = ("step", "wire_bytes", "wire_messages")  # of each step alike, or the curves' own axis
-OF_FILE = ("items", "samples", "truncated")  # what is known of a task file before it is asked
+# keys without a curve: they are the same for each step, or the axis of the curves
+NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
+# facts of a task file that do not depend on the model
+OF_FILE = ("items", "samples", "truncated")
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Every number of a record by a name such as "train/loss", without its step.
+    """Return every number of a record by a name such as "train/loss", but not its step.
 
-    Lists and tables become one number for each item ("data/epochs/0"); texts have no curve, nor has
-    what is the same each time.
+    Lists and tables become one number for each item ("data/epochs/0"). Texts are left out, and so
+    are numbers that are the same in each record.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in record.items():
         if key == "tasks":
             for path, scores in value.items():
-                kept = {name: one for name, one in scores.items() if name not in OF_FILE}
-                found |= _numbers(f"tasks/{path}", kept)
-        elif key not in SAME:
-            found |= _numbers(f"{_group(key)}/{key}", value)
-    return found
+                measured = {name: score for name, score in scores.items() if name not in OF_FILE}
+                numbers |= _numbers(f"tasks/{path}", measured)
+        elif key not in NOT_SHOWN:
+            numbers |= _numbers(f"{_group(key)}/{key}", value)
+    return numbers
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
+    """Return the numbers in `value`, by `name` and, inside a list or a table, the place there."""
     items = {name: value}
     if isinstance(value, dict):
-        items = {f"{name}/{part}": one for part, one in value.items()}
+        items = {f"{name}/{key}": item for key, item in value.items()}
     elif isinstance(value, list):
-        items = {f"{name}/{number}": one for number, one in enumerate(value)}
-    return {k: float(one) for k, one in items.items() if isinstance(one, int | float)}
+        items = {f"{name}/{place}": item for place, item in enumerate(value)}
+    return {key: float(item) for key, item in items.items() if isinstance(item, int | float)}
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of what is known; None where nothing is, such as MFU of an unknown device."""
-    known = [one for one in values if one is not None]
+    """Return the median of the values that are not None.
+
+    Return None if all are, such as the MFU of a device whose peak is unknown.
+    """
+    known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def task_score(values: Mapping[str, Any]) -> tuple[str, float]:
-    """The name and value of the one number that stands for a task file."""
-    key = next(one for one in ("accuracy", "exact_match") if one in values)
+    """Return the name and the value of a task file's main score: accuracy, or exact match."""
+    key = "accuracy" if "accuracy" in values else "exact_match"
     return key.replace("_", " "), float(values[key])
 
 
 def _group(key: str) -> str:
-    first = key.partition("_")[0]
-    if first == "checkpoint":
-        return first
-    return "validation" if "validation" in key.split("_") else GROUPS.get(key, "train")
+    words = key.split("_")
+    if words[0] == "checkpoint":
+        return "checkpoint"
+    if "validation" in words:
+        return "validation"
+    return GROUPS.get(key, "train")
 
 
 def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a run so far; a line that is none is stepped over."""
+    """Yield the records of a run so far; skip lines that are none."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as lines:

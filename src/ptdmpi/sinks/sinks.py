@@ -1,48 +1,32 @@
-"""The sinks of a run: made where `[log]` asks for them, fed with its records, never in its way."""
+"""All sinks that `[log]` asks for; none of them can stop the run."""
 
 import atexit
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ptdmpi.config import Config, InputError, LogConfig
-
-
-@dataclass(frozen=True)
-class Past:
-    """What a start finds: the run directory, whose metrics.jsonl holds the records that are kept;
-    the step from which it goes on; whether records after that step were dropped just now."""
-
-    path: Path
-    step: int
-    dropped: bool
-
-
-class Sink(Protocol):
-    """One tool. It may raise whatever it likes: then it is closed, and the run goes on."""
-
-    def record(self, values: dict[str, Any]) -> None:
-        """Take one record of `metrics.jsonl`; those of a run come in order of their steps."""
-
-    def close(self) -> None:
-        """Bring everything to its files."""
+from ptdmpi.sinks.contract import Past, Sink
 
 
 def require(log: LogConfig) -> None:
-    """Raises InputError where a package of a wanted sink is missing, with the extra's name."""
-    wanted = {"tensorboard": (log.tensorboard, "tensorboardX"), "wandb": (log.wandb, "wandb")}
-    for key, (value, package) in wanted.items():
-        if value and importlib.util.find_spec(package) is None:
-            text = f'"{value}"' if isinstance(value, str) else "true"
-            raise InputError(
-                f"log.{key} = {text} needs {package}: pip install 'ptdmpi[{key}]', or leave it out"
-            )
+    """Raise InputError if the package of a wanted sink is missing; it names the extra."""
+    if log.tensorboard:
+        _require_package("tensorboardX", "tensorboard", "true")
+    if log.wandb:
+        _require_package("wandb", "wandb", f'"{log.wandb}"')
+
+
+def _require_package(package: str, key: str, text: str) -> None:
+    """Raise InputError if `package`, which log.`key` = `text` needs, is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"log.{key} = {text} needs {package}: pip install 'ptdmpi[{key}]', or leave it out"
+        )
 
 
 class Sinks:
-    """All that `[log]` asks for, on rank 0. A sink that fails is closed and told of once."""
+    """The open sinks, on rank 0. One that fails is closed; `say` gets one line about it."""
 
     def __init__(self, config: Config, past: Past, say: Callable[[str], None]) -> None:
         self._say = say
@@ -50,11 +34,12 @@ class Sinks:
         for name, make in _wanted(config.log):
             try:
                 self._open[name] = make(config, past)
-            except Exception as error:  # whatever another's tool raises
+            except Exception as error:  # a foreign tool may raise anything
                 self._failed(name, error)
         atexit.register(self.close)
 
     def record(self, values: dict[str, Any]) -> None:
+        """Hand a record to every open sink."""
         for name, sink in list(self._open.items()):
             try:
                 sink.record(values)
@@ -63,7 +48,7 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all; also called at the end of the process."""
+        """Close all sinks; also called at the end of the process."""
         atexit.unregister(self.close)
         while self._open:
             name, sink = self._open.popitem()
@@ -78,7 +63,7 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Each is imported when it is asked for: its package is an extra."""
+    """Return the name and the class of each wanted sink; import them now, for they need extras."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

@@ -1,7 +1,7 @@
 """TensorBoard: event files in `runs/NAME/tensorboard/`, written without TensorFlow.
 
 The writer is tensorboardX's synchronous one. Its SummaryWriter hands events to a thread through a
-queue: a thread that a full disk has ended would let the queue fill, and the training with it stand.
+queue. When a full disk ends that thread, the queue fills up and blocks the training.
 """
 
 import os
@@ -14,17 +14,19 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import scalar, text
 
 from ptdmpi.config import Config, to_toml
+from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
-from ptdmpi.sinks.sinks import Past
 
 FOLDER = "tensorboard"
 FLUSH_S = 5.0
 
 
 class TensorBoard:
-    """One event file for each start. A start behind others begins with TensorBoard's own mark of a
-    restart, which has its readers drop what stands at that step or later; the first start of a run
-    that has records already (it was switched on later) writes these first."""
+    """A sink that writes one event file for each start of a run.
+
+    A later start begins with TensorBoard's own mark of a restart: readers then drop earlier events
+    at that step or later. The first start of the sink writes the records that the run has already.
+    """
 
     def __init__(self, config: Config, past: Past) -> None:
         folder = past.path / FOLDER
@@ -44,10 +46,11 @@ class TensorBoard:
         self._flush()
 
     def record(self, values: dict[str, Any]) -> None:
+        """Write one record; flush it every few seconds, and after each checkpoint."""
         numbers = scalars(values)
         parts = [scalar(name, number).value[0] for name, number in numbers.items()]
         self._write(Event(step=values["step"], summary=Summary(value=parts)))
-        # what a checkpoint has behind it must not be lost with the process
+        # a resumed run does not record the steps before its checkpoint again
         saved = "checkpoint_bytes" in values
         if saved or time.monotonic() - self._flushed_s >= FLUSH_S:
             self._flush()
@@ -61,4 +64,5 @@ class TensorBoard:
         self._flushed_s = time.monotonic()
 
     def close(self) -> None:
+        """Write all events and close the file."""
         self._writer.close()

@@ -1,26 +1,27 @@
 """Weights & Biases: `runs/NAME/wandb/`, offline unless `log.wandb = "online"`.
 
-A run there has an id and steps that only rise. So a start that goes on where the last one ended
-takes the same id: the same curves go on. A start from an earlier step takes a new id in the same
-group and writes the kept records again: there, nothing can be taken back.
+A run of wandb has an id, and its steps only increase. A start that resumes at the last recorded
+step takes the same id, so the curves continue. A start from an earlier step takes a new id in the
+same group and writes the kept records again, because wandb cannot remove recorded steps.
 """
 
 import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 import wandb
 
 from ptdmpi.base.disk import write_whole
 from ptdmpi.config import Config
+from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.record import kept_records, scalars
-from ptdmpi.sinks.sinks import Past
 
-STATE = "run.json"  # which id the run has
+STATE = "run.json"  # the id of the run
 
 
 class WeightsAndBiases:
-    """One process of a run, as wandb sees it."""
+    """A sink that writes to a run of wandb."""
 
     def __init__(self, config: Config, past: Past) -> None:
         folder = past.path / "wandb"
@@ -28,7 +29,7 @@ class WeightsAndBiases:
         known = None if past.dropped else _known_id(folder / STATE)
         identity = known or secrets.token_hex(4)
         write_whole(folder / STATE, json.dumps({"id": identity}))
-        # it would ask git for the sources, and repeat every line of the terminal in its files
+        # no questions to git about the sources, and no copies of the terminal's lines
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0
         self._run = wandb.init(
@@ -47,17 +48,20 @@ class WeightsAndBiases:
                 self.record(record)
 
     def record(self, values: dict[str, Any]) -> None:
-        # an asynchronous save is recorded late, under its own step
+        """Log one record at its step."""
+        # an asynchronous save is recorded late, with the step that it saved
         self._step = max(self._step, values["step"])
         self._run.log(scalars(values), step=self._step)
 
     def close(self) -> None:
+        """Finish the run of wandb."""
         self._run.finish()
 
 
-def _known_id(state: Any) -> str | None:
+def _known_id(state: Path) -> str | None:
+    """Return the id in the file `state`; None if there is none."""
     try:
-        found = json.loads(state.read_bytes())["id"]
+        identity = json.loads(state.read_bytes())["id"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return identity if isinstance(identity, str) else None

@@ -1,10 +1,10 @@
-"""What the launcher says of this process, in its environment: known before MPI is imported."""
+"""Size and rank by the launcher's environment variables, known before MPI is imported."""
 
 import os
 from collections.abc import Mapping
 
-# Each launcher's variable for the ranks of this very step. Not SLURM_NTASKS, which a batch script
-# has too where it calls a program without srun.
+# Each launcher's variable for the ranks of this job step. Not SLURM_NTASKS: a batch script has it,
+# too, when it starts a program without srun.
 SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",
@@ -22,13 +22,13 @@ RANK_VARIABLES = (
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks that an MPI launcher says it started; 1 without one."""
+    """Return the number of ranks that an MPI launcher started; 1 without a launcher."""
     sizes = [environ.get(name, "") for name in SIZE_VARIABLES]
     return max((int(size) for size in sizes if size.isdigit()), default=1)
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of this process among those that a launcher started; 0 without one."""
+    """Return the rank of this process by its launcher; 0 without a launcher."""
     if launched_size(environ) == 1:
         return 0
     ranks = [environ.get(name, "") for name in RANK_VARIABLES]

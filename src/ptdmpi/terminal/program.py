@@ -1,7 +1,7 @@
-"""What all commands of both programs have: -h, --version, --quiet, exit codes, errors of one line.
+"""Common parts of all commands of both programs: options, exit codes, errors of one line.
 
-A program is a `CommandGroup` of `Command`s that `run` calls. Under mpirun or srun, what is said of
-usage is said by rank 0 alone, and a command that needs no MPI is done by rank 0 alone.
+A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun,
+rank 0 alone prints help and errors of usage, and rank 0 alone runs a command that needs no MPI.
 """
 
 import errno
@@ -23,7 +23,7 @@ from ptdmpi.terminal.say import QUIET, note
 
 EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 PACKAGES = ("ptdmpi", "data_prep")
-# Of a path that somebody gave: what its owner can mend. A full or broken disk is another matter.
+# Errors of a path that the user can correct: bad input. A full or broken disk is a failure.
 MENDABLE = {
     errno.EACCES,
     errno.EPERM,
@@ -37,16 +37,16 @@ MENDABLE = {
 }
 
 
-def _told_once(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
-    """A callback that prints a text, on rank 0 alone, and ends."""
+def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
+    """Return a callback of an option that prints a text, on rank 0 alone, and exits."""
 
-    def tell(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+    def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         if given and not context.resilient_parsing:
             if launched_rank() == 0:
                 click.echo(text_of(context))
             context.exit()
 
-    return tell
+    return callback
 
 
 def _version(context: click.Context) -> str:
@@ -61,19 +61,24 @@ def _keep_quiet(context: click.Context, parameter: click.Parameter, given: bool)
 def _shared_options() -> list[click.Parameter]:
     flag = partial(click.Option, is_flag=True, expose_value=False)
     return [
-        flag(["--quiet"], callback=_keep_quiet, help="Results and errors only, no progress."),
-        flag(["--version"], callback=_told_once(_version), is_eager=True, help="Say the version."),
+        flag(["--quiet"], callback=_keep_quiet, help="Print results and errors only, no progress."),
+        flag(
+            ["--version"],
+            callback=_print_and_exit(_version),
+            is_eager=True,
+            help="Print the version.",
+        ),
         flag(
             ["-h", "--help"],
-            callback=_told_once(lambda context: context.get_help()),
+            callback=_print_and_exit(lambda context: context.get_help()),
             is_eager=True,
-            help="Say this.",
+            help="Print this help.",
         ),
     ]
 
 
 class Command(click.Command):
-    """A command with the shared options, and its exit codes at the end of its help."""
+    """A command with the shared options; its help ends with its exit codes."""
 
     def __init__(self, name: str | None, *, exit_codes: str = EXIT_CODES, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": exit_codes, **options})
@@ -81,12 +86,14 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """Commands with the shared options; those named in `in_parallel` work on all ranks of a job,
-    the others on rank 0 alone."""
+    """A group of commands with the shared options.
+
+    Those named in `in_parallel` run on all ranks of a job, the others on rank 0 alone.
+    """
 
     command_class = Command
     group_class = type
-    in_parallel: frozenset[str] | None = None  # None: for the group above to say
+    in_parallel: frozenset[str] | None = None  # None: the group above decides
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": EXIT_CODES, **options})
@@ -95,7 +102,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; ends ranks that a command has no work for, before they say anything."""
+        """Resolve a command as click does, but end the ranks that it has no work for, silently."""
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()
@@ -110,14 +117,15 @@ class CommandGroup(click.Group):
 def run(
     program: click.Group, name: str, *, interrupted: str = "interrupted", lists: bool = False
 ) -> None:
-    """Run the command line of the program `name`; what goes wrong is one line on stderr, or where
-    the program `lists` mistakes, one line for each.
+    """Run the command line of the program `name`. An error is one line on stderr.
 
-    Raises SystemExit: 2 bad input, 130 interrupted, 1 others; or the command's own.
+    `interrupted`: the message after Ctrl-C. `lists`: an InputError may have several lines, one for
+    each mistake. Raises SystemExit: 2 for bad input, 130 if interrupted, 1 for other failures, or
+    the command's own exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
+            stream.reconfigure(errors="backslashreplace")  # a file name may be any bytes
     try:
         code = program.main(prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -127,16 +135,17 @@ def run(
         _end_all(f"{name}: error: {_flat(error.format_message())} ({where} -h says what is legal)")
     except InputError as error:
         _end_all(f"{name}: error: {error if lists else _escaped(str(error))}")
-    except BrokenPipeError:  # who read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         _end(f"{name}: {interrupted}", 130)
     except Exception as error:
-        found = explained(error)
-        if found is None:
+        explanation = explained(error)
+        if explanation is None:
             raise
-        _end(f"{name}: error: {found[0]}", found[1])
+        text, exit_code = explanation
+        _end(f"{name}: error: {text}", exit_code)
     if code:
         sys.exit(code)
 
@@ -146,8 +155,11 @@ def _flat(text: str) -> str:
 
 
 def _end_all(text: str) -> NoReturn:
-    """End with what every rank has found alike: rank 0 says it. The others end as if all were well,
-    because mpirun kills all at the first other exit code, rank 0 before it has spoken, too."""
+    """Exit with an error that every rank has found: rank 0 prints it.
+
+    The other ranks exit with 0, because mpirun kills all ranks, rank 0 before it has printed, too,
+    at the first other exit code.
+    """
     if launched_rank():
         sys.exit(0)
     _end(text, 2)
@@ -159,13 +171,18 @@ def _end(text: str, code: int) -> NoReturn:
 
 
 def explained(error: BaseException) -> tuple[str, int] | None:
-    """One line and an exit code for what has its cause outside the program: a package or an MPI
-    library that is not there, a path, a disk, a child that died. None for anything else."""
+    """Return one line and an exit code for an error whose cause is outside the program.
+
+    These are a missing package or MPI library, a path, a disk, and a child process that died.
+    Return None for any other error.
+    """
     if isinstance(error, ChildProcessError):
         return _escaped(str(error)), 1
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        return None if package in PACKAGES else (missing(package), 2)
+        if package in PACKAGES:
+            return None
+        return missing(package), 2
     if isinstance(error, RuntimeError | ImportError) and _loads_mpi(error):
         return (
             "no MPI library can be loaded: load the site's MPI module (MPI4PY_LIBMPI may name the "
@@ -175,43 +192,53 @@ def explained(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename else ""
         text = _escaped(f"{where}{error.strerror or error}")
-        return text, 2 if error.errno in MENDABLE and error.filename else 1
+        if error.errno in MENDABLE and error.filename:
+            return text, 2
+        return text, 1
     return None
 
 
 def _escaped(text: str) -> str:
-    """Names of files may have line ends in them."""
+    """Return the text as one line; a file name may contain line ends."""
     return "\\n".join(text.splitlines())
 
 
 def _loads_mpi(error: Exception) -> bool:
-    """Whether an error comes from mpi4py as it looks for a library, and not from the library that
-    it found, whose start fails where another rank was lost."""
+    """Return True if mpi4py raised the error because it found no MPI library.
+
+    A library that it found may fail to start because another rank was lost: False.
+    """
     where = "mpi4py" if isinstance(error, ImportError) else "_mpiabi"
     frames = traceback.extract_tb(error.__traceback__)
     return "MPI" in str(error) and any(where in frame.filename for frame in frames)
 
 
 def missing(package: str) -> str:
-    """What to install where a package is not there: the smallest of our extras that brings it, or
-    the package itself."""
+    """Return a message that says how to install a missing package.
+
+    It names the smallest extra of this project that contains the package, or the package itself.
+    """
     extras: dict[str, set[str]] = {}
     for line in importlib.metadata.requires("ptdmpi") or []:
-        named, extra = re.match(r"[\w.-]+", line), re.search(r'extra == [\'"](\w+)[\'"]', line)
+        named = re.match(r"[\w.-]+", line)
+        extra = re.search(r'extra == [\'"](\w+)[\'"]', line)
         if named and extra and extra[1] != "test":
             extras.setdefault(extra[1], set()).add(named[0].lower())
-    bring = [name for name, packages in extras.items() if package.lower() in packages]
-    wanted = f"'ptdmpi[{min(bring, key=lambda name: len(extras[name]))}]'" if bring else package
+    containing = [name for name, packages in extras.items() if package.lower() in packages]
+    wanted = package
+    if containing:
+        smallest = min(containing, key=lambda name: len(extras[name]))
+        wanted = f"'ptdmpi[{smallest}]'"
     return f"the package {package} is not installed: pip install {wanted}"
 
 
 @contextmanager
 def mendable_paths() -> Iterator[None]:
-    """Turn what is wrong with a path that was given (not there, not readable) into InputError."""
+    """Raise InputError for an error of a path that the user can correct (missing, unreadable)."""
     try:
         yield
     except OSError as error:
-        found = explained(error)
-        if found is None or found[1] != 2:
+        explanation = explained(error)
+        if explanation is None or explanation[1] != 2:
             raise
-        raise InputError(found[0]) from error
+        raise InputError(explanation[0]) from error

@@ -1,4 +1,4 @@
-"""Progress of what takes longer than some seconds: a bar on a terminal, plain lines in a log."""
+"""Progress of long work: a bar on a terminal, plain lines in a log."""
 
 import sys
 import time
@@ -10,20 +10,20 @@ from ptdmpi.base.words import counted, file_size
 from ptdmpi.terminal.launched import launched_rank
 from ptdmpi.terminal.say import quiet
 
-# Until the first line of a log, what is done before it says nothing; where somebody waits for the
-# answer; and between two lines at most.
-FIRST_S, SOON_S, EVERY_S = 30.0, 2.0, 30.0
+FIRST_S = 30.0  # until the first line of a log: shorter work prints none
+SOON_S = 2.0  # the same for work that a person waits for
+EVERY_S = 30.0  # between two lines, at most
 
 
 @contextmanager
 def progress(
     what: str, total: float | None, unit: str, first_s: float = FIRST_S
 ) -> Iterator[Callable[[float], object]]:
-    """A function that is told how many more of `total` units (None: nobody knows) are done.
+    """Show progress on stderr; yield a function to call with the number of units just done.
 
-    `unit`: what one of them is called; "B" counts bytes. On stderr; silent under --quiet and on all
-    ranks but the first. In a log the first line comes after `first_s`, each further one after twice
-    as long, up to `EVERY_S`.
+    `what` names the work. `total`: how many units there are, or None if that is unknown. `unit`:
+    the name of one; "B" counts bytes. A log gets its first line after `first_s`, and each further
+    line after twice as long, up to `EVERY_S`. Silent under --quiet, and on all ranks but the first.
     """
     if quiet() or launched_rank():
         yield lambda more: None
@@ -37,21 +37,28 @@ def progress(
 
 
 class _Lines:
-    """A line every so often: how far it is, and how long it will take."""
+    """Progress as lines of a log: the part that is done, and the seconds left."""
 
     def __init__(self, what: str, total: float | None, unit: str, first_s: float) -> None:
-        self.what, self.total, self.unit, self.wait_s = what, total, unit, first_s
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.wait_s = first_s
         self.done = 0.0
-        self.begin = self.told = time.monotonic()
+        self.begin_s = time.monotonic()
+        self.printed_s = self.begin_s
 
     def update(self, more: float) -> None:
+        """Count `more` units; print a line if it is time for one."""
         self.done += more
-        now = time.monotonic()
-        if now - self.told >= self.wait_s:
-            self.told, self.wait_s = now, min(2 * self.wait_s, EVERY_S)
-            self.say(now - self.begin, sys.stderr)
+        now_s = time.monotonic()
+        if now_s - self.printed_s >= self.wait_s:
+            self.printed_s = now_s
+            self.wait_s = min(2 * self.wait_s, EVERY_S)
+            self.say(now_s - self.begin_s, sys.stderr)
 
     def say(self, elapsed_s: float, stream: TextIO) -> None:
+        """Print a line to `stream`."""
         done = self._amount(self.done)
         if self.total and self.unit != "B":  # "3 of 8 files"
             done = f"{self.done:,.0f}"

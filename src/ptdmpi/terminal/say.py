@@ -1,4 +1,4 @@
-"""What is said beside the results, on stderr: by rank 0 alone, and not under --quiet."""
+"""Notes on stderr: rank 0 alone prints them, and only without --quiet."""
 
 import sys
 
@@ -10,12 +10,12 @@ QUIET = "ptdmpi.quiet"  # in the `meta` of the command's context
 
 
 def quiet() -> bool:
-    """Whether the command that runs was called with --quiet."""
+    """Return True if the running command was called with --quiet."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(QUIET))
 
 
 def note(line: str) -> None:
-    """Say a line that is no result."""
+    """Print a line that is no result."""
     if not (quiet() or launched_rank()):
         print(line, file=sys.stderr, flush=True)

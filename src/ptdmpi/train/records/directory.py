@@ -10,7 +10,8 @@ from typing import Any
 
 from ptdmpi.base.disk import write_whole
 from ptdmpi.config import Config, InputError
-from ptdmpi.sinks.sinks import Past, Sinks
+from ptdmpi.sinks.contract import Past
+from ptdmpi.sinks.sinks import Sinks
 
 
 def _show(line: str) -> None:

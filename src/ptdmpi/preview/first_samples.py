@@ -15,14 +15,17 @@ CHARACTERS = 400  # of each
 IDS = 16
 
 
-def samples(
-    config: Config, source: SampleSource, course: Course, step: int, vocab_size: int
+def first_samples(
+    config: Config, source: SampleSource, course: Course, *, step: int, vocab_size: int
 ) -> dict[str, Any]:
-    """The first samples of the batch of `step` (from 0), read and checked as the run would."""
+    """Return the first samples of the batch of `step` (from 0) as ids and text.
+
+    They are read and checked as by the run. "no_text" is the reason if there is no tokenizer.
+    """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)
     numbers, places = course.order.locate(ids)
-    found, why = _text(config, course, vocab_size)
+    tokenizer, no_text = _tokenizer(config, course, vocab_size)
     shown = []
     for sample, number, place in zip(ids.tolist(), numbers.tolist(), places, strict=True):
         tokens = source.ids(number, int(place))
@@ -31,14 +34,14 @@ def samples(
                 "sample": sample,
                 "dataset": config.data.train[number].path,
                 "ids": tokens[:IDS],
-                "text": found.decode(tokens[:CHARACTERS]) if found else None,
+                "text": tokenizer and tokenizer.decode(tokens[:CHARACTERS]),
             }
         )
-    return {"step": step + 1, "samples": shown, "no_text": why}
+    return {"step": step + 1, "samples": shown, "no_text": no_text}
 
 
-def _text(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
-    """The tokenizer of the shards, or why there is none."""
+def _tokenizer(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
+    """Return the tokenizer of the shards and None, or None and the reason why there is none."""
     try:
         return text_of(config, course, vocab_size), None
     except InputError as error:

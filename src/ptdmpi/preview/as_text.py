@@ -1,0 +1,95 @@
+"""A preview as lines of text."""
+
+from typing import Any
+
+from ptdmpi.base.words import counted, file_size, short
+from ptdmpi.plan.cost.relief import size
+from ptdmpi.report.live import duration
+
+LINES = 8  # of each sample's text
+
+
+def as_text(forecast: dict[str, Any]) -> str:
+    """Return the result of `preview` as text; the caller prints its "mistake"."""
+    rows = [
+        *_run_rows(forecast),
+        *_data_rows(forecast),
+        *_memory_rows(forecast["memory"]),
+        ("time", _time(forecast["time"])),
+        ("checkpoint", _checkpoint(forecast["checkpoint"])),
+    ]
+    lines = [f"{name:<12}{value}" for name, value in rows]
+    return "\n".join([*lines, *forecast["warnings"], "", *_batch(forecast["batch"])])
+
+
+def _run_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
+    run = f"{forecast['run']} in {forecast['directory']}: {forecast['resume']['says']}"
+    model = f"{short(forecast['parameters'])} parameters, vocabulary {forecast['vocab_size']:,}"
+    length = (
+        f"{counted(forecast['steps'], 'step')} of {forecast['tokens_per_step']:,} tokens, "
+        f"{forecast['tokens']:,} in all"
+    )
+    return [
+        ("run", run),
+        ("ranks", f"{forecast['ranks']} ({forecast['ranks_from']})"),
+        ("layout", f"{forecast['layout']}; {forecast['precision']}"),
+        ("model", model),
+        ("length", length),
+        *(("", line) for line in forecast["base"]),
+    ]
+
+
+def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    for dataset in forecast["train"]:
+        text = (
+            f"{dataset['path']}: {dataset['drawn']:,} of {dataset['samples']:,} samples, "
+            f"{dataset['epochs']:.3g} epochs"
+        )
+        rows.append(("data", text))
+    for dataset in forecast["valid"]:
+        text = f"{dataset['path']}: {counted(dataset['samples'], 'sample')}"
+        rows.append(("validation", text))
+    paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
+    not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
+    rows.append(("", "; ".join(forecast["told"]) or not_read))  # task files are read whole
+    return rows
+
+
+def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    needed = f"{size(memory['bytes'])} a rank"
+    if memory["capacity_bytes"] is not None:
+        needed += f" of {size(memory['capacity_bytes'])}"
+    parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
+    return [("memory", f"{needed} ({memory['capacity_from']})"), ("", parts)]
+
+
+def _time(times: dict[str, Any]) -> str:
+    if times["step_s"] is None:
+        return f"{times['from']}"
+    step = duration(times["step_s"])
+    total = duration(times["total_s"])
+    return f"{step} a step, {total} for {counted(times['steps'], 'step')}, {times['from']}"
+
+
+def _checkpoint(checkpoint: dict[str, Any]) -> str:
+    moments = []
+    if checkpoint["every_steps"]:
+        moments.append(f"every {counted(checkpoint['every_steps'], 'step')}")
+    if checkpoint["every_minutes"]:
+        moments.append(f"every {checkpoint['every_minutes']:g} minutes")
+    moments.append("at the end")
+    return f"{file_size(checkpoint['bytes'])}, {' and '.join(moments)}"
+
+
+def _batch(batch: dict[str, Any]) -> list[str]:
+    """Return the first samples of the first batch as lines."""
+    lines = [f"the batch of step {batch['step']:,} begins with"]
+    if batch["no_text"]:
+        lines.append(f"  (ids alone: {batch['no_text']})")
+    for sample in batch["samples"]:
+        number = f"{sample['sample']:,}"
+        lines.append(f"  sample {number} of {sample['dataset']}, ids {sample['ids']} ...")
+        if sample["text"] is not None:
+            lines += [f"  | {line}" for line in sample["text"].splitlines()[:LINES]]
+    return lines

@@ -1,0 +1,228 @@
+"""The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
+
+It needs no MPI, because the number of ranks is given, and torch only for the memory of a GPU.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.words import counted, file_size
+from ptdmpi.checkpoint.base import base_told
+from ptdmpi.config import Config, InputError
+from ptdmpi.config.legality import dear
+from ptdmpi.config.methods import stored_numbers
+from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.lineage.course import Course
+from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.cost import relief
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.shape.matrices import matrix_elements
+from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.preview.first_samples import first_samples
+from ptdmpi.preview.ranks import RankCount
+from ptdmpi.preview.resume import resumed
+from ptdmpi.report.compare import cluster_of, pricer_of
+from ptdmpi.report.status import Watched
+from ptdmpi.train.capacity import expected_gpus, expected_sharing, rank_memory_bytes
+from ptdmpi.train.checks import checked
+from ptdmpi.train.feed import source_of
+
+
+def preview(
+    tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
+) -> dict[str, Any]:
+    """Return everything that is known before the start, as `--json` prints it.
+
+    "mistake" is the reason why the run would not start on this machine, if there is one. `cluster`:
+    a name or a file, instead of `run.cluster`. Raise InputError for the mistakes that do not depend
+    on the machine, as the run would.
+    """
+    config = checked(tree, ranks.count, ranks.local or None)
+    source = source_of(config)
+    vocab_size = source.vocab_size
+    course = Course(config, begun(config, source.train))
+    resume = resumed(config, course)
+    course.check()
+    first = min(resume["step"], config.run.steps)
+    named = cluster or cluster_of(Path(config.run.dir), config.model_dump())
+    pricer = pricer_of(config, vocab_size, named) if named else None
+    price = pricer.price(config.layout) if pricer else None
+    room = _room(config, vocab_size, ranks, pricer)
+    memory = _memory(room)
+    checkpoint = _checkpoint(config, vocab_size)
+    forecast: dict[str, Any] = {
+        "run": config.run.name,
+        "directory": config.run.dir,
+        "ranks": ranks.count,
+        "ranks_from": ranks.source,
+        "layout": _layout(config),
+        "warnings": list(dear(config.layout, config.batch.global_size)),
+        "precision": config.precision.compute,
+        "parameters": parameter_count(config.model, vocab_size),
+        "vocab_size": vocab_size,
+        "steps": config.run.steps,
+        "tokens_per_step": config.batch.global_size * config.model.seq_length,
+        "tokens": course.tokens(config.run.steps),
+        "train": _drawn(course, config.run.steps),
+        "valid": [
+            {"path": path, "samples": dataset.samples(config.model.text_length)}
+            for path, dataset in zip(config.data.valid_paths, source.valid, strict=True)
+        ],
+        "told": list(source.remarks()),
+        "base": list(base_told(config)),
+        "resume": resume,
+        "memory": memory,
+        "time": _time(config, price, config.run.steps - first),
+        "checkpoint": checkpoint,
+        "batch": first_samples(config, source, course, step=first, vocab_size=vocab_size),
+    }
+    if memory["fits"] is False:
+        explained = relief.explain(room.step, memory["capacity_bytes"])
+        forecast["mistake"] = f"the model does not fit into memory\n{explained}"
+    elif not checkpoint["fits"]:
+        forecast["mistake"] = (
+            f"a checkpoint needs {file_size(checkpoint['bytes'])}, {config.run.dir} has "
+            f"{file_size(checkpoint['free_bytes'])} free"
+        )
+    return forecast
+
+
+def _layout(config: Config) -> str:
+    """Return the layout and its settings in words."""
+    layout = config.layout
+    words = [str(layout), config.parallel.schedule]
+    if layout.sharding:
+        words.append(layout.sharding)
+    words.append(f"recompute {config.recompute.mode}")
+    return ", ".join(words)
+
+
+def _existing(path: Path) -> Path:
+    """Return the directory itself, or the nearest one above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
+    """Return the samples that the whole run takes of each training dataset."""
+    return [
+        {
+            "path": dataset.path,
+            "samples": dataset.samples,
+            "drawn": dataset.drawn,
+            "epochs": dataset.drawn / dataset.samples,
+        }
+        for dataset in course.trained_on.last.drawn(course.order, steps)
+    ]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The memory that a step needs, and the bytes that a rank has; None if they are not known.
+
+    `source` says in words where that memory is.
+    """
+
+    step: relief.Step
+    capacity_bytes: float | None
+    source: str
+
+
+def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
+    """Return the memory of a rank on the cluster, else on this host if the ranks are here."""
+    on_host = True
+    host_bytes = math.inf
+    capacity_bytes = None
+    source = "not known: give --cluster, or start it by mpirun as the run"
+    if pricer is not None:
+        capacity_bytes = pricer.capacity_bytes
+        source = "of the cluster"
+        on_host = pricer.memory.on_host
+        host_bytes = pricer.host_capacity_bytes
+    elif ranks.local:
+        import torch
+
+        capacity_bytes, source = _here(ranks.local)
+        on_host = not torch.cuda.is_available()
+        if not on_host:
+            host_bytes = rank_memory_bytes(torch.device("cpu"), ranks.local)
+    step = relief.Step.of(config, vocab_size, on_host=on_host)
+    return _Room(replace(step, host_capacity_bytes=host_bytes), capacity_bytes, source)
+
+
+def _memory(room: _Room) -> dict[str, Any]:
+    """Return the bytes that the fullest rank needs and has; "fits" is None if that is not known."""
+    rank, need = room.step.largest()
+    fits = None
+    if room.capacity_bytes is not None:
+        on_device = need.total <= room.capacity_bytes
+        fits = on_device and room.step.on_hosts() <= room.step.host_capacity_bytes
+    return {
+        "pipeline_rank": rank,
+        "parts_bytes": {name: n for name, n in need.parts.items() if n or name != "runtime"},
+        "bytes": need.total,
+        "capacity_bytes": room.capacity_bytes,
+        "capacity_from": room.source,
+        "fits": fits,
+    }
+
+
+def _here(local_ranks: int) -> tuple[int, str]:
+    """Return a rank's memory on this host or its GPUs, and words on how it is shared."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = counted(local_ranks, "rank")
+    source = f"of this host, shared by {ranks}"
+    if device.type != "cpu":
+        gpus = counted(expected_gpus(device), "GPU")
+        source = f"of a GPU of this host, {ranks} sharing the {gpus} that it shows"
+    return rank_memory_bytes(device, expected_sharing(device, local_ranks)), source
+
+
+def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
+    """Return the time of a step and of all: predicted, else as this run has measured before."""
+    step_s = None
+    source = "not known: ptdmpi probe measures a machine for run.cluster"
+    if price is not None:
+        step_s = price.step_time_s
+        source = "predicted"
+    elif (Path(config.run.dir) / "metrics.jsonl").is_file():
+        status = _status(Path(config.run.dir))
+        if status.get("rank_count") and status["layout"] == _layout(config).partition(", ")[0]:
+            step_s = status["step_time_s"]
+            source = "as the run took before"
+    total = None if step_s is None else steps * step_s
+    return {"step_s": step_s, "from": source, "steps": steps, "total_s": total}
+
+
+def _status(path: Path) -> dict[str, Any]:
+    """Return the progress of a run; empty if `path` is no run directory."""
+    try:
+        return Watched(path).status()
+    except InputError:
+        return {}
+
+
+def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Return the size of a checkpoint, the free space for it, and how often one is written."""
+    element = PRECISIONS[config.precision.compute].master.bytes
+    model = config.model
+    moments = config.optimizer.numbers
+    numbers = stored_numbers(config.data_parallel, moments, config.data_size)
+    size = numbers * element * parameter_count(model, vocab_size)
+    if config.optimizer.has_matrices:  # the optimizer keeps one moment less of a matrix
+        fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
+        size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
+    disk = os.statvfs(_existing(Path(config.run.dir)))
+    free = disk.f_bavail * disk.f_frsize
+    return {
+        "bytes": size,
+        "free_bytes": free,
+        "fits": size <= free,
+        "every_steps": config.checkpoint.every_steps,
+        "every_minutes": config.checkpoint.every_minutes,
+    }

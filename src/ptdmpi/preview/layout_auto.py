@@ -1,0 +1,73 @@
+"""The layout of `ptdmpi train --layout auto`: searched, on this machine if no cluster is named."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptdmpi.base.words import counted
+from ptdmpi.config import Config, InputError
+from ptdmpi.plan.search import choose
+from ptdmpi.train.checks import checked_data, with_form
+
+if TYPE_CHECKING:
+    from ptdmpi.comm.world import World
+
+
+def with_best_layout(
+    tree: Mapping[str, Any], overrides: Sequence[str], world: "World"
+) -> dict[str, Any]:
+    """Return the configuration `tree` with the layout that the run has already, or the best one.
+
+    All ranks call it together. Without `run.cluster` it measures this machine first. `overrides`
+    are the --set options, of which none may fix a part of the layout. Raise InputError on every
+    rank if one does, or if no layout fits.
+    """
+    world.on_root(lambda: choose.require_free(overrides))
+    tree = world.on_root(lambda: dict(with_form(tree)))
+    settled = world.on_root(lambda: choose.settled(tree, world.size, checked_data))
+    if settled is None:
+        cluster = _measured_cluster(world.on_root(lambda: choose.bare(tree)), world)
+        measured = choose.applied(tree, {"run": {"cluster": cluster}})
+        settled = world.on_root(lambda: choose.settled(measured, world.size, checked_data))
+    assert settled is not None, "run.cluster is set now"
+    laid_out, words = settled
+    if world.rank == 0:
+        print(words, flush=True)
+    return dict(laid_out)
+
+
+def _measured_cluster(config: Config, world: "World") -> str:
+    """Measure this machine into the run directory and return the path of the cluster file."""
+    import torch
+
+    from ptdmpi.inference.model import device_of
+    from ptdmpi.probe.cluster_file import save
+    from ptdmpi.probe.machine import probe
+    from ptdmpi.train.capacity import forget_peak
+
+    path = Path(world.on_root(lambda: str(unused_path(Path(config.run.dir)))))
+    if world.rank == 0:
+        print("layout auto: no run.cluster, so this machine is measured first", flush=True)
+    torch.set_num_threads(config.run.threads)
+    tree, _ = probe(world, config.precision.compute, device_of(world))
+    forget_peak()  # the peak of the measurement is not the run's
+    head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
+    world.on_root(lambda: save(path, tree, head))
+    return str(path)
+
+
+def unused_path(folder: Path) -> Path:
+    """Return a path in `folder` for a new cluster file; make the folder.
+
+    It is cluster.toml, or cluster-2.toml and so on: an older file is kept, because `ptdmpi report`
+    reads the prediction of an older attempt from it. Raise InputError if the folder cannot be
+    made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"run.dir = {folder}: {error.strerror}") from None
+    first = folder / "cluster.toml"
+    numbered = (first.with_stem(f"{first.stem}-{number}") for number in count(2))
+    return next(path for path in chain([first], numbered) if not path.exists())

@@ -1,0 +1,53 @@
+"""The number of ranks of a run that has not started."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ptdmpi.config import DataParallelConfig, InputError
+from ptdmpi.plan.layout.topology import file_ranks
+
+
+@dataclass(frozen=True)
+class RankCount:
+    """The number of ranks.
+
+    `source` explains it in words. `local` is how many of them share this host; 0 if unknown.
+    """
+
+    count: int
+    source: str
+    local: int
+
+
+def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return how many ranks a configuration needs, and whether it accepts no other number.
+
+    With parallel.data = "auto", the data axis counts 1, or as many ranks as the graph in
+    data_parallel.topology has. The tree need not be valid.
+    """
+    tensor = _positive(tree, "parallel", "tensor") or 1
+    pipeline = _positive(tree, "parallel", "pipeline") or 1
+    data = _positive(tree, "parallel", "data")
+    spare = _positive(tree, "run", "spare_ranks")
+    return tensor * pipeline * (data or _graph_ranks(tree)) + spare, data > 0
+
+
+def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
+    """Return the value of a key if it is a number above 0, else 0."""
+    keys = tree.get(section)
+    if not isinstance(keys, Mapping):
+        return 0
+    value = keys.get(key)
+    return value if type(value) is int and value > 0 else 0
+
+
+def _graph_ranks(tree: Mapping[str, Any]) -> int:
+    """Return the ranks of the graph in a file of edges; 1 without such a file.
+
+    The check of the configuration reports mistakes of the section and the file; here they count 1.
+    """
+    try:
+        return file_ranks(DataParallelConfig.model_validate(tree.get("data_parallel", {}))) or 1
+    except (InputError, ValueError):
+        return 1

@@ -1,0 +1,66 @@
+"""The checkpoint that a run would resume from."""
+
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.words import counted
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.examine import newest
+from ptdmpi.checkpoint.manifest import sound_manifest
+from ptdmpi.config import Config, InputError
+from ptdmpi.lineage.course import Course
+from ptdmpi.train.standing import standing_of
+
+
+def resumed(config: Config, course: Course) -> dict[str, Any]:
+    """Return the step and the path of the checkpoint that the run would resume from.
+
+    "changed" lists what differs from the checkpoint's run, "says" is a sentence on all of it, also
+    on what happens to checkpoints that are there already. Raise InputError if the run may not
+    resume.
+    """
+    own = Path(config.run.dir) / "checkpoints"
+    wanted = config.checkpoint.resume
+    existing = files.checkpoints_in(own)
+    if wanted == "never" or (wanted == "auto" and not existing):
+        said = _begins_anew(config, own, len(existing))
+        return {"step": 0, "path": None, "changed": [], "says": said}
+    named = own if wanted == "auto" else Path(wanted)
+    if wanted != "auto" and files.went_on_from(own, files.named(named)):
+        named = own
+    path = newest(named)
+    manifest = sound_manifest(path)
+    course.judge("resume", path, manifest.said)
+    step = manifest.progress.step
+    changed = list(course.answer.changed)
+    if step >= config.run.steps and named != own:
+        raise InputError(
+            f"checkpoint.resume = {wanted}: {step} steps are trained, and run.steps = "
+            f"{config.run.steps}: nothing is left to do; legal: run.steps above {step}"
+        )
+    said = f"resumes after step {step} from {path}"
+    if step >= config.run.steps:
+        said = (
+            f"has nothing to train: {path} has {counted(step, 'step')}; legal: run.steps above "
+            f"{step}, or another run.name"
+        )
+    elif named == own and (over := standing_of(config, step).over):
+        said = (
+            f"is over, stopped early after step {step}: {over}; legal: a higher "
+            "run.stop_after_worse, or 0, or another run.name"
+        )
+    if changed:
+        said += f"; changed since: {', '.join(changed)}"
+    if config.checkpoint.initial:
+        said += "; checkpoint.initial is not used"
+    return {"step": step, "path": str(path), "changed": changed, "says": said}
+
+
+def _begins_anew(config: Config, own: Path, existing: int) -> str:
+    """Return the sentence on a run from step 0, with `existing` checkpoints in `own`."""
+    said = "begins anew"
+    if existing:
+        said += f"; the {counted(existing, 'checkpoint')} of {own} will be set aside"
+    elif config.checkpoint.initial:
+        said += f", from the weights of {newest(Path(config.checkpoint.initial))}"
+    return said

@@ -1,0 +1,29 @@
+"""The file of a measured cluster, for `ptdmpi plan --cluster FILE`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.config import InputError
+
+
+def require_writable(path: Path) -> None:
+    """Raise InputError if `path` cannot become a cluster file, before anything is measured."""
+    if path.suffix != ".toml" or not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"--output {path}: must be a .toml file in a directory that exists")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"--output {path}: {path.parent} cannot be written to")
+
+
+def save(path: Path, tree: dict[str, Any], head: str) -> None:
+    """Write the cluster `tree` as TOML below the comment `head`, as a whole or not at all.
+
+    Raise InputError if the file cannot be written.
+    """
+    import tomlkit
+
+    try:
+        write_whole(path, head + tomlkit.dumps(tree))
+    except OSError as error:
+        raise InputError(f"--output {path}: {error.strerror}") from None

@@ -1,0 +1,136 @@
+"""Check of the machine: MPI, launcher, devices, wires, threads, nodes of the tensor axis."""
+
+import os
+import platform
+
+import torch
+from mpi4py import MPI
+
+from ptdmpi.base.words import counted
+from ptdmpi.comm.nccl.library import told
+from ptdmpi.comm.wires import preferred
+from ptdmpi.comm.world import World
+from ptdmpi.inference.model import device_of
+from ptdmpi.model.kernels import USUAL, compiler
+from ptdmpi.model.kernels.host import HALF_TYPES
+from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.probe.finding import MachineFinding
+from ptdmpi.train.capacity import ranks_sharing
+from ptdmpi.train.records.rates import device_name, known_peak
+
+# variables that only this launcher sets
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
+    "SLURM_STEP_ID": "srun (Slurm)",
+    "PALS_NRANKS": "mpiexec (PALS)",
+    "PMI_SIZE": "mpiexec (MPICH)",
+}
+NO_LAUNCHER = "none: one process; start with mpirun or srun"
+
+
+def check_host(world: World) -> list[MachineFinding]:
+    """Return what the machine is, as all ranks see it; they call it together."""
+    return [*_launch(world), *_software(world), _tensor_axis(world)]
+
+
+def _launch(world: World) -> list[MachineFinding]:
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0].partition(",")[0]
+    version = ".".join(str(number) for number in MPI.Get_version())
+    launcher = next((name for key, name in LAUNCHERS.items() if key in os.environ), NO_LAUNCHER)
+    threads = MachineFinding("MPI threads", "multiple")
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        text = "not multiple: the heartbeat thread needs it"
+        threads = MachineFinding("MPI threads", text, "bad")
+    return [
+        MachineFinding("MPI", f"{library.strip()}, MPI {version}"),
+        threads,
+        MachineFinding("launcher", launcher),
+        MachineFinding("ranks", _ranks(world)),
+    ]
+
+
+def _ranks(world: World) -> str:
+    """Return the number of ranks, and how many there are on a node."""
+    first_of_node = world.local_rank == 0
+    every = world.control.allgather((world.local_size, first_of_node))
+    counts = [local_size for local_size, first in every if first]
+    spread = f"{min(counts)}"
+    if min(counts) != max(counts):
+        spread = f"{min(counts)} to {max(counts)}"
+    return f"{world.size} on {counted(world.nodes, 'node')}, {spread} per node"
+
+
+def _software(world: World) -> list[MachineFinding]:
+    on_gpu = torch.cuda.is_available()
+    device = _gpus(world) if on_gpu else f"CPU ({platform.machine()})"
+    return [
+        MachineFinding("Python, PyTorch", f"{platform.python_version()}, {torch.__version__}"),
+        MachineFinding("device", device),
+        *_products(),
+        check_wires(world),
+        _threads(world),
+        _compiler(world, "cuda" if on_gpu else "cpu"),
+    ]
+
+
+def _products() -> list[MachineFinding]:
+    """Return how this CPU multiplies matrices of half types."""
+    findings = []
+    for dtype in HALF_TYPES:
+        name = str(dtype).removeprefix("torch.")
+        value = "through float32" if USUAL.widens("cpu", dtype) else "native"
+        findings.append(MachineFinding(f"{name} products", value))
+    return findings
+
+
+def _threads(world: World) -> MachineFinding:
+    cores = len(os.sched_getaffinity(0))
+    threads = torch.get_num_threads()
+    value = f"{threads}, {counted(cores, 'core')} usable by a rank"
+    # a core that several ranks of a node may use counts once
+    if any(world.control.allgather(world.local_size * threads > cores)):
+        crowded = f"{value}; more ranks and threads than cores: slow"
+        return MachineFinding("threads per rank", crowded, "note")
+    return MachineFinding("threads per rank", value)
+
+
+def _compiler(world: World, device_type: str) -> MachineFinding:
+    every = world.control.allgather(compiler.missing(device_type))
+    for rank, missing in enumerate(every):
+        if missing:
+            return MachineFinding("run.compile", f"not here: rank {rank} has no {missing}")
+    return MachineFinding("run.compile", "every rank can compile layers")
+
+
+def _gpus(world: World) -> str:
+    """Return rank 0's GPU, its peak if it is known, and how many ranks share it."""
+    device = device_of(world)
+    sharing = ranks_sharing(world, device)
+    name = device_name(device)
+    peak = known_peak(name, "bf16")
+    rate = "no peak known: no MFU"
+    if peak is not None:
+        rate = f"bf16 peak {peak / 1e12:g} TFLOP/s"
+    shared = "" if sharing == 1 else f"; one for {counted(sharing, 'rank')}"
+    return f"{name}, {rate}{shared}"
+
+
+def check_wires(world: World) -> MachineFinding:
+    """Return the wires that there are, and the NCCL library, which must be the same everywhere."""
+    libraries = sorted(set(world.control.allgather(told())))
+    same = len(libraries) == 1
+    nccl = libraries[0] if same else f"ranks differ: {'; '.join(libraries)}"
+    wire, _ = preferred(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    value = f"mpi, torch, nccl: {nccl}; auto takes {wire}"
+    return MachineFinding("wires", value, "ok" if same else "bad")
+
+
+def _tensor_axis(world: World) -> MachineFinding:
+    """Return the sizes of the tensor axis that keep it inside a node."""
+    inside = []
+    for tensor in range(1, world.size + 1):
+        if world.size % tensor == 0:
+            grid = training_grid(tensor=tensor, data=world.size // tensor)
+            if not world.tensor_axis_crosses_nodes(grid):
+                inside.append(str(tensor))
+    return MachineFinding("tensor axis", f"stays in a node for t = {', '.join(inside)}")

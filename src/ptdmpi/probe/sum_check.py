@@ -1,0 +1,104 @@
+"""Check of all-reduce against a known sum, on the host's tensors and on the device's."""
+
+import time
+
+import torch
+
+from ptdmpi.comm import wires
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, SharedInputError
+from ptdmpi.inference.model import device_of
+from ptdmpi.plan.layout.grid import training_grid
+from ptdmpi.probe.finding import MachineFinding
+from ptdmpi.terminal.say import note
+
+ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
+TRIALS = 5
+PERIOD = 7  # of the summed numbers: small, so that every type holds each sum exactly
+
+
+def check_sums(world: World) -> list[MachineFinding]:
+    """Check sums over all ranks: of the host's tensors, and on GPUs by the wire of training.
+
+    All ranks call it together and get the same findings.
+    """
+    findings = _sums(world, wires.wire_named(), "{} sum")
+    device = device_of(world)
+    if device.type != "cpu":
+        wire, _ = wires.preferred(device)
+        findings += _sums(world, wires.wire_named(device=device), wire + " {}")
+    return findings
+
+
+def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
+    """Return a finding for each type and size, or one if the wire does not connect.
+
+    `name` is a format string; its field is the type.
+    """
+    wrong = ""
+    comm = None
+    try:
+        comm = world.split(training_grid(data=world.size), wire)["data"]
+    except InputError as error:
+        wrong = str(error)
+        if not isinstance(error, SharedInputError):  # the other ranks may wait for this one
+            note(f"rank {world.rank}: {wrong}")
+    failures = [failure for failure in world.control.allgather(wrong) if failure]
+    if failures:
+        return [MachineFinding(name.format("wire"), failures[0], "bad")]
+    assert comm is not None, "it has connected"
+    return _measured_sums(world, comm, wire.device, name)
+
+
+def _measured_sums(
+    world: World, comm: Communicator, device: torch.device, name: str
+) -> list[MachineFinding]:
+    findings = []
+    for dtype in (torch.float32, torch.bfloat16):
+        row = name.format(str(dtype).removeprefix("torch."))
+        for size in ALL_REDUCE_BYTES:
+            right, seconds = sum_of_known(comm, size // dtype.itemsize, dtype, device)
+            is_right = world.control.allgather(right)
+            if not all(is_right):
+                ranks = [str(rank) for rank in range(world.size) if not is_right[rank]]
+                value = f"{size / 2**20:g} MiB: WRONG on ranks {', '.join(ranks)}"
+                findings.append(MachineFinding(row, value, "bad"))
+                continue
+            # each rank sends at least 2 (n - 1) / n of the bytes (Thakur et al. 2005)
+            rate = 2 * (world.size - 1) / world.size * size / seconds
+            value = f"{size / 2**20:g} MiB in {seconds * 1e3:.3g} ms, right"
+            if world.size > 1:
+                value += f", {rate / 1e9:.3g} GB/s per rank"
+            findings.append(MachineFinding(row, value))
+    return findings
+
+
+def sum_of_known(
+    comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
+) -> tuple[bool, float]:
+    """Sum known numbers over the ranks of `comm`, several times.
+
+    Returns whether every element is right on this rank, and the seconds of the best trial, in which
+    those of the slowest rank count. Rank r gives (r + i) mod PERIOD at place i, so neighbouring
+    places and ranks differ.
+    """
+    places = torch.arange(elements)
+    given = ((places + comm.rank) % PERIOD).to(dtype).to(device)
+    expected = torch.zeros(elements, dtype=torch.float32)
+    for rank in range(comm.size):
+        expected += (places + rank) % PERIOD
+    # bfloat16 holds integers up to 256: a greater sum is rounded once, as on the wire
+    expected = expected.to(dtype)
+    right = True
+    best_s = float("inf")
+    for _ in range(TRIALS):
+        tensor = given.clone()
+        comm.clock.settle()  # a device may lag behind: time the sum alone, and all of it
+        comm.barrier()
+        start_s = time.perf_counter()
+        comm.all_reduce(tensor)
+        comm.clock.settle()
+        best_s = min(best_s, time.perf_counter() - start_s)
+        right = right and torch.equal(tensor.cpu(), expected)
+    return right, max(comm.all_gather_object(best_s))

@@ -1,0 +1,143 @@
+"""Pictures of one run: loss, scores of tasks, timeline; and the trace of a step."""
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ptdmpi.plan.schedule.simulate import Timeline
+from ptdmpi.plan.show import draw
+from ptdmpi.plan.show.trace import chrome_trace
+from ptdmpi.report.run import Run
+from ptdmpi.report.steps import timelines
+from ptdmpi.sinks.record import task_score
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
+    """Draw the pictures and the trace of a run into `folder`, and return their paths.
+
+    `foreseen`: the predicted step, drawn above the measured one. Raise InputError if the folder
+    cannot be written.
+    """
+    loss = folder / "loss.png"
+    loss_curve(run, loss)
+    paths = [loss]
+    if run.tasks:
+        tasks = folder / "tasks.png"
+        task_curves(run, tasks)
+        paths.append(tasks)
+    if run.measured:
+        timeline = folder / "timeline.png"
+        draw.figure(timelines(run, run.measured, foreseen), timeline)
+        trace = folder / "trace.json"
+        chrome_trace(run.measured, trace)
+        paths += [timeline, trace]
+    return paths
+
+
+def loss_curve(run: Run, path: Path) -> None:
+    """Draw the training loss, its running mean, validations, and the loss of a bigram model."""
+    figure, axes = _axes(run, "loss (nats per token)")
+    tokens = [record["tokens"] for record in run.steps]
+    losses = [record["loss"] for record in run.steps]
+    axes.plot(tokens, losses, color="#9db8d9", linewidth=0.8, label="training loss")
+    means, reach = centred_means(losses)
+    if reach:
+        label = f"mean of {2 * reach + 1} steps, centred"
+        axes.plot(tokens, means, color="#1f4e8c", label=label)
+    points = validation_points(run)
+    if points:
+        axes.plot(*zip(*points, strict=True), "o-", color="#c8511b", label="validation loss")
+    for record in run.validations:
+        if "bigram_validation_loss" in record:
+            level = record["bigram_validation_loss"]
+            name = f"bigram model {level:.3f}"
+            axes.axhline(level, color="#555555", linestyle="--", linewidth=1, label=name)
+    axes.legend(frameon=False)
+    draw.save(figure, path)
+
+
+def task_curves(run: Run, path: Path) -> None:
+    """Draw the score of each task file over the tokens of the run, with its standard error."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _axes(run, "share of items that are right")
+    for number, (file, results) in enumerate(_task_results(run).items()):
+        scores = [task_score(result) for _, result in results]
+        axes.errorbar(
+            [tokens for tokens, _ in results],
+            [score for _, score in scores],
+            [result["standard_error"] for _, result in results],
+            fmt="o-",
+            color=f"C{number % 10}",
+            markersize=4,
+            linewidth=1.2,
+            elinewidth=0.8,
+            capsize=2,
+            label=f"{Path(file).name}: {scores[-1][0]}",
+        )
+    axes.set_ylim(0.0, 1.0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.legend(frameon=False)
+    draw.save(figure, path)
+
+
+def _task_results(run: Run) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+    """Return the tokens and the result of each time that a task file was asked, by file."""
+    tokens = tokens_by_step(run)
+    results = defaultdict(list)
+    for record in run.tasks:
+        if record["step"] in tokens:
+            for file, result in record["tasks"].items():
+                results[file].append((tokens[record["step"]], result))
+    return results
+
+
+def tokens_by_step(run: Run) -> dict[int, int]:
+    """Return the tokens that the run had trained on after each recorded step."""
+    return {record["step"]: record["tokens"] for record in run.steps}
+
+
+def validation_points(run: Run) -> list[tuple[int, float]]:
+    """Return the tokens and the loss of each validation after a recorded step."""
+    tokens = tokens_by_step(run)
+    return [
+        (tokens[record["step"]], record["validation_loss"])
+        for record in run.validations
+        if record["step"] in tokens
+    ]
+
+
+def _axes(run: Run, label: str) -> tuple["Figure", "Axes"]:
+    """Return an empty picture over the tokens of a run; `label` is that of the vertical axis."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel("tokens")
+    axes.set_ylabel(label)
+    axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12k, 3.5M, 2G
+    return figure, axes
+
+
+def centred_means(losses: list[float]) -> tuple[list[float], int]:
+    """Return the mean of the losses around each step, and how many steps it takes on each side.
+
+    Near the ends it takes fewer on both sides, so that it neither lags behind the curve nor runs
+    ahead of it.
+    """
+    reach = len(losses) // 100
+    last = len(losses) - 1
+    means = []
+    for step in range(len(losses)):
+        near = min(reach, step, last - step)
+        means.append(statistics.fmean(losses[step - near : step + near + 1]))
+    return means, reach

@@ -1,0 +1,95 @@
+"""A run directory read whole: configuration, records, measured timeline, attempts."""
+
+import contextlib
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.config import InputError
+from ptdmpi.plan.schedule.simulate import Timeline
+from ptdmpi.report import trained
+
+# keys of every record of a training step
+STEP = {"loss", "layout", "rank_count", "tokens"}
+# keys of a validation: the loss, and a perplexity (of tokens) or an accuracy (of classes)
+VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a run directory.
+
+    `config` trained the last step, `measured_config` the step of the newest timeline, `measured`.
+    `steps`, `validations` and `tasks` are records of `metrics.jsonl`, oldest first.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    steps: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
+    measured: Timeline | None
+    measured_config: dict[str, Any]
+    attempts: list[trained.TrainedSteps]
+
+
+def read(path: Path) -> Run:
+    """Return the run of directory `path`. Raise InputError if it is no run directory."""
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(
+            f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{path}: config.toml is damaged: {error}") from None
+    records = list(_records(text.splitlines()))
+    steps = [record for record in records if record.keys() >= STEP]
+    attempts = trained.trained_steps(path, steps)
+    measured = None
+    measured_step = None
+    timelines = sorted((path / "timeline").glob("step-*.json"))
+    if timelines:
+        newest = timelines[-1]
+        measured = _timeline(newest)
+        measured_step = int(newest.stem.removeprefix("step-"))
+    return Run(
+        path=path,
+        config=trained.config_at(attempts, None, config),
+        steps=steps,
+        validations=[record for record in records if VALIDATION[0] in record],
+        tasks=[record for record in records if "tasks" in record],
+        measured=measured,
+        measured_config=trained.config_at(attempts, measured_step, config),
+        attempts=attempts,
+    )
+
+
+def _timeline(path: Path) -> Timeline:
+    try:
+        return Timeline.from_json(path.read_text(encoding="utf-8"))
+    except (InputError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the sound records; skip lines that a crash tore or an editor spoilt."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and _is_sound(record):
+                yield record
+
+
+def _is_sound(record: dict[str, Any]) -> bool:
+    """Return True if the record has a step, its losses are numbers, and a validation is whole."""
+    if not isinstance(record.get("step"), int):
+        return False
+    losses = [record.get(key, 0.0) for key in ("loss", *VALIDATION)]
+    if not all(isinstance(loss, int | float) for loss in losses):
+        return False
+    return VALIDATION[0] not in record or any(key in record for key in VALIDATION[1:])

@@ -1,0 +1,88 @@
+"""A step of a run as a timeline: as it was measured, planned and predicted."""
+
+import statistics
+from dataclasses import dataclass
+
+from ptdmpi.plan.schedule.ops import OP_KINDS, Op
+from ptdmpi.plan.schedule.orders import build
+from ptdmpi.plan.schedule.simulate import Timeline, simulate
+from ptdmpi.report.run import Run
+
+# kinds of spans that are no ops, by their words in the table
+PARTS = {
+    "receive": "waiting for input (bubble and imbalance)",
+    "gather": "gather of scattered activations",
+    "send": "finishing sends",
+    "reduce": "gradient reduction",
+    "optimizer": "clipping and optimizer",
+    "data": "data",
+}
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The mean seconds of each kind of op on each stage in a timeline; messages take no time."""
+
+    mean_s: dict[tuple[str, int], float]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> "MeasuredCosts":
+        """Return the costs that `timeline` measured."""
+        durations: dict[tuple[str, int], list[float]] = {}
+        for span in timeline.spans:
+            if span.computes:
+                op = Op.parse(span.op)
+                durations.setdefault((op.kind, op.stage), []).append(span.end_s - span.start_s)
+        return cls({key: statistics.mean(values) for key, values in durations.items()})
+
+    def duration_s(self, op: Op) -> float:
+        """Return the mean seconds of ops of this kind on this stage."""
+        return self.mean_s[op.kind, op.stage]
+
+    def travel_s(self, op: Op) -> float:
+        """Return 0: the output of an op reaches its reader at once."""
+        return 0.0
+
+
+def planned(run: Run, measured: Timeline) -> Timeline:
+    """Simulate the run's schedule with the mean op times of `measured` and without messages.
+
+    The bubble of the result is the schedule's own.
+    """
+    parallel = run.measured_config["parallel"]
+    batch = run.measured_config["batch"]
+    microbatches = batch["global_size"] // (parallel["data"] * batch["micro_size"])
+    schedule = build(parallel["schedule"], parallel["pipeline"], parallel["virtual"], microbatches)
+    timeline = simulate(schedule, MeasuredCosts.of(measured))
+    return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
+
+
+def timelines(run: Run, measured: Timeline, foreseen: Timeline | None) -> list[Timeline]:
+    """Return the predicted step, if there is one, the planned step and the measured step."""
+    steps = [planned(run, measured), compute_window(measured)]
+    if foreseen is not None:
+        steps.insert(0, compute_window(foreseen))
+    return steps
+
+
+def compute_window(timeline: Timeline) -> Timeline:
+    """Return the part of a step that a schedule describes: no data, reduction or optimizer."""
+    kinds = (*_kinds_of_ops(timeline), "receive", "send", "gather")
+    spans = tuple(span for span in timeline.spans if span.kind in kinds)
+    return Timeline(spans, timeline.title)
+
+
+def shares(timeline: Timeline) -> dict[str, float]:
+    """Return the share of the ranks' time by kind of span; with "other" they add up to 1."""
+    total_s = timeline.makespan_s * len(timeline.ranks)
+    parts = dict.fromkeys([*_kinds_of_ops(timeline), *PARTS], 0.0)
+    for span in timeline.spans:
+        parts[span.kind] = parts.get(span.kind, 0.0) + (span.end_s - span.start_s) / total_s
+    parts["other"] = 1.0 - sum(parts.values())
+    return parts
+
+
+def _kinds_of_ops(timeline: Timeline) -> list[str]:
+    """Return the kinds of ops that occur in the timeline, in the order of their table."""
+    kinds = {span.kind for span in timeline.spans}
+    return [kind.span for kind in OP_KINDS.values() if kind.span in kinds]

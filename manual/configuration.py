@@ -147,7 +147,7 @@ def _kinds() -> str:
 
 def refused() -> Iterator[str]:
     """Yield each text of `ptdmpi.config` that refuses a combination of keys, "…" for values."""
-    for file in sorted(SOURCES.glob("*.py")):
+    for file in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             yielded = isinstance(node, ast.Yield | ast.Lambda)
             if not yielded:

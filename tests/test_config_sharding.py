@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError, Layout, resolve
-from ptdmpi.config.legality import dear, shards_of_a_node
+from ptdmpi.config.legality import breaks, dear, shards_of_a_node
 from ptdmpi.config.zero import STAGES, Sharing, covers_gradients, covers_state, covers_weights
 from tests._configs import small, tree
 
@@ -94,4 +94,4 @@ def test_what_a_layout_shards(zero, covered, group, ranks):
         assert [sharing.state_shards, sharing.gradient_shards, sharing.weight_shards] == shards
         assert [sharing.shards_state, sharing.shards_gradients, sharing.shards_weights] == sharded
     assert layout.shards == shards[0]
-    assert zero in STAGES and not layout.breaks("zero")
+    assert zero in STAGES and not breaks(layout, "zero")

@@ -12,7 +12,9 @@ from itertools import combinations
 from typing import Any
 
 from benchmarks.planning.rows import read
-from ptdmpi.config.layout import LETTERS, Layout, default_schedule
+from ptdmpi.config.choices import default_schedule
+from ptdmpi.config.layout import LETTERS, Layout
+from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import (
     SHORT_KEYS,
@@ -182,7 +184,7 @@ def fastest(pricer: Pricer, stated: Layout) -> Price:
         for b in range(1, batch // stated.data + 1)
         for mode in ("none", "selective", "full")
     )
-    fitting = (one for one in found if one.is_legal(config, batch) and pricer.fits(one))
+    fitting = (one for one in found if is_legal(one, config, batch) and pricer.fits(one))
     return min(map(pricer.price, fitting), key=lambda price: price.step_time_s)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptdmpi.config.layout import Layout, default_schedule
+from ptdmpi.config.choices import default_schedule
+from ptdmpi.config.layout import Layout
 from ptdmpi.plan.machine.cluster import Model, model_of
 
 PUBLISHED = Path(__file__).parent / "published"

@@ -11,6 +11,7 @@ import click
 from ptdmpi.commands.options import AS_JSON, PATH, Number, NumberList
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import complete, parse
+from ptdmpi.config.legality import layout_mistakes
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import inverse, methods, network, partition, restarts, sweep
 from ptdmpi.plan.ask.answer import Reply
@@ -174,7 +175,7 @@ def methods_command(
     pricer = pricer_of_names(model, cluster, batch)
     if layout is not None:
         chosen = complete(parse(layout), ranks)
-        if mistakes := list(chosen.mistakes(pricer.model.config, pricer.batch)):
+        if mistakes := list(layout_mistakes(chosen, pricer.model.config, pricer.batch)):
             raise InputError(f"layout {layout}: {'; '.join(mistakes)}")
         return methods.answer(pricer, chosen)
     if ranks is None:

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ptdmpi.commands.options import AS_JSON, Number, ShardGroup
 from ptdmpi.config import InputError, load
-from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
+from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts
 from ptdmpi.plan.machine.cluster import cluster_names

@@ -10,7 +10,7 @@ from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.commands.options import AS_JSON, EMA, PATH
 from ptdmpi.config import InputError
-from ptdmpi.config.legality import CodesName
+from ptdmpi.config.choices import CodesName
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.terminal.program import Command, mendable_paths

@@ -11,7 +11,7 @@ import click
 
 from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import default_schedule
+from ptdmpi.config.choices import default_schedule
 from ptdmpi.config.legality import MOST_FORWARDS
 from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate

@@ -1,22 +1,23 @@
 """Configuration of a run: one TOML file, typed, frozen, validated once.
 
-Rules about the layout stand in `Layout`, all others that tie keys together in `rules`, so that a
-mistake is found before any rank allocates memory, and all of a file are reported together.
+The classes of the sections have the rules about single keys, `legality` the rules about a layout,
+and `rules` all others that tie keys together. So a mistake is found before any rank allocates
+memory, and all mistakes of a file are reported together.
 """
 
 from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.configuration import Config
 from ptdmpi.config.errors import InputError, SharedInputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.methods import DataParallelConfig
 from ptdmpi.config.model import ModelConfig, QuantizeConfig
 from ptdmpi.config.rules import rules
 from ptdmpi.config.sections import (
     BatchConfig,
     CheckpointConfig,
     CommConfig,
-    Config,
     DataConfig,
-    DataParallelConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,

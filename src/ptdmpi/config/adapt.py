@@ -1,12 +1,10 @@
 """[adapt]: what of a model that is there is trained, as data."""
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ptdmpi.base.words import counted
 from ptdmpi.config.section import (
     Bound,
     Fraction,
@@ -16,9 +14,6 @@ from ptdmpi.config.section import (
     Reported,
     Section,
 )
-
-if TYPE_CHECKING:  # which has a section of this kind
-    from ptdmpi.config.model import ModelConfig
 
 # What can be adapted of a layer -> the linear that has it, and which of its outputs it is.
 TARGETS = {
@@ -93,43 +88,3 @@ def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
         for name, where in known.items()
         if any(fnmatchcase(name, pattern) for pattern in asked)
     }
-
-
-def adapt_rules(
-    adapt: AdaptConfig, model: "ModelConfig | None", has_task: bool, initial: str | None
-) -> Iterator[str]:
-    """What is wrong with [adapt] beside `initial` of [checkpoint], a line each; `has_task`: beside
-    a head for a task, which trains, no layer need have any."""
-    if adapt.method == "full" and not adapt.base:
-        yield (
-            'adapt.method = "full" trains all of a model: adapt.base is missing; legal: a run '
-            "directory, a checkpoint, or what `ptdmpi convert from-hf` made"
-        )
-    if adapt.method == "full" and initial is not None:
-        yield (
-            'adapt.method = "full" begins from adapt.base, and checkpoint.initial would be another '
-            "beginning; legal: one of the two"
-        )
-    for key, field in AdaptConfig.model_fields.items():
-        value = getattr(adapt, key)
-        if key != "method" and key not in USED[adapt.method] and value != field.default:
-            shown = f'"{field.default}"' if isinstance(field.default, str) else field.default
-            yield (
-                f'adapt.{key} is of no use to adapt.method = "{adapt.method}"; legal: '
-                f"{key} = {shown}"
-            )
-    if model is None or not adapt.adapts:
-        return
-    most = model.layers - (not has_task)
-    if adapt.first_layer > most:
-        head = "" if has_task else f", or {model.layers} with a [task], whose head trains alone"
-        yield (
-            f"adapt.first_layer = {adapt.first_layer} of {counted(model.layers, 'layer')}; legal: "
-            f"0 to {most}{head}"
-        )
-    if adapt.targets == "all":
-        return
-    known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
-    for pattern in adapt.targets:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            yield f'adapt.targets: "{pattern}" is nothing of a layer; legal: {", ".join(known)}'

@@ -7,18 +7,19 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.configuration import Config, Sections
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import shards_of_a_node
 from ptdmpi.config.presets import model_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
-from ptdmpi.config.sections import Config, RateGroup, TrainDataConfig
+from ptdmpi.config.sections import RateGroup, TrainDataConfig
 
 # What the tables in a section are that may stand there more than once.
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
@@ -69,11 +70,12 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     Raises InputError with one line for each mistake, all of them together.
     """
     sections, mistakes, wrong = parsed(tree)
-    told = rules(sections, ranks)
-    mistakes += [line for line in told if not any(re.search(rf"\b{k}\b", line) for k in wrong)]
+    for line in rules(sections, ranks):
+        if not any(re.search(rf"\b{key}\b", line) for key in wrong):
+            mistakes.append(line)
     if mistakes:
         raise InputError("\n".join(mistakes))
-    config = _begun(Config.model_construct(set(sections), **sections)).with_head().adapted()
+    config = _begun(sections.whole()).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     data = working // (parallel.tensor * parallel.pipeline)
     group = parallel.shard_group
@@ -91,9 +93,18 @@ def _begun(config: Config) -> Config:
     return begun.model_copy(update={"adapt": AdaptConfig()})
 
 
-def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[str]]:
-    """The sections of `tree` each for itself, what is wrong in them, a line each, and the keys of
-    which no rule can be asked. A section that is wrong stands without its wrong keys, if it can."""
+class Parsed(NamedTuple):
+    """What was read of a file: its sections; the mistakes in them, a line each; and the wrong keys,
+    about which no rule can be checked."""
+
+    sections: Sections
+    mistakes: list[str]
+    wrong: set[str]
+
+
+def parsed(tree: Mapping[str, Any]) -> Parsed:
+    """Read each section of `tree` for itself. A section with wrong keys is read without them, if
+    that is possible."""
     mistakes: list[str] = []
     wrong: set[str] = set()
     sections: dict[str, Section] = {}
@@ -112,7 +123,7 @@ def parsed(tree: Mapping[str, Any]) -> tuple[dict[str, Section], list[str], set[
             with contextlib.suppress(ValidationError, AttributeError):
                 known = {key: value for key, value in rest.items() if key not in keys}
                 sections[name] = kind.model_validate(known)
-    return sections, mistakes, wrong
+    return Parsed(Sections.of(sections), mistakes, wrong)
 
 
 def synthetic_config(

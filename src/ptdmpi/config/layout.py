@@ -1,27 +1,20 @@
 """A layout: how a model and its batch are spread over ranks.
 
 It stands here and not in `plan`, because a configuration is checked before anything is planned:
-`config` may not import `plan`, and whoever plans, trains or compares asks `Layout.mistakes`.
+`config` may not import `plan`, and whoever plans, trains or compares asks
+`legality.layout_mistakes`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from ptdmpi.config.choices import default_schedule
 from ptdmpi.config.errors import InputError
-from ptdmpi.config.legality import Rule, rules
+from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 from ptdmpi.config.zero import Sharing, covers_gradients, covers_state, covers_weights
 
-if TYPE_CHECKING:
-    from ptdmpi.config.model import ModelConfig
-    from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
-
 LETTERS = {"t": "tensor", "p": "pipeline", "d": "data", "v": "virtual", "b": "micro_size"}
-
-
-def default_schedule(virtual: int) -> str:
-    """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
-    return "1f1b" if virtual == 1 else "interleaved"
 
 
 @dataclass(frozen=True)
@@ -61,9 +54,9 @@ class Layout:
     @classmethod
     def of(
         cls,
-        parallel: "ParallelConfig",
-        batch: "BatchConfig",
-        recompute: "RecomputeConfig",
+        parallel: ParallelConfig,
+        batch: BatchConfig,
+        recompute: RecomputeConfig,
         data: int,
     ) -> Self:
         """The layout that sections of a configuration describe; `data` where that is "auto". A
@@ -170,23 +163,6 @@ class Layout:
                 "partition_activations": self.partition_activations,
             },
         }
-
-    def mistakes(self, model: "ModelConfig | None", batch: int | None) -> Iterator[str]:
-        """Why the layout is not legal for this model and global batch, each with what would be;
-        nothing if it is. None: not known, and the rules about it are left out."""
-        return (rule.text() for rule in self.rules(model, batch) if rule.broken)
-
-    def is_legal(self, model: "ModelConfig | None", batch: int | None) -> bool:
-        """Whether `mistakes` has nothing to say; no text is made."""
-        return not any(rule.broken for rule in self.rules(model, batch))
-
-    def breaks(self, *names: str) -> bool:
-        """Whether a rule of one of these names is broken that needs neither model nor batch."""
-        return any(rule.broken for rule in self.rules(None, None) if rule.name in names)
-
-    def rules(self, model: "ModelConfig | None", batch: int | None) -> Iterator[Rule]:
-        """Every rule about this layout, kept or broken; see `mistakes`."""
-        return rules(self, model, batch)
 
 
 def parse(text: str) -> dict[str, int]:

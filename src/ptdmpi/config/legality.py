@@ -1,38 +1,20 @@
-"""What makes a layout legal, each rule once, with the text for whoever broke it; `Layout.rules`."""
+"""What makes a layout legal: each rule once, with the text that reports it broken."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.words import counted
+from ptdmpi.config.choices import CHUNKS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES, SPLITTING
+from ptdmpi.config.layout import Layout
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
-if TYPE_CHECKING:
-    from ptdmpi.config.layout import Layout
-    from ptdmpi.config.model import ModelConfig
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-CodesName = Literal["int8", "int4", "uint4", "nf4"]
-RecomputeMode = Literal["none", "selective", "full"]
-OffloadName = Literal["none", "optimizer", "disk"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
-OFFLOADS: tuple[str, ...] = get_args(OffloadName)
-# Schedules that run so many chunks per rank and no others.
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Schedules that put the gradients of weights off to an op of their own.
-SPLITTING = ("zb-h1", "zb-v")
 # Forwards (and as many backwards) of a step over all stages. The order of a step is listed before
 # it runs: so many take a second or two.
 MOST_FORWARDS = 250_000
-
-
-def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """What a run may share out: one that adds up gradients along one tree has each of them whole
-    until all microbatches are in."""
-    return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))
 
 
 def shards_of_a_node(data: int, near: int) -> int:
@@ -66,7 +48,23 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
     )
 
 
-def rules(layout: "Layout", model: "ModelConfig | None", batch: int | None) -> Iterator[Rule]:
+def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
+    """Yield why a layout is not legal for this model and global batch, each with what would be;
+    nothing if it is legal. The rules about a model or batch of None are left out."""
+    return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
+
+
+def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
+    """Return True if `layout_mistakes` would yield nothing; no text is made."""
+    return not any(rule.broken for rule in rules_of(layout, model, batch))
+
+
+def breaks(layout: Layout, *names: str) -> bool:
+    """Return True if a layout breaks a rule of one of these names that needs no model or batch."""
+    return any(rule.broken for rule in rules_of(layout, None, None) if rule.name in names)
+
+
+def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[Rule]:
     """Every rule about a layout, kept or broken; those about a model or batch of None are left
     out."""
     chunks = chunk_rule(layout.schedule, layout.virtual)
@@ -79,7 +77,7 @@ def rules(layout: "Layout", model: "ModelConfig | None", batch: int | None) -> I
         yield from _batch_rules(layout, batch)
 
 
-def _model_rules(layout: "Layout", model: "ModelConfig") -> Iterator[Rule]:
+def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     yield _divides(layout, "heads", model.heads)
     yield _key_heads(layout, model)
     yield _divides(layout, "ffn_hidden", model.ffn_hidden)
@@ -113,7 +111,7 @@ def _model_rules(layout: "Layout", model: "ModelConfig") -> Iterator[Rule]:
     )
 
 
-def _key_heads(layout: "Layout", model: "ModelConfig") -> Rule:
+def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
     """Ranks beyond the key heads share one: whole ranks for each, or whole heads for each."""
     tensor, heads = layout.tensor, model.kv_heads
 
@@ -128,7 +126,7 @@ def _key_heads(layout: "Layout", model: "ModelConfig") -> Rule:
     return Rule("kv_heads", uneven and not model.heads % tensor, text)
 
 
-def _blocks(layout: "Layout", model: "ModelConfig") -> Rule:
+def _blocks(layout: Layout, model: ModelConfig) -> Rule:
     """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one. Of what
     is divided unevenly other rules speak."""
     tensor, block = layout.tensor, model.quantize.block
@@ -148,7 +146,7 @@ def _blocks(layout: "Layout", model: "ModelConfig") -> Rule:
     return Rule("block", even and any(width % block for width in widths), text)
 
 
-def _divides(layout: "Layout", key: str, size: int) -> Rule:
+def _divides(layout: Layout, key: str, size: int) -> Rule:
     return Rule(
         key,
         size % layout.tensor > 0,
@@ -159,7 +157,7 @@ def _divides(layout: "Layout", key: str, size: int) -> Rule:
     )
 
 
-def _setting_rules(layout: "Layout") -> Iterator[Rule]:
+def _setting_rules(layout: Layout) -> Iterator[Rule]:
     """What needs neither model nor batch; the sections of a configuration know the words."""
     known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
     for key, legal in known:
@@ -175,7 +173,7 @@ def _setting_rules(layout: "Layout") -> Iterator[Rule]:
     yield from _shard_rules(layout)
 
 
-def dear(layout: "Layout", batch: int) -> Iterator[str]:
+def dear(layout: Layout, batch: int) -> Iterator[str]:
     """What of a legal layout costs more than whoever chose it may think, a warning each."""
     microbatches = layout.microbatches(batch)
     if layout.shards_gradients and microbatches > 1:
@@ -196,7 +194,7 @@ def groups_need_zero(group: int | str) -> str:
     )
 
 
-def _shard_rules(layout: "Layout") -> Iterator[Rule]:
+def _shard_rules(layout: Layout) -> Iterator[Rule]:
     group = layout.shard_group
     yield Rule(
         "shard_group",
@@ -222,7 +220,7 @@ def _shard_rules(layout: "Layout") -> Iterator[Rule]:
     )
 
 
-def _recompute_rules(layout: "Layout", model: "ModelConfig | None") -> Iterator[Rule]:
+def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule]:
     """The rules about how many layers are recomputed in full and how their inputs are kept."""
     full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
     yield Rule(
@@ -263,7 +261,7 @@ def _recompute_rules(layout: "Layout", model: "ModelConfig | None") -> Iterator[
     )
 
 
-def _batch_rules(layout: "Layout", batch: int) -> Iterator[Rule]:
+def _batch_rules(layout: Layout, batch: int) -> Iterator[Rule]:
     unit = layout.data * layout.micro_size
     below = batch // unit * unit
     yield Rule(

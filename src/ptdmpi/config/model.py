@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from ptdmpi.config.adapt import AdaptConfig
-from ptdmpi.config.legality import CodesName
+from ptdmpi.config.choices import CodesName
 from ptdmpi.config.section import (
     MOST,
     Bound,

@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ptdmpi.config.adapt import AdaptConfig
-from ptdmpi.config.layout import Layout, default_schedule
-from ptdmpi.config.legality import OffloadName, RecomputeMode, ScheduleName
-from ptdmpi.config.methods import CompressorName, FeedbackName, MethodName, kept_by
-from ptdmpi.config.model import MASK_FRACTION, ModelConfig, QuantizeConfig
+from ptdmpi.config.choices import OffloadName, RecomputeMode, ScheduleName, default_schedule
+from ptdmpi.config.model import MASK_FRACTION
 from ptdmpi.config.precision import PRECISIONS, PrecisionName
 from ptdmpi.config.section import (
     MOST_BATCH,
@@ -20,7 +17,6 @@ from ptdmpi.config.section import (
     FileName,
     Fraction,
     Free,
-    FrozenTable,
     NonNegative,
     PathText,
     Positive,
@@ -99,36 +95,6 @@ class ParallelConfig(Section):
             virtual = values.get("virtual", 1)
             return {**values, "schedule": default_schedule(1 if virtual is None else virtual)}
         return values
-
-
-class DataParallelConfig(Section):
-    """What replicas tell each other, and when. Which keys a method uses, and what a run may ask for
-    beside it, stands in `methods`."""
-
-    method: Reported[MethodName] = "all_reduce"
-    topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
-    average_every: Reported[NonNegative] = 0
-    overlap: Reported[bool] = False
-    local_steps: Reported[Positive] = 1
-    average_moments: Reported[bool] = False
-    outer_learning_rate: Reported[Annotated[float, Field(gt=0)]] = 1.0
-    outer_momentum: Reported[Fraction] = 0.0
-    compressor: Reported[CompressorName] = "none"
-    ratio: Reported[Annotated[float, Field(gt=0, le=1)]] = 0.01
-    levels: Reported[Annotated[int, Field(ge=1, le=2**15 - 1)]] = 127
-    block: Reported[Positive] = 256
-    rank: Reported[Positive] = 2
-    error_feedback: Reported[FeedbackName] = "none"
-    rounds: Reported[Positive] = 2
-    consensus_rate: Reported[Annotated[float, Field(gt=0, le=1)]] = 0.05
-    checkpoint: Reported[Literal["replicas", "average"]] = "replicas"
-    consensus_every: Reported[NonNegative] = 100
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What the method keeps of each parameter beside weights and moments: a number of the
-        masters' type for every element."""
-        return kept_by(self)
 
 
 class BatchConfig(Section):
@@ -335,72 +301,3 @@ class CommConfig(Section):
     """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
 
     wire: Reported[str] = AUTO
-
-
-class Config(FrozenTable):
-    """A whole run. `resolve` makes one for a given number of ranks."""
-
-    run: RunConfig
-    model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()
-    data_parallel: DataParallelConfig = DataParallelConfig()
-    adapt: AdaptConfig = AdaptConfig()
-    batch: BatchConfig
-    precision: PrecisionConfig = PrecisionConfig()
-    quantize: QuantizeConfig = QuantizeConfig()
-    recompute: RecomputeConfig = RecomputeConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    data: DataConfig
-    task: TaskConfig = TaskConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    comm: CommConfig = CommConfig()
-
-    @classmethod
-    def sections(cls) -> dict[str, type[Section]]:
-        """Return the class of each section by its name, in the order of the file."""
-        kinds: dict[str, type[Section]] = {}
-        for name, field in cls.model_fields.items():
-            kind = field.annotation
-            assert isinstance(kind, type) and issubclass(kind, Section), name
-            kinds[name] = kind
-        return kinds
-
-    @property
-    def data_size(self) -> int:
-        """d; only after `resolve`."""
-        if self.parallel.data == "auto":
-            raise ValueError("the data axis is not resolved yet")
-        return self.parallel.data
-
-    @property
-    def layout(self) -> Layout:
-        """How the run is spread over its ranks; only after `resolve`."""
-        return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
-
-    @property
-    def microbatches(self) -> int:
-        """m = B / (d b), microbatches per pipeline per step."""
-        return self.layout.microbatches(self.batch.global_size)
-
-    def adapted(self) -> Self:
-        """With [adapt] and [quantize] known to the model, too."""
-        model = self.model.adapted(self.adapt, self.quantize)
-        return self.model_copy(update={"model": model})
-
-    @property
-    def samples(self) -> int:
-        """Samples of a step: B, or its share where several sequences make one."""
-        return self.batch.global_size // self.task.sequences
-
-    def with_head(self) -> Self:
-        """The same with the head that the task asks for: no output to the vocabulary, so nothing
-        that it could share with the embedding."""
-        if self.task.kind == "none":
-            return self
-        gone = {"tie_embeddings": False, "sentence_order": False}
-        return self.replace("model", output_head="classes", classes=self.task.classes, **gone)
-
-    def replace(self, section: str, **values: Any) -> Self:
-        changed = getattr(self, section).model_copy(update=values)
-        return self.model_copy(update={section: changed})

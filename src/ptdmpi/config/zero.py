@@ -63,3 +63,9 @@ class Sharing(NamedTuple):
     def weight_shards(self) -> int:
         """The number of parts into which weights are cut; 1 where they are whole."""
         return self.ranks if self.shards_weights else 1
+
+
+def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
+    """What a run may share out: one that adds up gradients along one tree has each of them whole
+    until all microbatches are in."""
+    return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

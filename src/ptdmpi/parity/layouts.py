@@ -16,6 +16,7 @@ import numpy as np
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.legality import rules_of
 from ptdmpi.config.zero import STAGES
 
 HIDDEN = 32
@@ -255,7 +256,7 @@ def refusal(case: Case, ranks: int) -> str | None:
     layout = case.layout
     if layout.ranks > ranks:
         return f"more than {counted(ranks, 'rank')}"
-    rules = layout.rules(_shape(case.model), GLOBAL_SIZE)
+    rules = rules_of(layout, _shape(case.model), GLOBAL_SIZE)
     broken = next((rule.name for rule in rules if rule.broken), None)
     if broken is None:
         return None

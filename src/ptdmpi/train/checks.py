@@ -10,18 +10,14 @@ from ptdmpi.checkpoint.base import base_at, form_at
 from ptdmpi.config import (
     AdaptConfig,
     Config,
-    DataConfig,
     InputError,
-    LogConfig,
     ModelConfig,
     QuantizeConfig,
-    RunConfig,
-    TaskConfig,
     resolve,
 )
 from ptdmpi.config.adapt import WHOLE
+from ptdmpi.config.configuration import Sections
 from ptdmpi.config.files import parsed
-from ptdmpi.config.section import Section
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.labelled import items
@@ -46,8 +42,8 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     try:
         config = resolve(tree, ranks, node_ranks)
     except InputError as error:
-        sections, _, _ = parsed(tree)
-        raise InputError("\n".join([str(error), *_mistakes(_section_checks(sections))])) from None
+        checks = _section_checks(parsed(tree).sections)
+        raise InputError("\n".join([str(error), *_mistakes(checks)])) from None
     checked_data(config)
     return config
 
@@ -85,8 +81,7 @@ def checked_data(config: Config) -> int:
     The datasets must fit together and suffice for the run; cluster file, tasks and run directory
     must be usable. Raises InputError with all mistakes, one line each.
     """
-    sections = {name: getattr(config, name) for name in Config.model_fields}
-    mistakes = _mistakes(_section_checks(sections))
+    mistakes = _mistakes(_section_checks(Sections.of_config(config)))
     if mistakes:
         raise InputError("\n".join(mistakes))
     if config.data_parallel.method == "decentralized":
@@ -112,30 +107,27 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _section_checks(sections: Mapping[str, Section]) -> Iterator[Callable[[], object]]:
+def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
     """Yield the checks of single sections, which are possible even if other sections are wrong."""
-    run = sections.get("run")
-    if isinstance(run, RunConfig):
+    run = sections.run
+    if run is not None:
         yield partial(require_writable, Path(run.dir))
         if run.cluster:
             yield partial(load_cluster, run.cluster)
-    data = sections.get("data")
-    if isinstance(data, DataConfig):
+    data = sections.data
+    if data is not None:
         paths = [*(part.path for part in data.train), *data.valid_paths]
-        task = sections.get("task")
-        model = sections.get("model")
+        task = sections.task
         for path in dict.fromkeys(paths):
-            if isinstance(task, TaskConfig) and task.kind != "none":
+            if task is not None and task.kind != "none":
                 yield partial(items, Path(path), task)
             else:
-                yield partial(_dataset, path, model if isinstance(model, ModelConfig) else None)
-    adapt = sections.get("adapt")
-    if isinstance(adapt, AdaptConfig) and adapt.adapts:
-        quantize = sections.get("quantize")
-        known = quantize if isinstance(quantize, QuantizeConfig) else QuantizeConfig()
-        yield partial(_base, adapt, LowBit.of(known))
-    log = sections.get("log")
-    if isinstance(log, LogConfig):
+                yield partial(_dataset, path, sections.model)
+    adapt = sections.adapt
+    if adapt is not None and adapt.adapts:
+        yield partial(_base, adapt, LowBit.of(sections.quantize or QuantizeConfig()))
+    log = sections.log
+    if log is not None:
         yield partial(require, log)
         for path in log.tasks:
             yield partial(_task_file, path)

@@ -7,7 +7,7 @@ import pytest
 from ptdmpi.config import InputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.sections import QuantizeConfig
+from ptdmpi.config.model import QuantizeConfig
 from ptdmpi.plan.cost.memory import CHUNK_BYTES, MemoryModel
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptdmpi.config.layout import default_schedule
+from ptdmpi.config.choices import default_schedule
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.pipeline import StageTimes, makespan_s, timeline
 from ptdmpi.plan.schedule.orders import placement

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.planning.validate_plan import best_table, error_table, memory_table
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout, complete, parse
+from ptdmpi.config.legality import layout_mistakes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
@@ -198,7 +199,7 @@ def test_layouts_are_parsed_completed_and_checked():
         (Layout(1, 1, 1, zero=4), "zero = 4"),
         (Layout(1, 1, 1, recompute="some"), '"some" is unknown'),
     ):
-        assert any(word in mistake for mistake in layout.mistakes(config, 48)), word
+        assert any(word in mistake for mistake in layout_mistakes(layout, config, 48)), word
 
 
 def test_unknown_precision_is_refused():

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from ptdmpi.config.legality import SCHEDULES, chunk_rule
+from ptdmpi.config.choices import SCHEDULES
+from ptdmpi.config.legality import chunk_rule
 from ptdmpi.plan.schedule.flight import fullest, fullest_alike
 from ptdmpi.plan.schedule.held import held
 from ptdmpi.plan.schedule.ops import ACTIVATIONS

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptdmpi.config import InputError
-from ptdmpi.config.layout import default_schedule
-from ptdmpi.config.legality import CHUNKS
+from ptdmpi.config.choices import CHUNKS, default_schedule
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.simulate import Costs, execute, simulate

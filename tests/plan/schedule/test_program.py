@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdmpi.config.legality import CHUNKS
+from ptdmpi.config.choices import CHUNKS
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import KINDS, DeadlockError, build
 from ptdmpi.plan.schedule.program import (

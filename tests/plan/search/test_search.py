@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.config.choices import RECOMPUTE_MODES
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.legality import RECOMPUTE_MODES
+from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.search.advice import (
@@ -65,7 +66,7 @@ def even(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES):
                 for sequence, scatter in itertools.product((False, True), repeat=2):
                     sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
                     layout = Layout(*sizes, dp_overlap=dp_overlap)
-                    if layout.is_legal(pricer.model.config, pricer.batch):
+                    if is_legal(layout, pricer.model.config, pricer.batch):
                         yield layout
 
 

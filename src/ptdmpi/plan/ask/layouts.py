@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.choices import CodesName
 from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout, complete, parse
-from ptdmpi.config.legality import CodesName
+from ptdmpi.config.legality import is_legal, layout_mistakes
 from ptdmpi.config.model import QuantizeConfig
 from ptdmpi.plan.ask.defaults import published_batch, usual_precision
 from ptdmpi.plan.cost.price import Price, Pricer
@@ -214,7 +215,7 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
         dp_overlap=request.dp_overlap,
     )
     layout = _in_shard_groups(pricer, layout, request.shard_group)
-    mistakes = list(layout.mistakes(pricer.model.config, pricer.batch))
+    mistakes = list(layout_mistakes(layout, pricer.model.config, pricer.batch))
     if mistakes:
         raise InputError(f"layout {layout}: {'; '.join(mistakes)}")
     candidates = [layout]
@@ -227,7 +228,7 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
     prices = [
         pricer.price(candidate)
         for candidate in candidates
-        if candidate.is_legal(pricer.model.config, pricer.batch)
+        if is_legal(candidate, pricer.model.config, pricer.batch)
     ]
     return min(prices, key=lambda price: (not price.fits, price.step_time_s)).layout
 

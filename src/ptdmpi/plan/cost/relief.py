@@ -9,6 +9,7 @@ from typing import Any
 from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
+from ptdmpi.config.legality import is_legal
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
@@ -93,7 +94,7 @@ class Step:
         if ranks % (layout.tensor * layout.pipeline):
             return None
         layout = replace(layout, data=ranks // (layout.tensor * layout.pipeline))
-        if not layout.is_legal(self.memory.model, self.batch):
+        if not is_legal(layout, self.memory.model, self.batch):
             return None
         return replace(self, layout=layout)
 

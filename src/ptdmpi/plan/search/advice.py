@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ptdmpi.base.near import divisors
-from ptdmpi.config.layout import LETTERS, Layout, default_schedule
-from ptdmpi.config.legality import OFFLOADS, RECOMPUTE_MODES
+from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, default_schedule
+from ptdmpi.config.layout import LETTERS, Layout
+from ptdmpi.config.legality import is_legal
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best
@@ -63,7 +64,7 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     places = (place for place in OFFLOADS if not pricer.cluster.lacks(place))
     tried += [replace(layout, offload=place) for place in places]
     for changed in tried:
-        if changed != layout and changed.is_legal(pricer.model.config, pricer.batch):
+        if changed != layout and is_legal(changed, pricer.model.config, pricer.batch):
             yield changed
 
 

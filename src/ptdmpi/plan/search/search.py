@@ -22,6 +22,7 @@ from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.legality import is_legal
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
@@ -205,7 +206,7 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
     """The layouts in every way to be sharded, those that send least first."""
     config, batch = pricer.model.config, pricer.batch
     ways = (one.of(layout) for layout in layouts for one in shardings(space, pricer, layout))
-    legal = [layout for layout in ways if layout.is_legal(config, batch)]
+    legal = [layout for layout in ways if is_legal(layout, config, batch)]
     return sorted(legal, key=lambda layout: (layout.offload != "none", layout.zero))
 
 
@@ -222,7 +223,7 @@ def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     """The numbers of ranks next to the one asked for that have a legal layout."""
     config, batch = pricer.model.config, pricer.batch
-    tensors = [t for t in divisors(config.heads) if Layout(t, 1, 1).is_legal(config, 1)]
+    tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
     below, above = [], []
     for rows in {t * d for t in tensors for d in divisors(batch)}:
         # of the p that are legal the one next to the ranks asked for, on either side

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ptdmpi.base.near import divisors
-from ptdmpi.config.layout import Layout, default_schedule
+from ptdmpi.config.choices import CHUNKS, OFFLOADS, RECOMPUTE_MODES, default_schedule
+from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import (
-    CHUNKS,
     MOST_FORWARDS,
-    OFFLOADS,
-    RECOMPUTE_MODES,
+    breaks,
     chunk_rule,
     groups_need_zero,
+    is_legal,
+    layout_mistakes,
     shards_of_a_node,
 )
 from ptdmpi.config.zero import STAGES, covers_state
@@ -67,7 +68,7 @@ def contradiction(space: Space) -> str:
         partition_activations=space.partition_activations,
         shard_group=group,
     )
-    told = [[*replace(plain, zero=zero).mistakes(None, None)] for zero in space.zero]
+    told = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         told = [[*found, groups_need_zero("node")] for found in told]
     fewest = min(told, key=len)  # of the stages that it may take, any
@@ -113,7 +114,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
     ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
     scheduled = replace(layout, schedule=space.schedule or layout.schedule)
-    return [way for way in ways if not way.of(scheduled).breaks("zero", "shard_group")]
+    return [way for way in ways if not breaks(way.of(scheduled), "zero", "shard_group")]
 
 
 def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
@@ -164,7 +165,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                             first_layers=space.first_layers if pipeline > 1 else None,
                             partition_activations=space.partition_activations and shared,
                         )
-                        if layout.is_legal(config, batch):
+                        if is_legal(layout, config, batch):
                             yield layout
 
 
@@ -216,7 +217,7 @@ def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[L
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)
     layers = pricer.model.config.layers
-    if not full.is_legal(pricer.model.config, pricer.batch) or not pricer.fits(full):
+    if not is_legal(full, pricer.model.config, pricer.batch) or not pricer.fits(full):
         return
     fewest, most = 1, layers
     while fewest < most:

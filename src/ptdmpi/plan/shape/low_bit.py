@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
-from ptdmpi.config.legality import CodesName
+from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import ModelConfig, QuantizeConfig
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear

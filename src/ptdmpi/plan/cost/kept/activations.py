@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ptdmpi.config import Layout, ModelConfig
-from ptdmpi.config.legality import RECOMPUTE_MODES
+from ptdmpi.config.choices import RECOMPUTE_MODES
 from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.shape import parameters

@@ -1,0 +1,20 @@
+"""The names that keys of a configuration choose from, and what is fixed by a name alone."""
+
+from typing import Literal, get_args
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+CodesName = Literal["int8", "int4", "uint4", "nf4"]
+RecomputeMode = Literal["none", "selective", "full"]
+OffloadName = Literal["none", "optimizer", "disk"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
+OFFLOADS: tuple[str, ...] = get_args(OffloadName)
+# Schedules that run so many chunks per rank and no others.
+CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
+# Schedules that put the gradients of weights off to an op of their own.
+SPLITTING = ("zb-h1", "zb-v")
+
+
+def default_schedule(virtual: int) -> str:
+    """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
+    return "1f1b" if virtual == 1 else "interleaved"

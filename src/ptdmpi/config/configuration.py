@@ -1,0 +1,131 @@
+"""A whole configuration, and the sections of one that may be wrong in part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.layout import Layout
+from ptdmpi.config.methods import DataParallelConfig
+from ptdmpi.config.model import ModelConfig, QuantizeConfig
+from ptdmpi.config.section import FrozenTable, Section
+from ptdmpi.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    CommConfig,
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RunConfig,
+    TaskConfig,
+)
+
+
+class Config(FrozenTable):
+    """A whole run. `resolve` makes one for a given number of ranks."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data_parallel: DataParallelConfig = DataParallelConfig()
+    adapt: AdaptConfig = AdaptConfig()
+    batch: BatchConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig
+    task: TaskConfig = TaskConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    comm: CommConfig = CommConfig()
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        """Return the class of each section by its name, in the order of the file."""
+        kinds: dict[str, type[Section]] = {}
+        for name, field in cls.model_fields.items():
+            kind = field.annotation
+            assert isinstance(kind, type) and issubclass(kind, Section), name
+            kinds[name] = kind
+        return kinds
+
+    @property
+    def data_size(self) -> int:
+        """d; only after `resolve`."""
+        if self.parallel.data == "auto":
+            raise ValueError("the data axis is not resolved yet")
+        return self.parallel.data
+
+    @property
+    def layout(self) -> Layout:
+        """How the run is spread over its ranks; only after `resolve`."""
+        return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
+
+    @property
+    def microbatches(self) -> int:
+        """m = B / (d b), microbatches per pipeline per step."""
+        return self.layout.microbatches(self.batch.global_size)
+
+    def adapted(self) -> Self:
+        """With [adapt] and [quantize] known to the model, too."""
+        model = self.model.adapted(self.adapt, self.quantize)
+        return self.model_copy(update={"model": model})
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step: B, or its share where several sequences make one."""
+        return self.batch.global_size // self.task.sequences
+
+    def with_head(self) -> Self:
+        """The same with the head that the task asks for: no output to the vocabulary, so nothing
+        that it could share with the embedding."""
+        if self.task.kind == "none":
+            return self
+        gone = {"tie_embeddings": False, "sentence_order": False}
+        return self.replace("model", output_head="classes", classes=self.task.classes, **gone)
+
+    def replace(self, section: str, **values: Any) -> Self:
+        changed = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: changed})
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections of a file, each read for itself. None: that one could not be read, so that no
+    rule about it can be checked."""
+
+    run: RunConfig | None = None
+    model: ModelConfig | None = None
+    parallel: ParallelConfig | None = None
+    data_parallel: DataParallelConfig | None = None
+    adapt: AdaptConfig | None = None
+    batch: BatchConfig | None = None
+    precision: PrecisionConfig | None = None
+    quantize: QuantizeConfig | None = None
+    recompute: RecomputeConfig | None = None
+    optimizer: OptimizerConfig | None = None
+    data: DataConfig | None = None
+    task: TaskConfig | None = None
+    checkpoint: CheckpointConfig | None = None
+    log: LogConfig | None = None
+    comm: CommConfig | None = None
+
+    @classmethod
+    def of(cls, sections: Mapping[str, Section]) -> Self:
+        """The sections by their names; each must be of the class that `Config` has for it."""
+        return cls(**dict[str, Any](sections))
+
+    def whole(self) -> Config:
+        """The configuration of these sections, all of which must be known. They are taken as they
+        are: the class has validated each."""
+        known = {name: getattr(self, name) for name in Config.model_fields}
+        return Config.model_construct(set(known), **known)
+
+    @classmethod
+    def of_config(cls, config: Config) -> Self:
+        """All sections of a configuration."""
+        return cls.of({name: getattr(config, name) for name in Config.model_fields})

@@ -1,0 +1,72 @@
+"""Rules about [adapt], and about it and other sections."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from ptdmpi.base.words import counted
+from ptdmpi.config.adapt import USED, AdaptConfig, targets_of
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.methods import toml_text
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import CheckpointConfig, TaskConfig
+
+
+def adapt_rules(sections: Sections) -> Iterator[str]:
+    """Yield the mistakes in [adapt], alone and next to other sections."""
+    yield from where_known(_base_rules, sections.adapt)
+    yield from where_known(_beginning_rules, sections.adapt, sections.checkpoint)
+    yield from where_known(_unused_keys, sections.adapt)
+    task = sections.task or TaskConfig()
+    yield from where_known(_layer_rules, sections.adapt, sections.model, task)
+
+
+def _base_rules(adapt: AdaptConfig) -> Iterator[str]:
+    if adapt.method == "full" and not adapt.base:
+        yield (
+            'adapt.method = "full" trains all of a model: adapt.base is missing; legal: a run '
+            "directory, a checkpoint, or what `ptdmpi convert from-hf` made"
+        )
+
+
+def _beginning_rules(adapt: AdaptConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
+    if adapt.method == "full" and checkpoint.initial is not None:
+        yield (
+            'adapt.method = "full" begins from adapt.base, and checkpoint.initial would be another '
+            "beginning; legal: one of the two"
+        )
+
+
+def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
+    for key, field in AdaptConfig.model_fields.items():
+        value = getattr(adapt, key)
+        if key != "method" and key not in USED[adapt.method] and value != field.default:
+            shown = toml_text(field.default)
+            yield (
+                f'adapt.{key} is of no use to adapt.method = "{adapt.method}"; legal: '
+                f"{key} = {shown}"
+            )
+
+
+def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
+    """Yield the mistakes in which layers, and what of a layer, are adapted. With a task's head,
+    which trains, no layer need have adapters."""
+    if not adapt.adapts:
+        return
+    has_task = task.kind != "none"
+    most = model.layers - 1
+    head = f", or {model.layers} with a [task], whose head trains alone"
+    if has_task:
+        most = model.layers
+        head = ""
+    if adapt.first_layer > most:
+        yield (
+            f"adapt.first_layer = {adapt.first_layer} of {counted(model.layers, 'layer')}; legal: "
+            f"0 to {most}{head}"
+        )
+    if adapt.targets == "all":
+        return
+    known = list(targets_of(adapt.model_copy(update={"targets": ("*",)}), model.gates))
+    for pattern in adapt.targets:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            yield f'adapt.targets: "{pattern}" is nothing of a layer; legal: {", ".join(known)}'

@@ -1,0 +1,196 @@
+"""Rules about [data_parallel], alone and next to other sections."""
+
+import math
+from collections.abc import Iterator
+from typing import get_args
+
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.methods import (
+    COMPRESSED_BY,
+    COMPRESSING,
+    DIFFERING,
+    NOT_STEADY,
+    STEADY,
+    USED_BY,
+    CompressorName,
+    DataParallelConfig,
+    encodes,
+    replicas_differ,
+    toml_text,
+)
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from ptdmpi.config.zero import covers_state
+
+
+def method_rules(sections: Sections) -> Iterator[str]:
+    """Yield the mistakes in [data_parallel], and in sections that its method does not go with."""
+    section = sections.data_parallel
+    yield from where_known(_unused, section)
+    yield from where_known(_together, section)
+    yield from where_known(_compressor_rules, section)
+    yield from where_known(_rank_rules, section, sections.model)
+    yield from where_known(_moment_rules, section, sections.optimizer)
+    yield from where_known(_beside_sharding, section, sections.parallel)
+    yield from where_known(_reproducible_rules, section, sections.run)
+    yield from where_known(_loss_scale_rules, section, sections.precision)
+
+
+def _named(section: DataParallelConfig) -> str:
+    return f'data_parallel.method = "{section.method}"'
+
+
+def _compressor_rules(section: DataParallelConfig) -> Iterator[str]:
+    if section.method == "all_reduce":
+        return
+    if section.method == "compressed" and section.compressor == "none":
+        legal = ", ".join(f'"{name}"' for name in get_args(CompressorName) if name != "none")
+        yield f"{_named(section)} needs data_parallel.compressor; legal: {legal}"
+    if section.compressor == "power_sgd" and section.error_feedback in (
+        "double_squeeze",
+        "neolithic",
+    ):
+        yield (
+            f'data_parallel.error_feedback = "{section.error_feedback}" compresses the mean again, '
+            "and the mean of what power_sgd sends has its low rank already; legal: error_feedback "
+            '= "none", "mem_sgd" or "ef21", or another compressor'
+        )
+
+
+def _moment_rules(section: DataParallelConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+    if section.method == "all_reduce":
+        return
+    if section.average_moments and not optimizer.moments:
+        yield (
+            "data_parallel.average_moments = true averages moments, and optimizer.kind = "
+            f'"{optimizer.kind}" without momentum has none; legal: average_moments = false, '
+            "optimizer.momentum above 0, or another kind"
+        )
+
+
+def _reproducible_rules(section: DataParallelConfig, run: RunConfig) -> Iterator[str]:
+    if section.method == "all_reduce":
+        return
+    if run.reproducible:
+        yield (
+            "run.reproducible = true adds up the microbatches of all replicas along one tree, "
+            f"whatever d is, and {_named(section)} has an update that depends on d or on its own "
+            'order of sums; legal: run.reproducible = false, or method = "all_reduce"'
+        )
+
+
+def _loss_scale_rules(section: DataParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
+    if section.method == "compressed" and precision.scales_loss:
+        yield (
+            'precision.compute = "fp16" scales the loss until gradients overflow, and '
+            f"{_named(section)} would remember what overflowed, in units of a scale that changes; "
+            'legal: compute = "bf16", "fp32" or "fp64"'
+        )
+
+
+def _unused(section: DataParallelConfig) -> Iterator[str]:
+    """Keys that say something to a method or a compressor that does not hear it."""
+    fields = type(section).model_fields.items()
+    given = {key for key, field in fields if getattr(section, key) != field.default}
+    for key, methods in USED_BY.items():
+        if key in given and section.method not in methods:
+            yield (
+                f"data_parallel.{key} belongs to {_of('method', methods)}, not to "
+                f'"{section.method}"; legal: {key} = {_default(section, key)}'
+            )
+    for key, compressors in COMPRESSED_BY.items():
+        wrong = section.method in COMPRESSING and section.compressor not in compressors
+        if key in given and wrong:
+            yield (
+                f"data_parallel.{key} belongs to {_of('compressor', compressors)}, not to "
+                f'"{section.compressor}"; legal: {key} = {_default(section, key)}'
+            )
+    compresses = section.method == "compressed"
+    if compresses and "rounds" in given and section.error_feedback != "neolithic":
+        yield (
+            'data_parallel.rounds belongs to error_feedback = "neolithic", not to '
+            f'"{section.error_feedback}"; legal: rounds = {_default(section, "rounds")}'
+        )
+
+
+def _together(section: DataParallelConfig) -> Iterator[str]:
+    """What of one section goes with nothing that is known of, where replicas differ."""
+    if section.method not in DIFFERING:
+        return
+    if not encodes(section):
+        for key in ("error_feedback", "consensus_rate"):
+            if getattr(section, key) != type(section).model_fields[key].default:
+                yield (
+                    f'data_parallel.{key} is of codes, and compressor = "none" makes none; legal: '
+                    f"{key} = {_default(section, key)}, or another compressor"
+                )
+        return
+    method = f'data_parallel.method = "{section.method}" with compressor = "{section.compressor}"'
+    if section.average_moments:
+        yield f"{method} sends parameters alone; legal: average_moments = false"
+    if section.method == "local":
+        if section.error_feedback not in ("none", "mem_sgd"):
+            yield (
+                f'{method} and error_feedback = "{section.error_feedback}" is in no paper that is '
+                'known here; legal: error_feedback = "none" or "mem_sgd"'
+            )
+        return
+    if section.compressor == "power_sgd":
+        legal = ", ".join(f'"{name}"' for name in get_args(CompressorName)[1:-1])
+        yield f"{method}: its factors are summed over all replicas; legal: {legal}"
+    for key in ("average_every", "overlap"):
+        if getattr(section, key):
+            yield f"{method}: neighbours know no more than codes; legal: {key} = " + _default(
+                section, key
+            )
+    if section.topology in NOT_STEADY:
+        legal = ", ".join(f'"{name}"' for name in STEADY)
+        yield (
+            f'{method} needs one symmetric graph, and topology = "{section.topology}" is another '
+            f"in each step, or directed; legal: {legal}, or a file of edges"
+        )
+
+
+def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
+    """Factors that have more numbers than what they stand for: all of the model travels whole."""
+    if section.method == "all_reduce":
+        return
+    if section.compressor != "power_sgd" or not encodes(section):
+        return
+    cut = math.gcd(model.heads, model.ffn_hidden)
+    tiles = ((model.head_size, model.hidden), (model.ffn_hidden // cut, model.hidden))
+    most = max((lines * length - 1) // (lines + length) for lines, length in tiles)
+    if section.rank > most:
+        yield (
+            f"data_parallel.rank = {section.rank}: two factors of that rank have no fewer numbers "
+            f"than any tile of this model; legal: 1 to {most}"
+        )
+
+
+def _of(key: str, names: tuple[str, ...]) -> str:
+    return f"{key} = " + " or ".join(f'"{name}"' for name in names)
+
+
+def _default(section: DataParallelConfig, key: str) -> str:
+    return toml_text(type(section).model_fields[key].default)
+
+
+def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """What shares out or moves away state that the method changes or sends whole."""
+    if section.method == "all_reduce":
+        return
+    method = _named(section)
+    if covers_state(parallel.zero):
+        why = "each rank needs the whole gradient"
+        if section.method in DIFFERING:
+            why = "replicas differ, so that no rank could hold a part of another's state"
+        yield (
+            f"parallel.zero = {parallel.zero} shares out what all data ranks have alike, and under "
+            f'{method} {why}; legal: zero = 0, or method = "all_reduce"'
+        )
+    if replicas_differ(section) and parallel.offload != "none":
+        yield (
+            f'parallel.offload = "{parallel.offload}" keeps state off the device, and {method} '
+            'mixes it there in every round; legal: offload = "none"'
+        )

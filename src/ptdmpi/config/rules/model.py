@@ -1,0 +1,88 @@
+"""Rules about [model], and about it and other sections."""
+
+from collections.abc import Iterator
+
+from ptdmpi.base.near import divisors, nearest
+from ptdmpi.config.model import ModelConfig, QuantizeConfig
+from ptdmpi.config.sections import LogConfig
+
+MIN_MASKED_LENGTH = 8
+
+
+def shape_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield the mistakes in the sizes of a model, and in what its objective asks of them."""
+    if not model.head_size:
+        yield (
+            f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
+            f"legal nearby: heads {nearest(model.heads, divisors(model.hidden))}, or a "
+            "model.head_size of its own"
+        )
+    elif model.positions == "rope" and model.head_size % 2:
+        yield f"model.head_size = {model.head_size} must be even for rope positions"
+    if model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
+            f"legal nearby: {nearest(model.kv_heads, divisors(model.heads))}"
+        )
+    if isinstance(model.sliding_layers, tuple):
+        beyond = [layer for layer in model.sliding_layers if layer >= model.layers]
+        if beyond:
+            yield (
+                f"model.sliding_layers names layer {beyond[0]}: legal: 0 to {model.layers - 1}, "
+                '"all" or "even"'
+            )
+    if model.rope_scaling == "llama3" and model.rope_low_factor >= model.rope_high_factor:
+        yield (
+            f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
+            f"{model.rope_high_factor}"
+        )
+    yield from _objective_rules(model)
+
+
+def _objective_rules(model: ModelConfig) -> Iterator[str]:
+    """What belongs to masked language models and to heads for tasks, and what these need."""
+    if model.classifies != bool(model.classes):
+        yield (
+            f'model.classes = {model.classes} and model.output_head = "{model.output_head}" do not '
+            "go together: [task] sets both"
+        )
+    for key in ("tie_embeddings", "sentence_order"):
+        if model.classifies and getattr(model, key):
+            yield f'model.{key} = true: model.output_head = "classes" has no such head'
+    if not model.masked:
+        for key, value in (
+            ('output_head = "mlm"', model.output_head == "mlm"),
+            (f"token_types = {model.token_types}", model.token_types),
+            ("sentence_order = true", model.sentence_order),
+        ):
+            if value:
+                yield f'model.{key} belongs to model.attention = "bidirectional"'
+        return
+    if model.sliding_window:
+        yield (
+            f"model.sliding_window = {model.sliding_window} belongs to "
+            'model.attention = "causal"; legal: 0'
+        )
+    if model.seq_length < MIN_MASKED_LENGTH:
+        yield (
+            f"model.seq_length = {model.seq_length}: at least {MIN_MASKED_LENGTH} with "
+            "bidirectional attention, for special tokens and two segments"
+        )
+
+
+def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
+    """Yield what [log] asks of a masked model although it predicts the next token."""
+    if model.masked and log.bigram_baseline:
+        yield "log.bigram_baseline predicts the next token, not masked ones"
+    if model.masked and log.tasks:
+        yield "log.tasks asks for the next token: this model sees both sides of a token"
+
+
+def quantize_rules(quantize: QuantizeConfig) -> Iterator[str]:
+    """Yield the keys of [quantize] that have no effect. The rules of a layout check which blocks it
+    would cut."""
+    default = QuantizeConfig.model_fields["block"].default
+    if quantize.weights == "none" and quantize.block != default:
+        yield (
+            f'quantize.block is of no use to quantize.weights = "none"; legal: block = {default}'
+        )

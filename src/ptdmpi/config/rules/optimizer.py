@@ -1,0 +1,123 @@
+"""Rules about [optimizer], alone and next to other sections."""
+
+from collections.abc import Iterator, Mapping
+
+from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.methods import DIFFERING, DataParallelConfig, toml_text
+from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+
+# A key of [optimizer] -> the kinds that use it.
+OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
+    "beta1": ("adamw", "lion", "muon"),
+    "beta2": ("adamw", "lion", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "muon_scale": ("muon",),
+}
+
+
+MUON = 'optimizer.kind = "muon"'
+
+
+def optimizer_rules(sections: Sections) -> Iterator[str]:
+    """Yield the mistakes in [optimizer], and in sections that it does not go with."""
+    optimizer = sections.optimizer
+    if optimizer is None:
+        return
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield "optimizer.min_learning_rate is above learning_rate"
+    yield from _optimizer_keys(optimizer)
+    if optimizer.has_matrices:
+        yield from where_known(_matrices_and_offload, sections.parallel)
+        yield from where_known(_matrices_and_adapters, sections.adapt)
+        yield from where_known(_matrices_and_moments, sections.data_parallel)
+    precision = sections.precision or PrecisionConfig()
+    yield from where_known(_offload_rules, optimizer, sections.parallel, precision)
+    yield from where_known(_step_rules, optimizer, sections.run)
+    yield from where_known(_average_rules, optimizer, sections.data_parallel)
+
+
+def _matrices_and_offload(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.offload != "none":
+        yield (
+            f'parallel.offload = "{parallel.offload}" updates the state in chunks on the host, and '
+            f'{MUON} orthogonalizes whole matrices; legal: offload = "none", or another kind'
+        )
+
+
+def _matrices_and_adapters(adapt: AdaptConfig) -> Iterator[str]:
+    if adapt.method == "ia3":
+        yield (
+            f'adapt.method = "ia3" trains vectors, and {MUON} orthogonalizes matrices; legal: '
+            'adapt.method = "lora", or optimizer.kind = "adamw"'
+        )
+
+
+def _matrices_and_moments(section: DataParallelConfig) -> Iterator[str]:
+    if section.average_moments:
+        yield (
+            f"data_parallel.average_moments = true: {MUON} keeps other moments of matrices than of "
+            "the rest; legal: average_moments = false, or another kind"
+        )
+
+
+def _offload_rules(
+    optimizer: OptimizerConfig, parallel: ParallelConfig, precision: PrecisionConfig
+) -> Iterator[str]:
+    """Yield a mistake if offload would have nothing to move: no moments, and no masters."""
+    has_masters = PRECISIONS[precision.compute].has_masters
+    if parallel.offload != "none" and not optimizer.moments and not has_masters:
+        yield (
+            'parallel.offload: optimizer.kind = "sgd" without momentum keeps nothing of a '
+            'parameter but its weight; legal: offload = "none"'
+        )
+
+
+def _step_rules(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
+    """Yield a mistake if warm-up and decay have more steps than the run."""
+    last = 0
+    if optimizer.decay == "wsd":
+        last = optimizer.last_steps(run.steps)
+    if optimizer.warmup_steps > run.steps:
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} is more than "
+            f"run.steps = {run.steps}"
+        )
+    elif optimizer.warmup_steps + last > run.steps:
+        left = run.steps - optimizer.warmup_steps
+        legal = f"decay_steps of at most {left}" if left else "fewer warmup_steps"
+        yield (
+            f"optimizer.warmup_steps = {optimizer.warmup_steps} and the {last} that "
+            f'decay = "wsd" ends with are more than run.steps = {run.steps}; legal: {legal}'
+        )
+
+
+def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> Iterator[str]:
+    if optimizer.ema_decay and section.method in DIFFERING:
+        yield (
+            "optimizer.ema_decay follows the weights of every update, and data_parallel.method = "
+            f'"{section.method}" mixes them after it; legal: ema_decay = 0, or method = '
+            '"all_reduce"'
+        )
+
+
+def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Keys that say something to another kind of optimizer, or of decay."""
+    kind, fields = optimizer.kind, OptimizerConfig.model_fields
+    for key, kinds in OPTIMIZED_BY.items():
+        if getattr(optimizer, key) != fields[key].default and kind not in kinds:
+            legal = toml_text(fields[key].default)
+            yield (
+                f'optimizer.{key} is of no use to optimizer.kind = "{kind}"; legal: {key} = {legal}'
+            )
+    if kind == "sgd" and optimizer.nesterov and not optimizer.momentum:
+        yield "optimizer.nesterov = true needs optimizer.momentum above 0"
+    if optimizer.decay != "wsd" and optimizer.decay_steps != fields["decay_steps"].default:
+        yield (
+            f'optimizer.decay_steps belongs to decay = "wsd": decay = "{optimizer.decay}" has '
+            f"nothing in front of it; legal: decay_steps = {fields['decay_steps'].default}"
+        )

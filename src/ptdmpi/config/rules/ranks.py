@@ -1,0 +1,157 @@
+"""Rules about how a run is spread over its ranks: axes, layout, shares of data, gradient noise."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from ptdmpi.base.near import divisors, nearest
+from ptdmpi.base.words import counted
+from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.layout import Layout
+from ptdmpi.config.legality import groups_need_zero, layout_mistakes
+from ptdmpi.config.methods import DataParallelConfig, replicas_differ
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import (
+    BatchConfig,
+    DataConfig,
+    LogConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfig,
+)
+from ptdmpi.config.zero import covers_state, stages_of_zero
+
+
+def spare_rules(ranks: int, spare: int) -> Iterator[str]:
+    """Yield a mistake if `spare` of `ranks` ranks are so many that none is left to train."""
+    if spare < ranks:
+        return
+    legal = f"0 to {ranks - 1}" if ranks > 1 else "only 0"
+    yield (
+        f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
+        f"legal: {legal}"
+    )
+
+
+def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
+    """Yield a mistake if the axes do not fill `ranks` ranks; `spare` more wait."""
+    model_ranks = parallel.tensor * parallel.pipeline
+    beside = f" beside {counted(spare, 'spare one')}" if spare else ""
+    if parallel.data == "auto":
+        if ranks % model_ranks:
+            yield (
+                f"{counted(ranks, 'rank')}{beside} cannot be split: parallel.tensor * pipeline = "
+                f"{parallel.tensor} * {parallel.pipeline} = {model_ranks} must divide the number "
+                f"of ranks; start {max(1, ranks // model_ranks) * model_ranks + spare}, or use "
+                f"tensor * pipeline = {nearest(model_ranks, divisors(ranks))}"
+            )
+    elif model_ranks * parallel.data != ranks:
+        yield (
+            f"parallel.tensor * pipeline * data = {parallel.tensor} * {parallel.pipeline} * "
+            f"{parallel.data} = {model_ranks * parallel.data}, but "
+            f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started{beside}; "
+            f'start {model_ranks * parallel.data + spare}, or set parallel.data = "auto"'
+        )
+
+
+def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
+    """Yield why the layout on `ranks` ranks is not legal, as far as its sections are known."""
+    parallel = sections.parallel
+    if parallel is None:
+        return
+    data = max(1, ranks // (parallel.tensor * parallel.pipeline))
+    if parallel.data != "auto":
+        data = parallel.data
+    batch = sections.batch
+    recompute = sections.recompute or RecomputeConfig()
+    layout = Layout.of(parallel, batch or BatchConfig(global_size=1), recompute, data)
+    if parallel.shard_group == "node" and not covers_state(parallel.zero):
+        # the layout does not know this group yet
+        yield groups_need_zero("node")
+    model = sections.model
+    if model is not None:
+        model = model.adapted(sections.adapt or AdaptConfig(), sections.quantize)
+    yield from layout_mistakes(layout, model, None if batch is None else batch.global_size)
+
+
+def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
+    """Yield a mistake if gradients are summed along one tree and in shards."""
+    if parallel.zero not in stages_of_zero(run.reproducible):
+        yield (
+            "run.reproducible = true adds up the microbatches' gradients along one tree, and "
+            f"parallel.zero = {parallel.zero} one by one, in shards; legal: zero = 0 or 1"
+        )
+
+
+def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
+    """Yield why gradient noise cannot be found. It needs data ranks that have whole gradients of
+    their own, and sum them."""
+    log = sections.log
+    if log is None or not log.gradient_noise_every_steps:
+        return
+    yield from where_known(partial(_noise_of_ranks, ranks), log, sections.parallel)
+    yield from where_known(_noise_of_trees, log, sections.run)
+    yield from where_known(_noise_of_methods, log, sections.data_parallel)
+
+
+def _noise_key(log: LogConfig) -> str:
+    return f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps} compares the"
+
+
+def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Iterator[str]:
+    key = _noise_key(log)
+    if ranks <= parallel.tensor * parallel.pipeline:
+        yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
+    if covers_state(parallel.zero):
+        yield (
+            f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
+            "before they are summed; legal: 0, or zero = 0"
+        )
+
+
+def _noise_of_trees(log: LogConfig, run: RunConfig) -> Iterator[str]:
+    if run.reproducible:
+        yield (
+            f"{_noise_key(log)} gradients of data ranks, and run.reproducible = true sums "
+            "microbatches along one tree, in which no rank has a gradient of its own; legal: 0"
+        )
+
+
+def _noise_of_methods(log: LogConfig, method: DataParallelConfig) -> Iterator[str]:
+    if replicas_differ(method):
+        yield (
+            f"{_noise_key(log)} gradients of data ranks with their sum, which data_parallel.method "
+            f'= "{method.method}" does not take; legal: 0, or method = "all_reduce"'
+        )
+
+
+def split_rules(sections: Sections, ranks: int) -> Iterator[str]:
+    """Yield what is wrong with `data.split = "by_rank"` on `ranks` ranks that train."""
+    yield from where_known(_split_and_losses, sections.data, sections.run)
+    yield from where_known(partial(_split_shares, ranks), sections.data, sections.parallel)
+
+
+def _split_and_losses(data: DataConfig, run: RunConfig) -> Iterator[str]:
+    if data.split == "by_rank" and run.on_failure == "shrink":
+        yield (
+            'data.split = "by_rank" gives each data rank datasets that no other reads, and '
+            'run.on_failure = "shrink" would go on without those of a lost one; legal: on_failure '
+            '= "abort", or split = "shared"'
+        )
+
+
+def _split_shares(ranks: int, data: DataConfig, parallel: ParallelConfig) -> Iterator[str]:
+    if data.split != "by_rank":
+        return
+    size = parallel.data
+    if size == "auto":
+        size = ranks // (parallel.tensor * parallel.pipeline)
+    count = len(data.train)
+    if size > 0 and count % size:
+        below = count // size * size
+        legal = " or ".join(str(n) for n in (below, below + size) if n)
+        yield (
+            f'data.split = "by_rank" deals {count} training datasets to {size} data ranks, '
+            f"which get equally many; legal: {legal} [[data.train]], or another "
+            "parallel.data"
+        )

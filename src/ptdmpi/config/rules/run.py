@@ -1,0 +1,105 @@
+"""Rules about [run], and about validations, batches and compilation."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import BatchConfig, DataConfig, LogConfig, ParallelConfig, RunConfig
+from ptdmpi.config.zero import covers_gradients
+
+MOST_SAMPLES = 2**63 - 1
+
+
+def run_rules(run: RunConfig) -> Iterator[str]:
+    """Yield the mistakes in [run] alone."""
+    if run.profile_steps and not run.profiled:
+        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
+    if run.spare_ranks and run.on_failure != "shrink":
+        yield f'run.spare_ranks = {run.spare_ranks} needs run.on_failure = "shrink"'
+
+
+def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
+    """Yield a mistake if the samples of all steps are more than can be numbered."""
+    most = MOST_SAMPLES // batch.global_size
+    if run.steps > most:
+        yield (
+            f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
+            f"samples than 64 bits number; legal: at most {most} steps"
+        )
+
+
+def validation_rules(sections: Sections) -> Iterator[str]:
+    """Yield the keys that depend on validations, or on tasks, where there are none."""
+    wishes = {}
+    if sections.run is not None:
+        wishes["run.stop_after_worse"] = sections.run.stop_after_worse
+    if sections.checkpoint is not None:
+        wishes["checkpoint.keep_best"] = int(sections.checkpoint.keep_best)
+    data = sections.data
+    log = sections.log
+    for key, value in wishes.items():
+        if value and data is not None and not data.valid_paths:
+            yield f"{key} = {value} goes by validations: it needs data.valid"
+        if value and log is not None and not log.validate_every_steps:
+            yield f"{key} = {value} goes by validations: it needs log.validate_every_steps above 0"
+    yield from where_known(_task_file_rules, log)
+
+
+def _task_file_rules(log: LogConfig) -> Iterator[str]:
+    if log.tasks_every_steps and not log.tasks:
+        yield f"log.tasks_every_steps = {log.tasks_every_steps} needs log.tasks = [FILE, ...]"
+    twice = [path for path in dict.fromkeys(log.tasks) if log.tasks.count(path) > 1]
+    yield from (f"log.tasks names {path} more than once" for path in twice)
+
+
+def compile_rules(sections: Sections) -> Iterator[str]:
+    """Yield what `run.compile` refuses. A layer is compiled as one graph, there and back: nothing
+    in it may talk to other ranks, or differ from step to step by what Python decides."""
+    if sections.run is None or not sections.run.compile:
+        return
+    refusals = [
+        *where_known(_not_compiled_parallel, sections.parallel),
+        *where_known(_not_compiled_model, sections.model),
+        *where_known(_not_compiled_data, sections.data),
+        *where_known(_not_compiled_adapters, sections.adapt),
+    ]
+    for key, legal in refusals:
+        yield f"run.compile = true compiles a layer as one graph, without {key}; legal: {legal}"
+
+
+class _Refusal(NamedTuple):
+    """A setting with which a layer is not compiled, and what is legal instead."""
+
+    key: str
+    legal: str
+
+
+def _not_compiled_parallel(parallel: ParallelConfig) -> Iterator[_Refusal]:
+    if parallel.tensor > 1:
+        yield _Refusal(f"parallel.tensor = {parallel.tensor}", "tensor = 1")
+    if covers_gradients(parallel.zero):
+        yield _Refusal(f"parallel.zero = {parallel.zero}", "zero = 0 or 1")
+    if parallel.schedule.startswith("zb"):
+        key = f'parallel.schedule = "{parallel.schedule}"'
+        yield _Refusal(key, "one whose backward is whole")
+
+
+def _not_compiled_model(model: ModelConfig) -> Iterator[_Refusal]:
+    for key in ("dropout", "attention_dropout", "attention_softcap"):
+        value = getattr(model, key)
+        if value > 0:
+            yield _Refusal(f"model.{key} = {value}", f"{key} = 0")
+
+
+def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
+    if data.document_boundaries:
+        yield _Refusal("data.document_boundaries = true", "document_boundaries = false")
+
+
+def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
+    # Python decides from step to step what they drop; without dropout it has not been tried
+    if adapt.adapts:
+        yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

@@ -1,0 +1,61 @@
+"""Rules about [task]: what a head for a task needs, and what it cannot be asked for."""
+
+from collections.abc import Iterator
+
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import BatchConfig, DataConfig, LogConfig, TaskConfig
+
+# A kind of task -> the key that describes its answers.
+ANSWERS = {"classification": "labels", "choice": "choices"}
+
+
+def task_rules(sections: Sections) -> Iterator[str]:
+    """Yield the mistakes in [task], and in other sections of a run that has a task."""
+    task = sections.task
+    if task is None:
+        return
+    yield from _unused_keys(task)
+    if task.kind == "none":
+        return
+    if task.kind == "classification" and len(set(task.labels)) < max(2, len(task.labels)):
+        yield "task.labels must name two or more labels, each once"
+    if task.kind == "choice" and task.choices < 2:
+        yield f"task.choices = {task.choices}: legal: 2 or more, the candidates of each question"
+    else:
+        yield from where_known(_whole_questions, task, sections.batch)
+    yield from where_known(_no_tokens, sections.log)
+    yield from where_known(_no_shards, sections.data)
+
+
+def _unused_keys(task: TaskConfig) -> Iterator[str]:
+    used = ANSWERS.get(task.kind, "")
+    keys = ["labels", "choices"]
+    if not used:
+        keys.append("tokenizer")
+    for key in keys:
+        if key != used and getattr(task, key):
+            yield f'task.{key} is of no use to task.kind = "{task.kind}"; legal: leave it out'
+
+
+def _whole_questions(task: TaskConfig, batch: BatchConfig) -> Iterator[str]:
+    """Yield the batch sizes that are no multiple of the sequences of a question."""
+    for key, size in (("micro_size", batch.micro_size), ("global_size", batch.global_size)):
+        if size % task.sequences:
+            below = size // task.sequences * task.sequences
+            near = f"{below} or {below + task.sequences}" if below else f"{task.sequences}"
+            yield (
+                f"batch.{key} = {size} counts sequences, of which task.choices = "
+                f"{task.choices} make a question; legal nearby: {near}"
+            )
+
+
+def _no_tokens(log: LogConfig) -> Iterator[str]:
+    for key in ("tasks", "bigram_baseline"):
+        if getattr(log, key):
+            yield f"log.{key} predicts tokens: a head for a task has none to predict"
+
+
+def _no_shards(data: DataConfig) -> Iterator[str]:
+    if data.document_boundaries:
+        yield "data.document_boundaries belongs to shards: each text of a task is a document"

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from ptdmpi.config import Config, RateGroup, TrainDataConfig
 from ptdmpi.config.model import MODEL_KINDS
-from ptdmpi.config.section import MOST
+from ptdmpi.config.section import MOST, OnResume
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src" / "ptdmpi" / "config"
@@ -28,6 +28,13 @@ TYPE_NAMES |= {"Decimal": "number"}
 TABLES: dict[str, type[BaseModel]] = {
     "optimizer.groups": RateGroup,
     "data.train": TrainDataConfig,
+}
+# What a change of a key means when a run resumes, for the table.
+RESUME_WORDS = {
+    OnResume.BOUND: "refused",
+    OnResume.BOUND_ORDER: "refused \\*",
+    OnResume.REPORTED: "reported",
+    OnResume.FREE: "free",
 }
 # Keys that the program resolves before the models see them.
 RESOLVED_EARLY = {("model", "preset")}
@@ -65,13 +72,20 @@ def page() -> str:
 
 
 def _table(section: str, model: type[BaseModel], texts: dict[str, dict[str, str]]) -> str:
-    lines = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    lines = ["| key | type | default | unit | on resume | meaning |", "|---|---|---|---|---|---|"]
     for key, text in texts.items():
         field = model.model_fields.get(key)
         kind = text.get("type") or type_of(field)
         default = text.get("default") or default_of(field)
         anchor = f'<span id="{section}.{key}"></span>'
-        cells = (f"{anchor}`{key}`", kind, default, text.get("unit", ""), text["meaning"])
+        cells = (
+            f"{anchor}`{key}`",
+            kind,
+            default,
+            text.get("unit", ""),
+            resume_of(model, key),
+            text["meaning"],
+        )
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -120,6 +134,14 @@ def default_of(field: FieldInfo) -> str:
     return "none" if field.default in (None, "") else _shown(field.default)
 
 
+def resume_of(model: type[BaseModel], key: str) -> str:
+    """Return in a word what a change of the key means for a run that resumes, if it says so."""
+    declared = getattr(model, "on_resume", None)
+    if declared is None or key not in model.model_fields:
+        return ""
+    return RESUME_WORDS[declared(key)]
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
@@ -127,7 +149,7 @@ def _shown(value: Any) -> str:
         return f'`"{value}"`'
     if isinstance(value, tuple):
         return f"`{list(value)}`"
-    return f"`{value:g}`" if isinstance(value, float) and value < 0.01 else f"`{value}`"
+    return f"`{value:g}`" if isinstance(value, float) and value < 1000 else f"`{value}`"
 
 
 def _kinds() -> str:

@@ -88,7 +88,8 @@ def test_every_key_is_documented():
 
 def test_the_configuration_page_is_drawn():
     page = configuration.page()
-    assert "`threads` | integer, at least 1, at most 1,024 | `1` | threads per rank" in page
+    assert "`threads` | integer, at least 1, at most 1,024 | `1` | threads per rank | " in page
+    assert "| layers | refused | l, the number of transformer layers." in page
     assert "run.spare\\_ranks = … needs run.on\\_failure" in page
     assert "`seq_length` | integer, at least 1 | **required** | tokens" in page
 

@@ -38,7 +38,7 @@ $(READY): requirements.lock setup.py
 	    --no-build-isolation --no-deps --editable .
 	@. jobs/mpi-env.sh; mpirun -n 2 $(BIN)/python -c 'import sys; from mpi4py import MPI; \
 	    n = MPI.COMM_WORLD.size; n == 2 or sys.exit(f"mpirun -n 2 gave a world of {n}")' \
-	    || echo "make setup: mpirun and mpi4py do not work together here: see 'Which MPI' in jobs/README.md" >&2
+	    || echo "make setup: mpirun and mpi4py do not work together here: see 'The MPI' in jobs/README.md" >&2
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import click, h5py, matplotlib.pyplot, mpi4py, \
 	    numpy, pydantic, pytest, safetensors.torch, tokenizers, tomlkit, torch, torch._dynamo, jinja2.sandbox'
 	@touch $@

@@ -184,17 +184,17 @@ def test_writing_in_the_background(comm, tmp_path):
         patch.setattr(module, "write", wait_and_write)
         assert checkpoints.save(1) == []
         assert checkpoints.poll() == [] and not (tmp_path / "latest").exists()
-        host = checkpoints._host.data_ptr()
+        host = checkpoints.outgoing._host.data_ptr()
         _step(engine, range(1))
         go_on.set()
         (saved,) = checkpoints.save(2)
         assert saved.step == 1 and saved.bytes >= checkpoints.state_bytes
         assert files.named(tmp_path / "latest").name == "step-00000001"
-        assert checkpoints._host.data_ptr() == host  # one copy, used again
+        assert checkpoints.outgoing._host.data_ptr() == host  # one copy, used again
         (saved,) = checkpoints.finish()
     assert saved.step == 2 and checkpoints.poll() == []
-    mine = sum(part.box.elements for part in checkpoints.parts)
-    assert checkpoints._host.numel() == mine
+    mine = sum(part.box.elements for part in checkpoints.outgoing.parts)
+    assert checkpoints.outgoing._host.numel() == mine
     fresh = build(world, {**CHANGES, **layout(d=2)}).buffer.masters[0]
     other = build(world, {**CHANGES, **layout(d=2)})
     _checkpoints(other, tmp_path).resume(str(tmp_path / "step-00000001"))

@@ -12,30 +12,26 @@ the messages of a step meet no others.
 """
 
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
-from ptdmpi.checkpoint.boxes import Array, Outgoing, write
-from ptdmpi.checkpoint.examine import checkpoints, newest
-from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
-from ptdmpi.checkpoint.manifest import Manifest, Progress, Written, write_manifest
-from ptdmpi.checkpoint.share import share
-from ptdmpi.comm.queues import Passed, belong_to, copies_of, on_its_way
+from ptdmpi.checkpoint.boxes import Outgoing, write
+from ptdmpi.checkpoint.load import on_root
+from ptdmpi.checkpoint.manifest import Progress, Written, write_manifest
+from ptdmpi.checkpoint.outgoing import OutgoingState
+from ptdmpi.checkpoint.resume import Resumption
+from ptdmpi.checkpoint.retention import Retention
+from ptdmpi.comm.queues import Passed, belong_to
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import State
-from ptdmpi.plan.shape import parameters
 
 T = TypeVar("T")
 
@@ -73,71 +69,89 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; every rank calls every method but `close`."""
+    """The checkpoints of one run directory; every rank calls every method but `close`.
+
+    It writes them. `retention` keeps and removes them, `resumption` finds and judges the one that
+    a run goes on from. `validated` is the last validation: its step and loss.
+    """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
         """`course`: of the run whose state it is, and whose section [checkpoint] counts."""
-        self.directory, self.state, self.course = directory, state, course
+        self.directory = directory
+        self.state = state
+        self.course = course
         self.config = course.config.checkpoint
         self.world = axes.world
-        self.damaged: list[str] = []  # names of checkpoints that were stepped over
-        self.validated: tuple[int, float] | None = None  # the last validation: step, loss
-        # what the first save has to do with checkpoints that the run does not come from
-        self._branch: Callable[[], None] | None = None
-        self.followed: Path | None = None  # by an earlier start, which this one goes on from
-        self.mean_of = (
-            0  # so many replicas, which a checkpoint had each for itself, the run goes on
-        )
-        # once: boxes and owners do not change, and each save reads the same views
-        self.mean = course.config.data_parallel.checkpoint == "average"
-        self.parts = list(share(state, axes, self.mean))
-        mine = sum(part.values.nbytes for part in self.parts)
-        self.state_bytes = sum(self.world.all_gather_object(mine))
-        self._copies = copies_of(state.buffer.device)
-        self._host: Tensor | None = None
+        self.validated: tuple[int, float] | None = None
+        self.retention = Retention(directory, self.config)
+        self.resumption = Resumption(self.world, state, course, self.retention)
+        mean = course.config.data_parallel.checkpoint == "average"
+        self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # one: on rank 0 publishing stands behind the writing of its own file
+        # one: on rank 0 publishing comes after the writing of its own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
 
-    # -- saving ----------------------------------------------------------------------------------
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tensors of a checkpoint, on all ranks."""
+        return self.outgoing.total_bytes
+
+    @property
+    def branches(self) -> bool:
+        """Whether the run has not gone on from its own newest checkpoint."""
+        return self.retention.branches
+
+    @property
+    def followed(self) -> Path | None:
+        """The checkpoint that an earlier start has gone on from; see `Resumption`."""
+        return self.resumption.followed
+
+    @property
+    def mean_of(self) -> int:
+        """The number of replicas whose mean the run goes on from, or 0; see `Resumption`."""
+        return self.resumption.mean_of
+
+    def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
+        """Load what `checkpoint.resume = wanted` names; see `Resumption.resume`."""
+        return self.resumption.resume(wanted, lost)
+
+    def begin_from(
+        self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
+    ) -> tuple[Path, list[str]]:
+        """Load the weights that `path` names and nothing else; see `Resumption.begin_from`."""
+        return self.resumption.begin_from(path, tokenizer_sha256, fresh)
 
     def save(self, step: int) -> list[Saved]:
-        """Write the state after `step` steps; returns what is complete.
+        """Write the state after `step` steps; return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied and the rest left to a thread: an earlier
-        save that was still under way is waited for and returned, and `poll` brings on this one.
-        Raises SaveFailed where a rank could not write; what it had written is removed.
+        With `checkpoint.asynchronous` the state is copied and a thread does the rest: an earlier
+        save that was still under way is waited for and returned, and `poll` completes this one.
+        Raises SaveFailed if a rank could not write; its files are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()
         try:
-            temporary = on_root(self.world, lambda: self._prepare(step))
+            temporary = on_root(self.world, lambda: self.retention.prepare(step, self.state_bytes))
         except SharedInputError as error:
             raise self._failure(step, str(error)) from None
-        parts = self._outgoing()
+        parts = self.outgoing.take()
         path = temporary / f"rank-{self.world.rank:05d}.safetensors"
         since = time.perf_counter()
         writing = self._threads.submit(_write, self.state.read, path, parts)
-        loss = self.validated[1] if self.validated and self.validated[0] == step else None
+        loss = None
+        if self.validated is not None and self.validated[0] == step:
+            loss = self.validated[1]
         self._flight = _Flight(temporary, self._progress(step), loss, since, writing)
         self._flight.stall_s = time.perf_counter() - begin
-        return done if self.config.asynchronous else [*done, *self.finish()]
-
-    def _prepare(self, step: int) -> Path:
-        """Rank 0: where to write. Only now others are set aside: a start that saves nothing leaves
-        a run as it was."""
-        temporary = files.prepare(self.directory, step, self.state_bytes)
-        if self._branch is not None:
-            self._branch()
-            self._branch = None
-            if (self.directory / files.BEST).is_file():  # it may name one of those
-                best.point(self.directory, self.damaged)
-        return temporary
+        if self.config.asynchronous:
+            return done
+        return [*done, *self.finish()]
 
     def poll(self) -> list[Saved]:
-        """Bring on a save under way without waiting for the disk; returns it when it is complete.
+        """Bring a save under way forward without waiting for the disk; return it when it is
+        complete.
 
         To be called between steps. Raises SaveFailed.
         """
@@ -154,7 +168,7 @@ class Checkpoints:
         self._flight = None
 
     def check_space(self) -> None:
-        """Raises InputError, on every rank, where not even one checkpoint could be written."""
+        """Raise InputError, on every rank, if not even one checkpoint could be written."""
         on_root(self.world, lambda: files.require_space(self.directory, self.state_bytes))
 
     def _progress(self, step: int) -> Progress:
@@ -165,59 +179,14 @@ class Checkpoints:
             **asdict(self.state.counters),
         )
 
-    def _outgoing(self) -> list[Outgoing]:
-        """This rank's part of the state: under `asynchronous` as it is now, and of replicas that
-        differ their mean where that is saved, in the host copy, whose memory is used again by each
-        save; else the state itself. A device copies beside what it computes, and the next update
-        waits for that (`State.read`)."""
-        self.state.settle()  # the views are older than what is on its way into them
-        views = [part.values for part in self.parts]
-        if self.config.asynchronous or self.mean:
-            views = self._copied()
-        found = []
-        for part, view in zip(self.parts, views, strict=True):
-            dtype = str(view.dtype).removeprefix("torch.")
-            values = partial(self._on_host, view)
-            found.append(Outgoing(part.key, part.shape, part.box, dtype, values))
-        return found
-
-    def _copied(self) -> list[Tensor]:
-        """The parts in the host copy."""
-        ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
-        if self._host is None:  # room for this rank's whole part, made at the first save
-            size, dtype = (ends or [0])[-1], self.state.buffer.precision.master
-            self._host = self._copies.locked(size * dtype.itemsize).view(dtype)
-        host = [
-            self._host[end - part.values.numel() : end].view(part.values.shape)
-            for part, end in zip(self.parts, ends, strict=True)
-        ]
-        for kind in self.state.kinds:
-            with self.state.averaged(kind) if self.mean else contextlib.nullcontext():
-                with self._copies.behind(self._copies.computed()):
-                    for part, room in zip(self.parts, host, strict=True):
-                        if part.kind == kind:
-                            room.copy_(part.values, non_blocking=True)
-                            self.state.let_go()
-                self.state.read = self._copies.passed()
-        return host
-
-    def _on_host(self, values: Tensor) -> Array:
-        """Asked for one by one, as each is written: those before need no memory any more. A device
-        copies them into memory that cannot be paged out, as it does what is copied beside it."""
-        self.state.let_go()
-        if values.device.type == "cpu":  # it waits for nothing, least for what is computed now
-            return values.numpy()
-        with self._copies.behind(self._copies.computed()):
-            host = on_its_way(values)
-        self._copies.passed().host_waits()
-        return host.numpy()
-
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight
         if flight is None:
             return []
         begin = time.perf_counter()
-        done = self._published(flight, wait) if self._written(flight, wait) else None
+        done = None
+        if self._written(flight, wait):
+            done = self._published(flight, wait)
         flight.stall_s += time.perf_counter() - begin
         if done is None:
             return []
@@ -226,41 +195,34 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Whether all ranks have written; when they have, rank 0's thread begins to publish."""
+        """Return True if all ranks have written; then rank 0's thread begins to publish."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
         # no rank may raise alone: the others would wait for it in the next collective
         part, error = _result(flight.writing)
-        text = f"rank {self.world.rank}: {error}" if error else None
+        text = None
+        if error is not None:
+            text = f"rank {self.world.rank}: {error}"
         everyone = self.world.all_gather_object((part, text))
         self._give_up_on(flight, next((text for _, text in everyone if text), None))
         written = [part for part, _ in everyone]
-        flight.written, flight.bytes = True, sum(part.bytes for part in written)
+        flight.written = True
+        flight.bytes = sum(part.bytes for part in written)
         if self.world.rank == 0:
             flight.publishing = self._threads.submit(self._publish, flight, written)
         return True
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
-        """What rank 0 does alone: (seconds since the save began, why older ones did not go)."""
+        """Write the manifest, give the checkpoint its name and remove older ones; rank 0 does.
+        Return the seconds since the save began, and why older ones could not be removed."""
         model = self.course.config.model.model_dump()
         lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
         write_manifest(flight.temporary, flight.progress, model, written, lineage)
-        files.publish(flight.temporary, self.damaged)
-        keep_best = int(self.config.keep_best)
-        if keep_best:
-            best.point(self.directory, self.damaged)
+        self.retention.publish(flight.temporary)
         write_s = time.perf_counter() - flight.since
-        keep, keep_every = self.config.keep, self.config.keep_every
-        try:
-            spared = best.spared(self.directory, keep_best, self.damaged) if keep else ()
-            retention = (self.directory, keep, keep_every, self.damaged, spared)
-            for path in list(files.superfluous(*retention)):
-                files.discard(path)
-        except OSError as error:
-            return write_s, f"older checkpoints cannot be removed: {error}"
-        return write_s, None
+        return write_s, self.retention.remove_old()
 
     def _published(self, flight: _Flight, wait: bool) -> tuple[float, str | None] | None:
         done: tuple[float, str | None] | None = None
@@ -285,108 +247,16 @@ class Checkpoints:
         path = self.directory / files.name_of(step)
         return SaveFailed(f"checkpoint {path} was not written: {error}")
 
-    # -- loading ---------------------------------------------------------------------------------
-
-    def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
-        """Load what `checkpoint.resume` asks for: "auto" the newest complete one if there is one,
-        "never" nothing, else the checkpoint of that path, of a run directory the newest one there,
-        or, where an earlier start has gone on from that path, the run's own newest. Returns also
-        what was stepped over. `lost`: replicas were, so that those that are left may begin from the
-        mean of all.
-
-        Raises InputError if a named checkpoint cannot be used, if one is of another model or was
-        trained on something else (`Course.judge`), or if all are damaged: to begin
-        anew would bury what can perhaps be mended.
-        """
-        if wanted == "never":
-            self._branch = partial(files.branch, self.directory, None)
-            return None, []
-        if on_root(self.world, lambda: self._is_own(wanted)):
-            wanted = "auto"
-        elif wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
-            self.followed, wanted = Path(wanted), "auto"
-        skipped: list[str] = []
-
-        def judge(where: Path, manifest: Manifest) -> None:
-            self.course.judge("resume", where, manifest.said)
-
-        for candidate in on_root(self.world, lambda: self._candidates(wanted)):
-            loaded = load(self.state, self.world, candidate, judge, self.mean or lost)
-            if isinstance(loaded, Manifest):
-                if took_mean(self.state, loaded):
-                    self.mean_of = loaded.replicas
-                if wanted != "auto":
-                    named = Path(wanted)
-                    self._branch = partial(files.branch, self.directory, candidate, named)
-                return loaded.progress, skipped
-            skipped.append(f"{candidate}: {loaded}")
-            self.damaged += [candidate.name] if wanted == "auto" else []
-        if wanted != "auto":
-            raise SharedInputError(f"checkpoint.resume = {'; '.join(skipped)}")
-        if skipped:
-            raise SharedInputError(
-                f"no checkpoint in {self.directory} is complete ({'; '.join(skipped)}); "
-                'checkpoint.resume = "never" begins anew'
-            )
-        return None, []
-
-    @property
-    def branches(self) -> bool:
-        """Whether the run has not gone on from its own newest checkpoint."""
-        return self._branch is not None
-
-    def _is_own(self, wanted: str) -> bool:
-        """Whether `wanted` is the run's own directory or its `checkpoints/`, where "auto" means the
-        newest."""
-        here = self.directory.resolve()
-        return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
-
-    def _went_on_from(self, wanted: str) -> bool:
-        """The command of a batch job stays the same when it is started again: then it goes on."""
-        return files.went_on_from(self.directory, files.named(Path(wanted)))
-
-    def begin_from(
-        self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
-    ) -> tuple[Path, list[str]]:
-        """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
-        it; returns which that is, and what of a head for a task stays as it was drawn: of adapters
-        that is among `fresh`, for the base may have the rest. Raises InputError on every rank.
-        `tokenizer_sha256`: of the tokenizer that they know, where its checkpoint does not say so.
-        """
-        directory = on_root(self.world, lambda: newest(path))
-
-        def judge(where: Path, manifest: Manifest) -> None:
-            self.course.judge("initial", where, manifest.said)
-            if self.course.answer.note:
-                self.course.require_tokenizer(path, tokenizer_sha256)
-
-        model = self.course.config.model
-        head = parameters.task_head(model)
-        loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
-        if isinstance(loaded, str):
-            raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
-        adapts = model.adapt.adapts
-        return directory, [one for one in drawn(loaded, head) if one in fresh or not adapts]
-
-    def _candidates(self, wanted: str) -> list[Path]:
-        if wanted != "auto":
-            try:
-                return checkpoints(Path(wanted))[::-1]
-            except InputError as error:
-                raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
-        if self.directory.is_dir():
-            files.put_back(self.directory)
-        return files.checkpoints_in(self.directory)[::-1]
-
 
 def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:
-    """A rank's file, once what it is made of has been copied to the host."""
+    """Write a rank's file, once its parts have been copied to the host."""
     read.host_waits()
     return write(path, parts)
 
 
 def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
-    """Wait for it: (result, None), or (None, why the disk or its user must be asked)."""
+    """Wait for a result; return (result, None), or (None, the error) if the disk or its user caused
+    one."""
     try:
         return future.result(), None
     except (OSError, InputError) as error:

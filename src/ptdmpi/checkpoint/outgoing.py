@@ -1,0 +1,82 @@
+"""What a rank writes of the state in a save: views of it, or a copy in the host's memory."""
+
+import contextlib
+import itertools
+from functools import partial
+
+from torch import Tensor
+
+from ptdmpi.checkpoint.boxes import Array, Outgoing
+from ptdmpi.checkpoint.share import share
+from ptdmpi.comm.queues import copies_of, on_its_way
+from ptdmpi.comm.world import Axes
+from ptdmpi.model.state import State
+
+
+class OutgoingState:
+    """A rank's part of the state on its way to the disk.
+
+    `parts` are views of the state, the same in every save: boxes and owners do not change.
+    """
+
+    def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
+        """`mean`: of replicas that differ, their mean is written. `copied`: the state is copied, so
+        that training may change it before it is written."""
+        self.state = state
+        self.mean = mean
+        self.copied = copied
+        self.parts = list(share(state, axes, mean))
+        mine = sum(part.values.nbytes for part in self.parts)
+        self.total_bytes = sum(axes.world.all_gather_object(mine))  # of all ranks
+        self._copies = copies_of(state.buffer.device)
+        self._host: Tensor | None = None
+
+    def take(self) -> list[Outgoing]:
+        """Return the parts as the state is now.
+
+        The mean of replicas, and a state that training may change meanwhile, are copied into host
+        memory that each save uses again; else the parts are the state itself. A device copies while
+        it computes, and the next update waits for the copy (`State.read`).
+        """
+        self.state.settle()  # the views are older than what is on its way into them
+        views = [part.values for part in self.parts]
+        if self.copied or self.mean:
+            views = self._copy()
+        outgoing = []
+        for part, view in zip(self.parts, views, strict=True):
+            dtype = str(view.dtype).removeprefix("torch.")
+            values = partial(self._on_host, view)
+            outgoing.append(Outgoing(part.key, part.shape, part.box, dtype, values))
+        return outgoing
+
+    def _copy(self) -> list[Tensor]:
+        """Copy the parts into the host's memory, and return the copies."""
+        ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
+        if self._host is None:  # room for this rank's whole part, made at the first save
+            dtype = self.state.buffer.precision.master
+            size = ends[-1] if ends else 0
+            self._host = self._copies.locked(size * dtype.itemsize).view(dtype)
+        host = [
+            self._host[end - part.values.numel() : end].view(part.values.shape)
+            for part, end in zip(self.parts, ends, strict=True)
+        ]
+        for kind in self.state.kinds:
+            with self.state.averaged(kind) if self.mean else contextlib.nullcontext():
+                with self._copies.behind(self._copies.computed()):
+                    for part, room in zip(self.parts, host, strict=True):
+                        if part.kind == kind:
+                            room.copy_(part.values, non_blocking=True)
+                            self.state.let_go()
+                self.state.read = self._copies.passed()
+        return host
+
+    def _on_host(self, values: Tensor) -> Array:
+        """Return a part as an array. Parts are asked for one by one, as each is written: those
+        before need no memory any more. A device copies into memory that cannot be paged out."""
+        self.state.let_go()
+        if values.device.type == "cpu":  # it waits for nothing, least for what is computed now
+            return values.numpy()
+        with self._copies.behind(self._copies.computed()):
+            host = on_its_way(values)
+        self._copies.passed().host_waits()
+        return host.numpy()

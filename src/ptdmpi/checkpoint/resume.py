@@ -1,0 +1,129 @@
+"""Which checkpoint a run goes on from, or begins with: found, judged and loaded on all ranks."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.examine import checkpoints, newest
+from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
+from ptdmpi.checkpoint.manifest import Manifest, Progress
+from ptdmpi.checkpoint.retention import Retention
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.config import InputError, SharedInputError
+from ptdmpi.lineage.course import Course
+from ptdmpi.model.state import State
+from ptdmpi.plan.shape import parameters
+
+
+class Resumption:
+    """The start of a run from a checkpoint; every rank calls every method.
+
+    `followed` is the checkpoint that `checkpoint.resume` names, if an earlier start has gone on
+    from it and this one goes on from the run's own newest. `mean_of` is the number of replicas that
+    a checkpoint had each for itself, if the run goes on from their mean; else 0.
+    """
+
+    def __init__(
+        self, world: Communicator, state: State, course: Course, retention: Retention
+    ) -> None:
+        self.world = world
+        self.state = state
+        self.course = course
+        self.retention = retention
+        self.directory = retention.directory
+        self.mean = course.config.data_parallel.checkpoint == "average"
+        self.followed: Path | None = None
+        self.mean_of = 0
+
+    def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
+        """Load what `checkpoint.resume = wanted` names; return its progress (None: the run begins
+        at step 0), and a line for each damaged checkpoint that was passed over.
+
+        "auto" is the newest complete checkpoint, if there is one; "never" is none; else `wanted` is
+        the path of a checkpoint, or of a run directory, whose newest one is loaded. If an earlier
+        start has gone on from that path, it is the run's own newest. `lost`: ranks were lost, and
+        replicas that are left may begin from the mean of all.
+
+        Raises InputError if a named checkpoint cannot be used, if one is of another model or was
+        trained on something else (`Course.judge`), or if all are damaged: a new beginning would
+        bury what can perhaps be repaired.
+        """
+        if wanted == "never":
+            self.retention.branch_from(None)
+            return None, []
+        if on_root(self.world, lambda: self._is_own(wanted)):
+            wanted = "auto"
+        elif wanted != "auto" and on_root(self.world, lambda: self._went_on_from(wanted)):
+            self.followed = Path(wanted)
+            wanted = "auto"
+        skipped: list[str] = []
+        for candidate in on_root(self.world, lambda: self._candidates(wanted)):
+            loaded = load(self.state, self.world, candidate, self._judge, self.mean or lost)
+            if isinstance(loaded, Manifest):
+                if took_mean(self.state, loaded):
+                    self.mean_of = loaded.replicas
+                if wanted != "auto":
+                    self.retention.branch_from(candidate, Path(wanted))
+                return loaded.progress, skipped
+            skipped.append(f"{candidate}: {loaded}")
+            if wanted == "auto":
+                self.retention.damaged.append(candidate.name)
+        if wanted != "auto":
+            raise SharedInputError(f"checkpoint.resume = {'; '.join(skipped)}")
+        if skipped:
+            raise SharedInputError(
+                f"no checkpoint in {self.directory} is complete ({'; '.join(skipped)}); "
+                'checkpoint.resume = "never" begins anew'
+            )
+        return None, []
+
+    def begin_from(
+        self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
+    ) -> tuple[Path, list[str]]:
+        """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
+        it. Return its path, and the names of a task head's parameters that keep their initial
+        values: with adapters, only those among `fresh`, for the base may have the rest.
+
+        `tokenizer_sha256`: of the tokenizer that the weights know, if the checkpoint does not say
+        so. Raises InputError on every rank.
+        """
+        directory = on_root(self.world, lambda: newest(path))
+
+        def judge(where: Path, manifest: Manifest) -> None:
+            self.course.judge("initial", where, manifest.said)
+            if self.course.answer.note:
+                self.course.require_tokenizer(path, tokenizer_sha256)
+
+        model = self.course.config.model
+        head = parameters.task_head(model)
+        loaded = load_tensors(self.state, self.world, directory, judge=judge, head=head)
+        if isinstance(loaded, str):
+            raise SharedInputError(f"checkpoint.initial = {directory}: {loaded}")
+        adapts = model.adapt.adapts
+        return directory, [name for name in drawn(loaded, head) if name in fresh or not adapts]
+
+    def _judge(self, where: Path, manifest: Manifest) -> None:
+        self.course.judge("resume", where, manifest.said)
+
+    def _is_own(self, wanted: str) -> bool:
+        """Return True if `wanted` is the run's own directory or its `checkpoints/`, where "auto"
+        means the newest."""
+        here = self.directory.resolve()
+        return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
+
+    def _went_on_from(self, wanted: str) -> bool:
+        """Return True if the run has gone on from `wanted` and saved. The command of a batch job
+        stays the same when it is started again: then the run goes on."""
+        return files.went_on_from(self.directory, files.named(Path(wanted)))
+
+    def _candidates(self, wanted: str) -> list[Path]:
+        """Return the checkpoints to try, the newest first. Raises InputError if a named path has
+        none."""
+        if wanted != "auto":
+            try:
+                return checkpoints(Path(wanted))[::-1]
+            except InputError as error:
+                raise InputError(f"checkpoint.resume = {wanted}: {error}") from None
+        if self.directory.is_dir():
+            files.put_back(self.directory)
+        return files.checkpoints_in(self.directory)[::-1]

@@ -29,6 +29,8 @@ TABLES: dict[str, type[BaseModel]] = {
     "optimizer.groups": RateGroup,
     "data.train": TrainDataConfig,
 }
+# How a refusal ends that a function returns: with what would be legal.
+LEGAL = re.compile(r"; legal(\b| nearby)")
 # What a change of a key means when a run resumes, for the table.
 RESUME_WORDS = {
     OnResume.BOUND: "refused",
@@ -171,12 +173,12 @@ def refused() -> Iterator[str]:
     """Yield each text of `ptdmpi.config` that refuses a combination of keys, "…" for values."""
     for file in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            yielded = isinstance(node, ast.Yield | ast.Lambda)
-            if not yielded:
-                continue
-            value = node.value if isinstance(node, ast.Yield) else node.body
-            if isinstance(value, ast.JoinedStr | ast.Constant | ast.BinOp):
-                yield literal(value)
+            if isinstance(node, ast.Yield | ast.Lambda):
+                value = node.value if isinstance(node, ast.Yield) else node.body
+                if isinstance(value, ast.JoinedStr | ast.Constant | ast.BinOp):
+                    yield literal(value)
+            elif isinstance(node, ast.JoinedStr) and LEGAL.search(literal(node)):
+                yield literal(node)
 
 
 def literal(node: ast.expr) -> str:

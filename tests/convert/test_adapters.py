@@ -167,8 +167,8 @@ def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
         ({"alpha_pattern": {"query": 1.0}}, "alpha_pattern: 'query' names no module that has"),
         ({"alpha_pattern": {"proj": 1.0}}, "alpha_pattern: 'proj' names no module that has"),
         ({"alpha_pattern": {"(": 1.0}}, r"alpha_pattern: '\(': .*; legal: a regular expression"),
-        ({"rank_pattern": {"q_proj": 2}}, r"say rank 2 of .*q_proj, and .* has 3 rows; legal: as"),
-        ({"r": 2}, "r or rank_pattern say rank 2 of"),
+        ({"rank_pattern": {"q_proj": 2}}, r"give rank 2 of .*q_proj, but .* has 3 rows; legal: as"),
+        ({"r": 2}, "r or rank_pattern give rank 2 of"),
     ):
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(InputError, match=message):
@@ -224,14 +224,14 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     a, b = (next(name for name in tensors if f"lora_{one}" in name) for one in "AB")
     for name, wrong in ((a, tensors[a][:, :-1]), (b, tensors[b][:-1]), (a, tensors[a].flatten())):
         save_file({**tensors, name: wrong.contiguous()}, weights)
-        refused(r"lora_[AB]\.weight has shape \[.*: not that of this model")
+        refused(r"lora_[AB]\.weight has shape \[.*: it is not of this model")
     first = {name for name in tensors if ".layers.0." in name}
     other = {name.replace("layers.0", "layers.1") for name in first}
     assert first and other < tensors.keys()
     save_file({name: one for name, one in tensors.items() if name not in other}, weights)
     refused("not all layers from 0 to the last, .*, have adapters of the same linears")
     save_file({name: one for name, one in tensors.items() if name != b}, weights)
-    refused(r"lora_B\.weight is missing: not that of this model")
+    refused(r"lora_B\.weight is missing: it is not of this model")
 
 
 @parallel(ranks=[1])

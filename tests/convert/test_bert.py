@@ -148,7 +148,7 @@ def test_a_base_model_is_refused(tmp_path):
 
     model = transformers.BertModel(transformers.BertConfig(**SMALL))
     model.save_pretrained(tmp_path / "hf")
-    with pytest.raises(InputError, match=r"cls.predictions.*is missing: a base model, without a"):
+    with pytest.raises(InputError, match=r"cls.predictions.*is missing: this is a base model"):
         from_hf(tmp_path / "hf", tmp_path / "ours")
     more = transformers.BertForTokenClassification(transformers.BertConfig(**SMALL))
     more.save_pretrained(tmp_path / "hf2")

@@ -312,8 +312,8 @@ def test_the_self_check_fails_where_a_tensor_is_misplaced(tmp_path, monkeypatch)
 
     real = module.make_plan
 
-    def swapped(*arguments):
-        plan = real(*arguments)
+    def swapped(*arguments, **options):
+        plan = real(*arguments, **options)
         names = [f"model.layers.1.mlp.{one}_proj.weight" for one in ("gate", "up")]
         a, b = (plan.by_name[name] for name in names)
         plan.by_name.update({names[0]: b, names[1]: a})

@@ -89,7 +89,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
         quantize(odd, tmp_path / "low", LowBit("int4", 9))
     assert not (tmp_path / "low").exists()
     quantize(source, tmp_path / "low", LowBit("int4", 16))
-    with pytest.raises(InputError, match="in few bits already: int4, blocks of 16; legal"):
+    with pytest.raises(InputError, match="quantized already: int4, blocks of 16; legal"):
         quantize(tmp_path / "low", tmp_path / "lower", LowBit("int4", 16))
     for wrong, told in (
         (["--method", "gptq"], "needs --data"),
@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite_are_not_rounded(tmp_path, part):
     samples = CalibrationSamples(tmp_path, 4, 8)
     for given in (samples, None) if "qkv" in part else (samples,):
         with pytest.raises(InputError, match=r"layers\.1\..*: inf or NaN"):
-            quantize(source, tmp_path / "low", LowBit("int4", 16), given)
+            quantize(source, tmp_path / "low", LowBit("int4", 16), samples=given)
         assert not (tmp_path / "low").exists()
 
 
@@ -161,7 +161,7 @@ def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
     """What compressed-tensors documents: number + 2^(bits - 1), low ones first, times the scale."""
     source = stored(tmp_path / "model", VOCAB_SIZE, **SQUARE)
     quantize(source, tmp_path / "low", LowBit("int4", 16))
-    done = to_hf(tmp_path / "low", tmp_path / "packed", in_few_bits=True)
+    done = to_hf(tmp_path / "low", tmp_path / "packed", quantized=True)
     assert done.difference < 1e-6
     expected = torch.from_numpy(read(tmp_path / "low")["weights/layers.1.mlp.up.weight"])
     with safe_open(tmp_path / "packed" / "model.safetensors", framework="pt") as file:
@@ -178,14 +178,14 @@ def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
     config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "pack-quantized" and config["ignore"] == ["lm_head"]
     for model, codes, told in (
-        ({}, "int4", "a gpt2 of Hugging Face"),
-        (SQUARE, "nf4", "nf4 has no whole numbers"),
+        ({}, "int4", "the modules of Hugging Face's gpt2"),
+        (SQUARE, "nf4", "the levels of nf4 are no whole numbers"),
         (SQUARE, "uint4", "the least values of uint4's blocks"),
     ):
         source = stored(tmp_path / f"{codes}-model", VOCAB_SIZE, **model)
         quantize(source, tmp_path / f"{codes}-low", LowBit(codes, 16))
         with pytest.raises(InputError, match=told):
-            to_hf(tmp_path / f"{codes}-low", tmp_path / "no", in_few_bits=True)
+            to_hf(tmp_path / f"{codes}-low", tmp_path / "no", quantized=True)
     assert not (tmp_path / "no").exists()
 
 
@@ -195,7 +195,7 @@ def test_transformers_loads_packed_files(tmp_path, codes):
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     quantize(stored(tmp_path / "model", VOCAB_SIZE, **SQUARE), tmp_path / "low", LowBit(codes, 16))
-    to_hf(tmp_path / "low", tmp_path / "packed", in_few_bits=True)
+    to_hf(tmp_path / "low", tmp_path / "packed", quantized=True)
     to_hf(tmp_path / "low", tmp_path / "plain")
     ids = torch.arange(16)[None]
     logits = [
@@ -252,7 +252,7 @@ HEAD = {"output_head": "classes", "classes": 2, "tie_embeddings": False}
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     ("model", "told"),
-    [(HEAD, "has a head for a task"), ({"kind": "bert"}, "sees both sides of a token")],
+    [(HEAD, "has a head for a task"), ({"kind": "bert"}, "is a masked language model")],
     ids=["head", "bert"],
 )
 def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, model, told):

@@ -79,7 +79,7 @@ SQUARE = {**_stored.LLAMA, "kv_heads": 4, "ffn_hidden": 64}
 @parallel(ranks=[1], limit_s=120)
 def test_types_and_names_of_a_head(comm, tmp_path):
     """In another type; in the files of a model of text, whose head goes, but not the other way
-    round; and in few bits, which the head itself is not."""
+    round; and quantized, except for the head itself."""
     run = trained_here(tmp_path / "run", "LlamaForSequenceClassification", SQUARE)
     expected = ours(comm, run, 1)
     to_hf(run, tmp_path / "half", dtype="bfloat16")
@@ -90,13 +90,13 @@ def test_types_and_names_of_a_head(comm, tmp_path):
     assert "without lm_head.weight: it has a head for a task" in done.note
     assert difference(of_theirs(tmp_path / "like", "float16"), expected) < 3e-3
     from_hf(tmp_path / "like", tmp_path / "headed")
-    with pytest.raises(InputError, match=r"headed.* a head for a task, and .*text predicts tokens"):
+    with pytest.raises(InputError, match=r"headed.* a head for a task, but .*text predicts tokens"):
         to_hf(tmp_path / "text", tmp_path / "none", like=tmp_path / "headed")
     quantize(run, tmp_path / "low", LowBit("int8", 16))
     to_hf(tmp_path / "low", tmp_path / "plain")
     low = ours(comm, tmp_path / "low", 1)
     assert difference(of_theirs(tmp_path / "plain"), low) < 1e-5 < difference(low, expected)
-    done = to_hf(tmp_path / "low", tmp_path / "packed", in_few_bits=True)
+    done = to_hf(tmp_path / "low", tmp_path / "packed", quantized=True)
     config = json.loads((tmp_path / "packed/config.json").read_text())
     assert done.difference < 1e-6 and config["quantization_config"]["ignore"] == ["score"]
     assert load_file(tmp_path / "packed/model.safetensors")["score.weight"].dtype == torch.float32

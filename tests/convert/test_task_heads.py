@@ -184,8 +184,8 @@ def test_the_self_check_sees_the_head(tmp_path, monkeypatch):
     [
         ({"id2label": {"0": "one"}}, "1 labels are a regression, which is not supported; legal: t"),
         ({"problem_type": "multi_label_classification"}, "problem_type = 'multi.*legal: 'single_l"),
-        ({"id2label": {"0": "a", "2": "b", "1": "a"}}, "id2label = .* a name of its own for each"),
-        ({"id2label": ["a", "b", "c"]}, "id2label = .* is not supported; legal: a name of its own"),
+        ({"id2label": {"0": "a", "2": "b", "1": "a"}}, "id2label = .* a different name for each"),
+        ({"id2label": ["a", "b", "c"]}, "id2label = .* is not supported; legal: a different name"),
         (
             {"id2label": {"0": "a", "1": "b"}},
             r"score.weight has shape \[3, 32\], config.json makes",

@@ -72,7 +72,10 @@ def to_hugging_face(
     from ptdmpi.convert.to_hf import to_hf
     from ptdmpi.inference.stored import kind_of
 
-    _print(lambda: to_hf(source, target, like, dtype, packed, kind_of(ema)), as_json)
+    _print(
+        lambda: to_hf(source, target, like, dtype=dtype, quantized=packed, kind=kind_of(ema)),
+        as_json,
+    )
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:

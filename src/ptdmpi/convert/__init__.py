@@ -1,1 +1,1 @@
-"""Models of Hugging Face, both ways; without MPI, a GPU, or `transformers`."""
+"""Conversion from and to Hugging Face models; needs no MPI, no GPU and no `transformers`."""

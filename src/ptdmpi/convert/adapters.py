@@ -1,4 +1,4 @@
-"""Adapters and whole models: one made of a base and what was trained beside it, and back."""
+"""Merging adapters into their base model, and extracting adapters from a tuned model."""
 
 import math
 import shutil
@@ -45,8 +45,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Where one adapter of a layer stands: beside the output number `output` of a linear, whose
-    rows of the weight are `rows`; of a linear by rows beside all of it."""
+    """The place of one adapter of a layer: output number `output` of a linear, which is `rows` of
+    its weight. A linear that is split `by_rows` has one adapter for its whole output."""
 
     linear: str
     target: str
@@ -56,39 +56,45 @@ class AdapterPlace:
 
     @property
     def layer(self) -> int:
+        """The number of the layer."""
         return int(self.linear.split(".", 2)[1])
 
     @property
     def leaf(self) -> str:
+        """The last part of the target's name, which is in the names of the adapter's tensors."""
         return self.target.rpartition(".")[2]
 
     def low_rank(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
-        """A [r, inputs] and B [outputs, r] of it."""
-        a, b = (tensors[f"{self.linear}.lora_{self.leaf}.{one}"] for one in "ab")
-        return a, b
+        """Return the adapter's A [r, inputs] and B [outputs, r]."""
+        name = f"{self.linear}.lora_{self.leaf}"
+        return tensors[f"{name}.a"], tensors[f"{name}.b"]
 
     def factors(self, tensors: Tensors) -> Tensor:
-        """Its factors of (IA)^3."""
+        """Return the adapter's factors of (IA)^3, one per output, or per input if `by_rows`."""
         return tensors[f"{self.linear}.ia3_{self.leaf}.weight"]
 
 
 def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
-    """All adapters of a model, layer by layer."""
+    """Yield the places of all adapters of a model, layer by layer."""
     parts = parameters.layer(model)
     for layer in range(adapt.first_layer, model.layers):
         for target, (name, output) in targets_of(adapt, model.gates).items():
             linear = parts[name]
             assert isinstance(linear, Linear)
             start = sum(linear.outputs[:output])
-            rows = slice(start, start + linear.outputs[output])
-            split = linear.split == "rows"
-            yield AdapterPlace(f"layers.{layer}.{name}", target, output, rows, split)
+            yield AdapterPlace(
+                f"layers.{layer}.{name}",
+                target,
+                output,
+                rows=slice(start, start + linear.outputs[output]),
+                by_rows=linear.split == "rows",
+            )
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """Adapters in memory: [adapt], the shape of their model, which base they stand on, and their
-    tensors by logical name, with those of their head for a task."""
+    """Adapters in memory: [adapt] and their base (`adapted`), the shape of their model, and their
+    tensors by logical name, including those of their head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -96,47 +102,56 @@ class LoadedAdapter:
 
     @property
     def places(self) -> list[AdapterPlace]:
+        """The places of all adapters."""
         return list(places(self.model, self.adapted.adapt))
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """The adapters that `path` names; `kind` stands for their weights. Raises InputError."""
-    found = open_adapter(path, kind)
+    """Load the adapters that `path` names. `kind` is the state to load as weights, such as their
+    average. Raise InputError if there are none, or they are damaged."""
+    stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
-    with Reader(found.checkpoint, found.manifest) as reader:
+    with Reader(stored.checkpoint, stored.manifest) as reader:
         names = [name for name in (*reader.tensors, *reader.means) if name.startswith(prefix)]
         tensors = {name.removeprefix(prefix): whole_tensor(reader, name) for name in names}
-    return LoadedAdapter(found.adapted, found.model, tensors)
+    return LoadedAdapter(stored.adapted, stored.model, tensors)
 
 
 def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
-    """A checkpoint of adapters at `target`, which must not exist; returns its bytes. Raises
-    InputError."""
+    """Write a checkpoint of adapters at `target`, and return its bytes. Raise InputError if
+    `target` exists or cannot be written."""
     with new_directory(target) as folder:
-        parts = [
-            Outgoing(key(WEIGHTS, name), tuple(one.shape), Box.whole(one.shape), "float32", numbers)
-            for name, one in adapter.tensors.items()
-            for numbers in (partial(_numpy, one),)
-        ]
+        parts = [_float32_part(name, values) for name, values in adapter.tensors.items()]
         model = adapter.model.model_dump()
         return write_checkpoint(folder / "checkpoints", parts, model, adapter.adapted.in_manifest())
 
 
+def _float32_part(name: str, values: Tensor) -> Outgoing:
+    """Return a whole weight, to be written as float32."""
+    shape = tuple(values.shape)
+    return Outgoing(key(WEIGHTS, name), shape, Box.whole(shape), "float32", partial(_numpy, values))
+
+
 def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple[int, str]:
-    """The whole model that `base` with `adapter` is, as a directory that `train`, `evaluate`,
-    `generate` and `convert` take, with the chat template of either; returns its bytes, and a note
-    of what it lacks. `kind` stands for the weights of `adapter`. Raises InputError; then there is
-    no `target`."""
-    stored, beside, opened = open_model(base), load_adapter(adapter, kind), open_adapter(adapter)
+    """Merge `adapter` into the model at `base`, and write the whole model at `target`.
+
+    The result is a directory for `train`, `evaluate`, `generate` and `convert`, with the chat
+    template of the adapter or else of the base. `kind` is the state of the adapter to merge as its
+    weights, such as their average. Return the bytes of the weights, and a note about files that are
+    missing. Raise InputError if an input is missing or damaged; then `target` is not written.
+    """
+    stored = open_model(base)
+    loaded = load_adapter(adapter, kind)
+    opened = open_adapter(adapter)
     config = opened.over(stored, stored.config())
     template, note = _template(stored, opened)
     model = config.model.model_dump()
     needed = declarations(config_of(model), stored.vocab_size)
     with new_directory(target) as folder, stored.reader() as reader:
-        parts = list(_merged(reader, beside, needed))
+        parts = list(_merged(reader, loaded, needed))
         files.require_space(folder, sum(part.nbytes for part in parts))
-        said = {k: v for k, v in stored.manifest.said.items() if k == "trained_on"}
-        size = write_checkpoint(folder / "checkpoints", parts, model, said)
+        history = {k: v for k, v in stored.manifest.said.items() if k == "trained_on"}
+        size = write_checkpoint(folder / "checkpoints", parts, model, history)
         _write_config(folder / CONFIG, stored, config)
         if (stored.path / KEPT).is_dir():
             shutil.copytree(stored.path / KEPT, folder / KEPT)
@@ -146,35 +161,41 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
 
 
 def _merged(
-    reader: Reader, beside: LoadedAdapter, needed: Mapping[str, Declaration]
+    reader: Reader, adapter: LoadedAdapter, needed: Mapping[str, Declaration]
 ) -> Iterator[Outgoing]:
-    """Every weight of the whole model, in pieces of whole rows: that of the base with what stands
-    beside it, and the head that was trained with that. Of a longer base's learned positions those
-    in front."""
+    """Yield every weight of the merged model, in pieces of whole rows.
+
+    They are the weights of the base, changed by the adapters, and the head that was trained with
+    them. If the base has more learned positions than the model, the first ones are taken.
+    """
     changes: dict[str, list[AdapterPlace]] = {}
-    for place in beside.places:
+    for place in adapter.places:
         for kind in ("weight", "bias"):
             changes.setdefault(f"{place.linear}.{kind}", []).append(place)
     for name, declaration in sorted(needed.items()):
-        stored, shape, own = key(WEIGHTS, name), declaration.shape, beside.tensors.get(name)
+        own = adapter.tensors.get(name)
         if own is not None:
-            yield Outgoing(stored, shape, Box.whole(shape), "float32", partial(_numpy, own))
+            yield _float32_part(name, own)
             continue
+        stored = key(WEIGHTS, name)
+        shape = declaration.shape
         dtype = reader.manifest[stored].dtype
+        merged = partial(_merged_slab, reader, stored, adapter, changes.get(name, []))
         for box in slabs(shape, np.dtype(dtype).itemsize):
-            values = partial(_changed, reader, stored, box, beside, changes.get(name, []))
-            yield Outgoing(stored, shape, box, dtype, values)
+            yield Outgoing(stored, shape, box, dtype, partial(merged, box=box))
 
 
-def _changed(
-    reader: Reader, name: str, box: Box, beside: LoadedAdapter, own: Sequence[AdapterPlace]
+def _merged_slab(
+    reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
-    """A slab of a weight or bias of the merged model, computed in float64."""
+    """Return a slab of a weight or bias of the merged model, changed by the adapters `own`,
+    computed in float64."""
     values = _read(reader, name, box)
     if not own:
         return values
     wide = torch.from_numpy(values).double()
-    first, last = box.start[0], box.stop[0]
+    first = box.start[0]
+    last = box.stop[0]
     for place in own:
         start = max(first, place.rows.start)
         stop = min(last, place.rows.stop)
@@ -182,43 +203,51 @@ def _changed(
             continue
         here = slice(start - first, stop - first)
         there = slice(start - place.rows.start, stop - place.rows.start)
-        wide[here] = _merged_rows(place, beside, wide[here], there)
+        wide[here] = _merged_rows(place, adapter, wide[here], there)
     return wide.to(torch.from_numpy(values).dtype).numpy()
 
 
-def _merged_rows(place: AdapterPlace, beside: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
-    """Rows of a weight, or elements of a bias, with what stands beside them."""
-    is_bias, adapt = rows.dim() == 1, beside.adapted.adapt
+def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
+    """Return rows of a weight, or elements of a bias, changed by an adapter; `there` are their
+    numbers within the adapter's place."""
+    is_bias = rows.dim() == 1
+    adapt = adapter.adapted.adapt
     if adapt.method == "lora":
         if is_bias:
             return rows
-        a, b = (one.double() for one in place.low_rank(beside.tensors))
-        return rows + adapt.scale * (b[there] @ a)
-    factors = place.factors(beside.tensors).double()
-    if place.by_rows:  # of the input: the bias stands behind it
+        a, b = place.low_rank(adapter.tensors)
+        return rows + adapt.scale * (b.double()[there] @ a.double())
+    factors = place.factors(adapter.tensors).double()
+    if place.by_rows:  # factors of the input, which the bias is added after
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])
 
 
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
-    """The adapter of rank `rank` beside all linears that is nearest to what `tuned` differs from
-    `base` in: of each linear, and of q, k and v each for itself, the greatest singular values of
-    the difference (Eckart and Young 1936). It begins at the first layer that differs. Of a merged
-    model whose adapter had no higher rank that is the adapter again, up to its two factors.
+    """Write at `target` the LoRA adapter of rank `rank`, for all linears, that is nearest to the
+    difference of the models at `tuned` and `base`.
 
-    Returns the greatest part that is left, over the magnitude of its difference, and the names of
-    other parameters that differ, which no adapter holds. Raises InputError.
+    It has the greatest singular values of the difference of each linear, and of q, k and v
+    separately (Eckart and Young 1936), and begins at the first layer that differs. If `tuned` is a
+    merged model whose adapter had at most this rank, the result is that adapter, up to its
+    factorization.
+
+    Return the greatest norm of what the adapter leaves of a difference, relative to that
+    difference, and the names of other parameters that differ, which no adapter holds. Raise
+    InputError for models of different shapes, and for weights that are not finite.
     """
-    one, other = open_model(base), open_model(tuned)
-    directory, known = base_at(base)
+    models = open_model(base), open_model(tuned)
+    config = models[1].config()
+    model = config.model
+    task = models[1].task if model.classifies else NO_TASK
+    directory, origin = base_at(base)
     adapt = AdaptConfig(method="lora", rank=rank, alpha=float(rank), base=str(directory))
-    config = other.config()
-    model, task = config.model, other.task if config.model.classifies else NO_TASK
-    names, head = declarations(config, other.vocab_size), task_head(model)
-    found: dict[str, Tensor] = {}
-    left, first = 0.0, model.layers
-    with one.reader() as before, other.reader() as after:
-        rest = [name for name in names if name not in head]
+    head = task_head(model)
+    rest = [name for name in declarations(config, models[1].vocab_size) if name not in head]
+    tensors: dict[str, Tensor] = {}
+    left = 0.0
+    first = model.layers
+    with models[0].reader() as before, models[1].reader() as after:
         _require_same_shapes(before, after, rest)
         for place in places(model, adapt):
             difference = _difference(before, after, f"{place.linear}.weight", place.rows)
@@ -228,47 +257,49 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
                     "finite weights"
                 )
             a, b = _factors(difference, rank)
-            found[f"{place.linear}.lora_{place.leaf}.a"] = a.float()
-            found[f"{place.linear}.lora_{place.leaf}.b"] = b.float()
+            tensors[f"{place.linear}.lora_{place.leaf}.a"] = a.float()
+            tensors[f"{place.linear}.lora_{place.leaf}.b"] = b.float()
             size = float(difference.norm())
             if size:
                 first = min(first, place.layer)
                 left = max(left, float((difference - b @ a).norm()) / size)
         linears = {f"{place.linear}.weight" for place in places(model, adapt)}
-        others = list(_others(before, after, sorted({*rest} - linears)))
+        others = list(_different(before, after, sorted({*rest} - linears)))
         if 0 < first < model.layers:
             adapt = adapt.model_copy(update={"first_layer": first})
             kept = tuple(f"{place.linear}." for place in places(model, adapt))
-            found = {name: one for name, one in found.items() if name.startswith(kept)}
-        found |= {name: whole_tensor(after, key(WEIGHTS, name)) for name in head}
-    write_adapter(target, LoadedAdapter(Adapted(adapt, known, task), model, found))
+            tensors = {name: values for name, values in tensors.items() if name.startswith(kept)}
+        tensors |= {name: whole_tensor(after, key(WEIGHTS, name)) for name in head}
+    write_adapter(target, LoadedAdapter(Adapted(adapt, origin, task), model, tensors))
     return left, others
 
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A and B, of equal norms, padded with zeros where the matrix has no such rank."""
+    """Return A [rank, i] and B [o, rank], of equal norms, whose product B A is nearest to a
+    difference [o, i]; they are padded with zeros if the matrix has a lower rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()
     a = difference.new_zeros(rank, difference.shape[1])
     b = difference.new_zeros(difference.shape[0], rank)
-    a[:held], b[:, :held] = root[:, None] * v[:held], u[:, :held] * root
+    a[:held] = root[:, None] * v[:held]
+    b[:, :held] = u[:, :held] * root
     return a, b
 
 
 def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) -> None:
-    """Raises InputError unless the base has these weights of the tuned model; more learned
-    positions do as well."""
+    """Raise InputError unless the base has these weights of the tuned model in the same shapes. The
+    base may have more learned positions."""
     for name in names:
-        there, shape = before.manifest.find(key(WEIGHTS, name)), after.manifest[key(WEIGHTS, name)]
-        rows, *rest = shape.shape
+        rows, *rest = after.manifest[key(WEIGHTS, name)].shape
+        there = before.manifest.find(key(WEIGHTS, name))
         if name == POSITIONS and there is not None:
             rows = max(rows, there.shape[0])
         before.require(key(WEIGHTS, name), (rows, *rest))
 
 
-def _others(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:
-    """Those of some parameters that differ."""
+def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:
+    """Yield those of some parameters that differ."""
     for name in names:
         rows = slice(0, after.manifest[key(WEIGHTS, name)].shape[0])
         if bool(_difference(before, after, name, rows).any()):
@@ -276,19 +307,20 @@ def _others(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str
 
 
 def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor:
-    """Rows of a weight in float64: what is there after, less what was before."""
+    """Return the rows of a weight after the training, minus those before it, in float64."""
     stored = key(WEIGHTS, name)
     box = Box.whole(after.manifest[stored].shape).rows(rows.start, rows.stop)
-    old, new = (torch.from_numpy(_read(one, stored, box)).double() for one in (before, after))
-    return new - old
+    old = torch.from_numpy(_read(before, stored, box)).double()
+    return torch.from_numpy(_read(after, stored, box)).double() - old
 
 
 def whole_tensor(reader: Reader, name: str) -> Tensor:
-    """All of a tensor of a checkpoint. Raises InputError where it is damaged."""
+    """Return a whole tensor of a checkpoint. Raise InputError if it is damaged."""
     return torch.from_numpy(_read(reader, name, Box.whole(reader.manifest[name].shape)))
 
 
 def _read(reader: Reader, name: str, box: Box) -> Array:
+    """Return a box of a tensor of a checkpoint. Raise InputError if it is damaged."""
     values = np.empty(box.size, reader.manifest[name].dtype)
     try:
         reader.read(name, box, values)
@@ -302,38 +334,48 @@ def _numpy(values: Tensor) -> Array:
 
 
 def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
-    """The model and the task of `config`, with what a training of the base was told besides."""
+    """Write a config.toml with the model and the task of `config`, and with the base's [precision]
+    and [data]."""
     import tomlkit
 
-    kept: dict[str, Any] = {
+    tree: dict[str, Any] = {
         name: stored.tree[name] for name in ("precision", "data") if name in stored.tree
     }
-    kept["model"] = {k: one for k, one in config.model.model_dump().items() if one is not None}
+    tree["model"] = {
+        k: value for k, value in config.model.model_dump().items() if value is not None
+    }
     if config.task.kind != "none":
         task = config.task.model_dump() | {"labels": list(config.task.labels)}
         task["tokenizer"] = config.task.tokenizer or _tokenizer_of(stored)
-        kept["task"] = {name: one for name, one in task.items() if one}
-    write_whole(path, tomlkit.dumps(kept))
+        tree["task"] = {name: value for name, value in task.items() if value}
+    write_whole(path, tomlkit.dumps(tree))
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """The chat template that the merged model is to have beside it: of the adapter's conversations,
-    else what the base has so; and a note where that of the adapter is not to be found."""
-    # reads a shard by h5py, which adapters of others' models do without
+    """Return the file with the merged model's chat template: that of the adapter's conversations,
+    else that of the base, else None. Also return a note if the adapter's is not found."""
+    # h5py is imported here, since adapters of imported models have no shard
     from ptdmpi.inference.tokenizer import template_file
 
-    found, note, own = None, "", stored.path / TEMPLATE
-    try:
-        found = template_file(adapter) if adapter.datasets else None
-    except InputError as error:
-        note = f"no {TEMPLATE} of the adapter is written: {error}"
-    return found or (own if own.is_file() else None), note
+    note = ""
+    if adapter.datasets:
+        try:
+            template = template_file(adapter)
+        except InputError as error:
+            note = f"no {TEMPLATE} of the adapter is written: {error}"
+        else:
+            if template:
+                return template, ""
+    own = stored.path / TEMPLATE
+    if own.is_file():
+        return own, note
+    return None, note
 
 
 def _tokenizer_of(stored: StoredModel) -> str:
-    """What a task is to name as the tokenizer of the model beneath; "" where that goes along with
-    it, or is not known."""
-    # reads a shard by h5py, which adapters of others' models do without
+    """Return the name of the base model's tokenizer for [task]; "" if it is in the model's own
+    folder, or is not known."""
+    # h5py is imported here, since adapters of imported models have no shard
     from ptdmpi.generate.text import name_of
 
     if (stored.path / KEPT).is_dir():
@@ -345,5 +387,5 @@ def _tokenizer_of(stored: StoredModel) -> str:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Elements of all of them."""
-    return sum(math.prod(one.shape) for one in tensors.values())
+    """Return the number of elements of some tensors together."""
+    return sum(math.prod(values.shape) for values in tensors.values())

@@ -1,6 +1,6 @@
 """LLaMA of Hugging Face and its descendants as data: LLaMA, Mistral, Qwen 2 and 3, Gemma 2.
 
-They share nearly all names and most keys of config.json; a family is what it has beside these.
+They share nearly all names and most keys of config.json. A `Decoder` has the differences.
 """
 
 import re
@@ -24,7 +24,7 @@ MODULES = {
     "head": ("lm_head",),
 }
 BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
-# their key -> ours, of the numbers of scaled angles
+# their key -> ours, for the numbers of scaled rotary angles
 ROPE = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",
@@ -35,11 +35,13 @@ ROPE = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """What tells a family from the others.
+    """The differences of a family from the others.
 
-    `defaults`: what config.json means where it lacks a key (`transformers` writes no more than it
-    must). `keys`: what else [model] gets of a config.json, `config` the reverse. `required`: what
-    [model] must be, besides what all of them are.
+    `defaults`: values of keys that config.json lacks, since `transformers` leaves out defaults.
+    `keys`: makes further keys of [model] from a config.json.
+    `config`: makes further keys of config.json from [model].
+    `required`: values that [model] must have in addition to those of all families; None removes a
+    requirement.
     """
 
     model_type: str
@@ -50,8 +52,10 @@ class Decoder:
     required: Mapping[str, Any]
 
     def family(self, **modules: tuple[str, ...]) -> Family:
-        """With further modules, or other names for some, in layer i."""
-        renamed = {f"layers.{{i}}.{key.replace('__', '.')}": one for key, one in modules.items()}
+        """Return the family, with further modules, or other names for some, in layer i."""
+        renamed = {
+            f"layers.{{i}}.{ours.replace('__', '.')}": theirs for ours, theirs in modules.items()
+        }
         return Family(
             model_type=self.model_type,
             prefix="model.",
@@ -65,16 +69,20 @@ class Decoder:
 
 
 def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
+    """Make [model] from a config.json. Raise InputError for values that are not supported."""
     config = ConfigJson({**decoder.defaults, **config.values}, config.name)
-    hidden, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    size = config.get("head_dim")
+    hidden = config.need("hidden_size")
+    heads = config.need("num_attention_heads")
+    head_size = {}
+    if config.get("head_dim") is not None:
+        head_size["head_size"] = config.get("head_dim")
     return {
         "kind": decoder.model_type,
         "layers": config.need("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads", heads),
-        **({} if size is None else {"head_size": size}),
+        **head_size,
         "ffn_hidden": config.need("intermediate_size"),
         "seq_length": config.need("max_position_embeddings"),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -86,6 +94,7 @@ def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
 
 
 def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Make a config.json from [model]. Raise InputError for values that the family lacks."""
     needed = {
         **DECODER,
         **PLAIN,
@@ -116,9 +125,10 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
 
 
 def _rope_keys(config: ConfigJson) -> dict[str, Any]:
-    """`rope_parameters` holds them in newer files; older ones have `rope_theta` at the top level,
-    and `rope_scaling`."""
-    found: dict[str, Any] = {}
+    """Make the keys for rotary angles. Newer files have them in `rope_parameters`; older ones have
+    `rope_theta` at the top level, and `rope_scaling`. Raise InputError for other kinds of
+    angles."""
+    scaling: dict[str, Any] = {}
     theta = config.get("rope_theta", 10000.0)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key, {})
@@ -126,42 +136,47 @@ def _rope_keys(config: ConfigJson) -> dict[str, Any]:
             raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         partial = rope.get("partial_rotary_factor", 1.0)
-        by_layer = any(isinstance(one, Mapping) for one in rope.values())
+        by_layer = any(isinstance(value, Mapping) for value in rope.values())
         if kind not in ("default", "llama3") or partial != 1.0 or by_layer:
             raise InputError(
                 f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
                 'rope_type "default" or "llama3" on whole heads'
             )
         if kind == "llama3":
-            found = {"rope_scaling": "llama3", **_scaling(config, key, rope)}
+            scaling = {"rope_scaling": "llama3", **_scaling(config, key, rope)}
         theta = rope.get("rope_theta", theta)
     config.only("partial_rotary_factor", 1.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise InputError(f"{config.name}: rope_theta = {theta!r} is no number")
-    return {**found, "rope_theta": float(theta)}
+    return {**scaling, "rope_theta": float(theta)}
 
 
 def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    whole = "original_max_position_embeddings"
-    found = {}
+    """Return the keys for scaled angles; `key` is the one of config.json that has `rope`. Raise
+    InputError for a value that is no number."""
+    length = "original_max_position_embeddings"
+    values = {length: config.get("max_position_embeddings"), **rope}
+    scaling = {}
     for theirs, ours in ROPE.items():
-        value = rope.get(theirs, config.get("max_position_embeddings") if theirs == whole else None)
+        value = values.get(theirs)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"{config.name}: {key}: {theirs} = {value!r} is no number")
-        found[ours] = value if theirs == whole else float(value)
-    return found
+        scaling[ours] = value if theirs == length else float(value)
+    return scaling
 
 
 def _rope_config(model: ModelConfig) -> dict[str, Any]:
-    """In both forms, so that older and newer versions of `transformers` read the same."""
+    """Return the keys of config.json for rotary angles, in the forms of older and of newer versions
+    of `transformers`."""
     scaling = None
+    parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling == "llama3":
-        scaling = {"rope_type": "llama3", **{t: getattr(model, o) for t, o in ROPE.items()}}
-    kept = {"rope_type": "default"} if scaling is None else scaling
+        numbers = {theirs: getattr(model, ours) for theirs, ours in ROPE.items()}
+        scaling = parameters = {"rope_type": "llama3", **numbers}
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {**kept, "rope_theta": model.rope_theta},
+        "rope_parameters": {**parameters, "rope_theta": model.rope_theta},
     }
 
 
@@ -169,16 +184,18 @@ def _rope_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
-    """Keys of a window in the layers that `sliding` marks, or that `layer_types` names."""
-    window, types = config.values.get("sliding_window"), config.get("layer_types")
+    """Return the keys of [model] for a window in the layers that `layer_types` names, or else in
+    those that `sliding` marks. Raise InputError for values that are not supported."""
+    window = config.values.get("sliding_window")
+    types = config.get("layer_types")
     if types is not None:
         known = {"sliding_attention": True, "full_attention": False}
-        if not isinstance(types, list) or not all(str(one) in known for one in types):
+        if not isinstance(types, list) or not all(str(kind) in known for kind in types):
             raise InputError(
                 f"{config.name}: layer_types = {types!r} is not supported; legal: a list of "
                 f"{' or '.join(known)}"
             )
-        sliding = [known[one] for one in types]
+        sliding = [known[kind] for kind in types]
     if not window or not any(sliding):
         return {"sliding_window": 0}
     _require_whole(config, "sliding_window", window)
@@ -192,13 +209,14 @@ def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _require_whole(config: ConfigJson, key: str, value: Any) -> int:
+    """Return `value`, or raise InputError if it is no integer."""
     if type(value) is not int:
         raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
     return value
 
 
 def _sliding(model: ModelConfig) -> list[bool]:
-    """Which layers have the window of [model], whether a sample fills it or not."""
+    """Return which layers have the window of [model], even if it is longer than a sample."""
     layers = range(model.layers)
     named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
     if isinstance(model.sliding_layers, str):
@@ -207,11 +225,13 @@ def _sliding(model: ModelConfig) -> list[bool]:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
+    """Return `layer_types` of config.json."""
     kinds = {True: "sliding_attention", False: "full_attention"}
     return [kinds[slides and model.sliding_window > 0] for slides in _sliding(model)]
 
 
 def _count(config: ConfigJson) -> int:
+    """Return the number of layers; 0 for an illegal one, which is reported elsewhere."""
     layers = config.need("num_hidden_layers")
     return layers if type(layers) is int else 0
 
@@ -220,8 +240,16 @@ def _count(config: ConfigJson) -> int:
 
 
 def _biases(config: ConfigJson) -> dict[str, Any]:
-    attention, mlp = (config.only(key, False, True) for key in ("attention_bias", "mlp_bias"))
+    """Return the key of [model] for biases."""
+    attention = config.only("attention_bias", False, True)
+    mlp = config.only("mlp_bias", False, True)
     return {"bias": BIASES.get((attention, mlp), False)}
+
+
+def _require_attention_bias(model: ModelConfig, family: str) -> None:
+    """Raise InputError for biases other than none, or those of the attention."""
+    if model.bias is not False:
+        require(model, family, bias="attention")
 
 
 def _llama_keys(config: ConfigJson) -> dict[str, Any]:
@@ -239,10 +267,10 @@ def _llama_config(model: ModelConfig) -> dict[str, Any]:
 
 def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
-    found = _window_keys(config, [True] * _count(config))
-    if found.get("sliding_layers", "all") != "all":  # which `transformers` does not read
+    window = _window_keys(config, [True] * _count(config))
+    if window.get("sliding_layers", "all") != "all":  # `transformers` would not read layer_types
         raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
-    return {**found, "bias": False}
+    return {**window, "bias": False}
 
 
 def _mistral_config(model: ModelConfig) -> dict[str, Any]:
@@ -281,8 +309,7 @@ def _qwen_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3_config(model: ModelConfig) -> dict[str, Any]:
-    bias = model.bias if model.bias in (False, "attention") else "attention"
-    require(model, "qwen3", bias=bias)
+    _require_attention_bias(model, "qwen3")
     return {**_qwen_config(model), "attention_bias": model.attention_bias}
 
 
@@ -297,26 +324,27 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
         **_window_keys(config, [layer % 2 == 0 for layer in range(_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
-        # null is none, and nothing is the default
+        # null means no cap; a missing key has its value from `defaults`
         "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
         "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
     }
 
 
 def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
-    bias = model.bias if model.bias in (False, "attention") else "attention"
-    require(model, "gemma2", bias=bias)
+    _require_attention_bias(model, "gemma2")
     scalar = model.query_scalar or model.head_size
+    if scalar == int(scalar):
+        scalar = int(scalar)
     return {
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": model.attention_bias,
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": model.attention_softcap or None,
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,
         "layer_types": _layer_types(model),
-        "pad_token_id": None,  # its embedding would have no gradient
+        "pad_token_id": None,  # the embedding of such a token would have no gradient
     }
 
 
@@ -387,12 +415,12 @@ DECODERS = {
 
 
 def decoder_for(model: ModelConfig) -> Family:
-    """The family of a model with RMSNorm that was trained here, by what only one of them has; its
-    `config` refuses what does not fit."""
-    told = {
+    """Return the family of a model with RMSNorm that was trained here, found by a property that
+    only one family has. If the model does not fit, the family's `config` raises InputError."""
+    distinct = {
         "gemma2": model.block_norm == "sandwich",
         "qwen3": model.qk_norm,
         "qwen2": model.bias == "qkv",
         "mistral": model.sliding_window > 0,
     }
-    return DECODERS[next((name for name, fits in told.items() if fits), "llama")]
+    return DECODERS[next((name for name, fits in distinct.items() if fits), "llama")]

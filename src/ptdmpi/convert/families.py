@@ -1,7 +1,6 @@
-"""GPT-2 and BERT of Hugging Face as data: their names of our parameters, and what their config.json
-says; with the families of `decoders.py`, all that are known.
+"""GPT-2 and BERT of Hugging Face as data, and the table of all known families.
 
-Another family is another `Family` in FAMILIES and a forward pass in `reference.py`.
+A new family needs a `Family` in FAMILIES and a forward pass in `reference.py`.
 """
 
 import re
@@ -16,21 +15,27 @@ from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
 
 
+# Their activations, and ours.
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+THEIR_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
+
+
 def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
+    """Make [model] from the config.json of a GPT-2."""
     activation = config.only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    whole = type(hidden) is int and hidden > 0
+    # an illegal width is reported as such, so any default is good for it
+    ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",
         "layers": config.need("n_layer"),
         "hidden": hidden,
         "heads": config.need("n_head"),
-        "activation": "gelu_exact" if activation == "gelu" else "gelu",
-        # of a wrong width is told as such: any stands in
-        "ffn_hidden": config.get("n_inner", 4 * hidden if whole else 1),
+        "activation": ACTIVATIONS[activation],
+        "ffn_hidden": config.get("n_inner", ffn_hidden),
         "seq_length": config.need("n_positions"),
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "tie_embeddings": config.get("tie_word_embeddings", True),
@@ -38,6 +43,7 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Make the config.json of a GPT-2. Raise InputError for a [model] of another kind."""
     require(
         model,
         "gpt2",
@@ -45,14 +51,14 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         **PLAIN,
         head_size=model.hidden // model.heads,
         norm="layernorm",
-        activation="gelu_exact" if model.activation == "gelu_exact" else "gelu",
+        activation=model.activation if model.activation in THEIR_ACTIVATIONS else "gelu",
         positions="learned",
         bias=True,
         kv_heads=model.heads,
     )
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu" if model.activation == "gelu_exact" else "gelu_new",
+        "activation_function": THEIR_ACTIVATIONS[model.activation],
         "vocab_size": vocab_size,
         "n_layer": model.layers,
         "n_embd": model.hidden,
@@ -68,10 +74,11 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     }
 
 
-# -- BERT (Devlin et al. 2019); with norms in front of the blocks, "pre": Shoeybi et al. 2019 ------
+# -- BERT (Devlin et al. 2019); with norms before the blocks, "pre": Shoeybi et al. 2019 -----------
 
 
 def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
+    """Make [model] from the config.json of a BERT."""
     activation = config.only("hidden_act", "gelu", "gelu_new", "gelu_pytorch_tanh")
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
@@ -84,7 +91,7 @@ def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
         "layers": config.need("num_hidden_layers"),
         "hidden": config.need("hidden_size"),
         "heads": config.need("num_attention_heads"),
-        "activation": "gelu_exact" if activation == "gelu" else "gelu",
+        "activation": ACTIVATIONS[activation],
         "ffn_hidden": config.need("intermediate_size"),
         "seq_length": config.need("max_position_embeddings"),
         "token_types": config.get("type_vocab_size", 2),
@@ -94,7 +101,9 @@ def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
 
 
 def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") -> dict[str, Any]:
+    """Make the config.json of a BERT. Raise InputError for a [model] of another kind."""
     name = "Bert" if block_norm == "post" else "MegatronBert"
+    head = "PreTraining" if model.sentence_order else "MaskedLM"
     require(
         model,
         name,
@@ -106,14 +115,14 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
         output_head="mlm",
         token_types=model.token_types or 2,
         norm="layernorm",
-        activation="gelu" if model.activation == "gelu" else "gelu_exact",
+        activation=model.activation if model.activation in THEIR_ACTIVATIONS else "gelu_exact",
         positions="learned",
         bias=True,
         kv_heads=model.heads,
     )
     return {
-        "architectures": [f"{name}For{'PreTraining' if model.sentence_order else 'MaskedLM'}"],
-        "hidden_act": "gelu" if model.activation == "gelu_exact" else "gelu_new",
+        "architectures": [f"{name}For{head}"],
+        "hidden_act": THEIR_ACTIVATIONS[model.activation],
         "vocab_size": vocab_size,
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
@@ -131,13 +140,14 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
 
 
 def _bert_tasks(name: str) -> dict[str, tuple[str, str]]:
+    """Return the `tasks` of a family whose models' names begin with `name`."""
     return {
         "classification": (f"{name}ForSequenceClassification", "classifier"),
         "choice": (f"{name}ForMultipleChoice", "classifier"),
     }
 
 
-# The first BERT files have the names of TensorFlow's.
+# The first BERT files have TensorFlow's names of the parameters of norms.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
 FAMILIES = {
@@ -186,7 +196,7 @@ FAMILIES = {
             "sentence.order": ("cls.seq_relationship",),
         },
         transposed=False,
-        # a pooler without the head behind it has no part in any loss
+        # a pooler without a head after it has no part in any loss
         buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
         keys=_bert_keys,
         config=_bert_config,
@@ -196,12 +206,16 @@ FAMILIES = {
         tasks=_bert_tasks("Bert"),
     ),
 }
-# Its names but for the norms.
+# The same names, except for the norms.
 FAMILIES["megatron-bert"] = replace(
     FAMILIES["bert"],
     model_type="megatron-bert",
     modules={
-        **{key: one for key, one in FAMILIES["bert"].modules.items() if key != "embedding.norm"},
+        **{
+            ours: theirs
+            for ours, theirs in FAMILIES["bert"].modules.items()
+            if ours != "embedding.norm"
+        },
         "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.ln",),
         "layers.{i}.mlp_norm": ("encoder.layer.{i}.ln",),
         "final_norm": ("encoder.ln",),
@@ -213,7 +227,8 @@ FAMILIES["megatron-bert"] = replace(
 
 
 def family_of(config: ConfigJson) -> Family:
-    """Raises InputError for a model_type that is not in FAMILIES."""
+    """Return the family of a config.json. Raise InputError for a model_type that is not in
+    FAMILIES, and for quantized weights."""
     name = config.need("model_type")
     if config.get("quantization_config"):
         raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
@@ -225,7 +240,10 @@ def family_of(config: ConfigJson) -> Family:
 
 
 def family_for(model: ModelConfig) -> Family:
-    """The family of a model that was trained here; its `config` refuses what does not fit."""
+    """Return the family of a model that was trained here. If the model does not fit the family, the
+    family's `config` raises InputError."""
     if model.masked:
         return FAMILIES["bert" if model.block_norm == "post" else "megatron-bert"]
-    return decoder_for(model) if model.norm == "rmsnorm" else FAMILIES["gpt2"]
+    if model.norm == "rmsnorm":
+        return decoder_for(model)
+    return FAMILIES["gpt2"]

@@ -1,7 +1,7 @@
-"""What a family of Hugging Face models is, and where our parameters stand in its files."""
+"""Families of Hugging Face models: their names of our parameters, and their config.json."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
 
 Json = Mapping[str, Any]
-# What GPT-2, LLaMA and all that came of it are.
+# The keys of [model] that GPT-2, LLaMA and LLaMA's descendants share.
 DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -19,7 +19,7 @@ DECODER = {
     "output_head": "linear",
     "token_types": 0,
 }
-# What none had before the descendants of LLaMA.
+# The keys of [model] that only descendants of LLaMA set otherwise.
 PLAIN = {
     "qk_norm": False,
     "zero_centered_norm": False,
@@ -33,15 +33,22 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Family:
-    """`modules`: our module -> theirs, one for each part of ours that they keep apart (such as q, k
-    and v). `prefix` stands before the names of the base model, which leaves it out when it is saved
-    alone; the names of heads have none. `transposed`: their linears hold [inputs, outputs].
-    `buffers`: tensors that no model here has, kept for the way back. `keys` makes [model] of a
-    config.json, `config` the reverse. `again`: tensors that repeat another one in every model whose
-    head is tied; where it is not, and they differ, these count and the other one is not used.
-    `told_by`: keys of [model] that stand in no config.json, and the tensor which is there where
-    they are true. `renamed`: how names end in old files, and in newer ones. `tasks`: what they call
-    a model with a head for a kind of task, and the linear of that head."""
+    """A family of models of `transformers`.
+
+    `modules`: our module -> their modules, one for each part of ours that they keep separately
+    (such as q, k and v).
+    `prefix`: the beginning of the names of the base model. A base model that is saved alone leaves
+    it out, and the names of heads do not have it.
+    `transposed`: True if their linears are [inputs, outputs].
+    `buffers`: tensors that are no parameters here; they are kept for the conversion back.
+    `keys`: makes the keys of [model] from a config.json.
+    `config`: makes a config.json from [model] and the size of the vocabulary.
+    `again`: tensors that repeat another one in every model with a tied head. If the head is not
+    tied and the two differ, these are used and the other one is not.
+    `told_by`: keys of [model] that no config.json has -> the tensor that exists if they are true.
+    `renamed`: ends of names in old files -> ends in newer files.
+    `tasks`: kind of task -> their name of a model with a head for it, and the linear of that head.
+    """
 
     model_type: str
     prefix: str
@@ -62,15 +69,15 @@ class Family:
         return head
 
     def of_head(self, base: str) -> bool:
-        """Whether a name, without prefix, is that of a head, not of the base model."""
+        """Return True if a name, without prefix, belongs to a head and not to the base model."""
         return base.partition(".")[0] == self.output.partition(".")[0]
 
     def full(self, base: str) -> str:
-        """The name with its prefix, as whole models are saved."""
+        """Return a name with its prefix, as in the files of whole models."""
         return base if self.of_head(base) else self.prefix + base
 
     def base(self, name: str) -> str:
-        """The name in any of their files without prefix, as newer files have it."""
+        """Return a name in their files without prefix, and with its end as in newer files."""
         name = name.removeprefix(self.prefix)
         for old, new in self.renamed.items():
             if name.endswith(old):
@@ -80,8 +87,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """One of their tensors: the box of our logical tensor `ours` that it holds, transposed or not.
-    `theirs` is without prefix."""
+    """A tensor of theirs (`theirs`, without prefix): the `box` of our logical tensor `ours`, of
+    shape `whole`, that it holds, perhaps transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -95,66 +102,76 @@ class Counterpart:
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:
-        """A box of their tensor, in the whole of our tensor."""
+        """Return a box of their tensor as a box of the whole of our tensor."""
         return (part.transposed() if self.transposed else part).within(self.box)
 
 
 class ConfigJson:
-    """A config.json, read key by key; `name` stands in messages."""
+    """A config.json, read key by key; messages call it `name`."""
 
     def __init__(self, values: Json, name: str) -> None:
-        self.values, self.name = values, name
+        self.values = values
+        self.name = name
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key; `default` if it is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def need(self, key: str) -> Any:
+        """Return the value of a key. Raise InputError if it is missing or null."""
         if self.values.get(key) is None:
             raise InputError(f"{self.name}: {key} is missing")
         return self.values[key]
 
     def only(self, key: str, *legal: Any) -> Any:
-        """The value, the first of `legal` where there is none; InputError for any other."""
+        """Return the value of a key; the first of `legal` if it is missing or null. Raise
+        InputError if it is not in `legal`."""
         value = self.get(key, legal[0])
         if value not in legal:
-            shown = " or ".join(repr(one) for one in legal)
+            shown = " or ".join(map(repr, legal))
             raise InputError(f"{self.name}: {key} = {value!r} is not supported; legal: {shown}")
         return value
 
 
 def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
-    """Where each parameter of the model stands in their files. Raises InputError for a parameter
-    that the family has not."""
+    """Yield their tensors for all parameters of our model. Raise InputError for a parameter that
+    the family does not have."""
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", module)
-        general = module.replace(layer[0], "layers.{i}.", 1) if layer else module
-        if general not in family.modules:
+        number = ""
+        if layer:
+            number = layer[1]
+            module = module.replace(layer[0], "layers.{i}.", 1)
+        if module not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
-        theirs = family.modules[general]
-        shape, split, start = declaration.shape, declaration.split, 0
-        sizes = (shape[0],) if split is None or len(theirs) == 1 else split.parts
+        modules = family.modules[module]
+        shape = declaration.shape
+        sizes: Sequence[int] = (shape[0],)
+        if declaration.split is not None and len(modules) > 1:
+            sizes = declaration.split.parts
         transposed = family.transposed and layer is not None and len(shape) == 2
-        for one, size in zip(theirs, sizes, strict=True):
+        start = 0
+        for theirs, size in zip(modules, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)
-            base = f"{one.replace('{i}', layer[1]) if layer else one}.{kind}"
+            base = f"{theirs.replace('{i}', number)}.{kind}"
             yield Counterpart(name, shape, box, family.again.get(base, base), transposed)
             start += size
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Their tensor that holds another one's values again, where a file has both; without
-    prefix."""
-    found = dict(family.again)
+    """Return which tensors repeat which other ones, if a file has both; names without prefix."""
+    tied = dict(family.again)
     if model.tie_embeddings:
-        (word,), (head,) = (family.modules[n] for n in (TIED_NAME.removesuffix(".weight"), "head"))
-        found[f"{head}.weight"] = f"{word}.weight"
-    return found
+        (word,) = family.modules[TIED_NAME.removesuffix(".weight")]
+        (head,) = family.modules["head"]
+        tied[f"{head}.weight"] = f"{word}.weight"
+    return tied
 
 
 def require(model: ModelConfig, family: str, **needed: Any) -> None:
-    """Raises InputError for the first key of [model] that is not as the family needs it."""
+    """Raise InputError for the first key of [model] that does not have the needed value."""
     for key, value in needed.items():
         if getattr(model, key) != value:
             raise InputError(

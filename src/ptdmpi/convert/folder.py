@@ -1,10 +1,10 @@
-"""What a conversion leaves: a directory that is there as a whole or not at all.
+"""The directory that a conversion writes, as a whole or not at all.
 
-`from_hf` writes it laid out like a run directory, so that `train`, `evaluate` and `generate` take
-it: config.toml with [model], and a checkpoint that holds weights alone. Beside them stands
-`hugging_face/` with what we do not need and the way back does: every other file of the directory
-(config.json, tokenizer), the headers of the weight files, and buffers of old ones. From these
-`to_hf` writes the same files again, byte for byte where the weights are the same.
+`from_hf` gives it the layout of a run directory, so that `train`, `evaluate` and `generate` can use
+it: config.toml with [model], and a checkpoint with weights only. Its folder `hugging_face/` keeps
+what only the conversion back needs: every other file of the model's directory (config.json,
+tokenizer), the headers of the weight files, and buffers of old files. From these `to_hf` writes the
+same files again, byte for byte if the weights are the same.
 """
 
 import contextlib
@@ -26,8 +26,12 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True)
 class Converted:
-    """`difference`: of the logits of both sides, over their magnitude; `files`, `bytes`: of the
-    weights; `note`: what else is to be known."""
+    """The result of a conversion.
+
+    `difference` is the greatest difference of the logits of both sides, relative to their
+    magnitude; `files` and `bytes` are the number and size of the weight files; `note` is a remark
+    for the user.
+    """
 
     path: Path
     family: str
@@ -41,8 +45,9 @@ class Converted:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to write into, which becomes `target` at the end, or is removed if that is not
-    reached. Raises InputError if `target` exists (an empty directory may), or cannot be made."""
+    """Yield a directory to write into; it becomes `target` at the end of the block, or is removed
+    after an exception. Raise InputError if `target` exists (unless it is an empty directory), or
+    cannot be written."""
     try:
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise InputError(f"{target} exists already: name another directory, or remove it")
@@ -59,7 +64,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    except (OSError, SafetensorError) as error:  # as which that library tells of a full disk
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{target} was not written: {reason}") from None

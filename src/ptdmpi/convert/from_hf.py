@@ -1,4 +1,4 @@
-"""From a Hugging Face model directory to a checkpoint of ours."""
+"""Converting a Hugging Face model directory to a checkpoint of ours."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from ptdmpi.base.disk import write_whole
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.manifest import Progress, write_manifest
-from ptdmpi.config import InputError, ModelConfig, TaskConfig
+from ptdmpi.config import Config, InputError, ModelConfig, TaskConfig
 from ptdmpi.convert import tensors
 from ptdmpi.convert.check import compare
 from ptdmpi.convert.families import family_of
@@ -27,20 +27,19 @@ from ptdmpi.convert.heads import task_in, with_task
 from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
-from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, Counters, key
 from ptdmpi.terminal.progress import progress
 
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
-# These hold weights, in whatever form; everything else of a model directory is kept.
+# Files with these endings have weights, in any form; all other files of a model are kept.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
 
 def from_hf(source: Path, target: Path) -> Converted:
-    """Convert the model directory `source`. Raises InputError, and CheckFailed; then there is no
-    `target`."""
+    """Convert the model directory `source` to a directory `target`. Raise InputError if the model
+    is not supported or damaged, and CheckFailed as `compare` does; then `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)
@@ -49,77 +48,94 @@ def from_hf(source: Path, target: Path) -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        model, needed = _model(keys, family, theirs, config.name, vocab_size)
-        plan = make_plan(family, model, needed, theirs.tensors, str(source))
+        # their tables often have more rows than their tokenizer has ids, so vocab_size is a key
+        ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
+        model = ours.model
+        needed = declarations(ours, vocab_size)
+        plan = make_plan(family, model, needed, theirs.tensors, where=str(source))
         plan = _settled(plan, model, theirs)
         parts = list(_outgoing(theirs, plan))
         files.require_space(folder, sum(part.nbytes for part in parts))
         size = write_checkpoint(folder / "checkpoints", parts, model.model_dump())
-        _write_config(folder / CONFIG, model.model_dump(), task, target, source)
+        _write_config(folder / CONFIG, model.model_dump(), task, origin=source, target=target)
         _keep(folder / KEPT, theirs, plan)
-        difference = compare(open_model(folder), family, config, theirs, plan)
-    count = sum(math.prod(one.shape) for one in needed.values())
-    note = NO_CHOICES if task.kind == "choice" else ""
-    return Converted(target, family.model_type, count, vocab_size, 1, size, difference, note)
+        difference = compare(open_model(folder), family, config, files=theirs, plan=plan)
+    return Converted(
+        target,
+        family.model_type,
+        parameters=sum(math.prod(declaration.shape) for declaration in needed.values()),
+        vocab_size=vocab_size,
+        files=1,
+        bytes=size,
+        difference=difference,
+        note=NO_CHOICES if task.kind == "choice" else "",
+    )
 
 
-def _model(
-    keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str, vocab_size: int
-) -> tuple[ModelConfig, Mapping[str, Declaration]]:
-    """The model of some keys of [model], with those that only the tensors tell."""
-    bases = {family.base(one) for one in theirs.tensors}
-    told = {key: tensor in bases for key, tensor in family.told_by.items()}
+def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
+    """Return a configuration with these keys of [model], and with those keys that the presence of a
+    tensor decides. Raise InputError, with the `name` of config.json, for illegal keys."""
+    bases = {family.base(tensor) for tensor in theirs.tensors}
+    decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
-        # their tables often have more rows than their tokenizer has ids
-        ours = config_of({**keys, **told, "vocab_size": vocab_size})
+        config = config_of({**keys, **decided})
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-    if ours.model.layers > len(bases):  # a slip of the pen, found before so many are declared
-        raise InputError(f"{name}: {ours.model.layers} layers, but {len(bases)} tensors in all")
-    return ours.model, declarations(ours, vocab_size)
+    layers = config.model.layers
+    if layers > len(bases):  # a typing error, found before so many layers are declared
+        raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
+    return config
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """With what repeats another tensor as such only where they are equal. Raises InputError."""
+    """Return the plan in which a tensor repeats another one only if they are equal. Raise
+    InputError if they differ in a model whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
         if model.tie_embeddings:
             raise InputError(
                 f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
-                "legal: equal ones, or an output of its own with tie_word_embeddings = false"
+                "legal: equal ones, or tie_word_embeddings = false"
             )
-        # `transformers` ties neither where the head is not tied, and computes with the repetition
+        # without tied embeddings `transformers` ties neither, and computes with the repetition
         plan = plan.unused(word)
     return plan
 
 
-def _equal(theirs: WeightFiles, one: str, other: str) -> bool:
+def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
+    """Return True if two tensors have equal values."""
     return all(
-        torch.equal(theirs.read(one, slab), theirs.read(other, slab))
-        for slab in slabs(theirs.tensors[one].shape, 8)
+        torch.equal(theirs.read(name, slab), theirs.read(other, slab))
+        for slab in slabs(theirs.tensors[name].shape, 8)
     )
 
 
 def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
-    """Every parameter as pieces of whole rows of ours, read when they are written."""
-    chosen = {name: found for name, found in plan.by_name.items() if name not in plan.again}
-    wide = {found.ours for n, found in chosen.items() if theirs.tensors[n].dtype == "F64"}
-    for name, found in chosen.items():
-        dtype = torch.float64 if found.ours in wide else torch.float32
-        for slab in slabs(found.box.size, dtype.itemsize):
+    """Yield every parameter in pieces of whole rows of ours, read when they are written."""
+    chosen = {name: tensor for name, tensor in plan.by_name.items() if name not in plan.again}
+    wide = {tensor.ours for n, tensor in chosen.items() if theirs.tensors[n].dtype == "F64"}
+    for name, tensor in chosen.items():
+        dtype = torch.float64 if tensor.ours in wide else torch.float32
+        read = partial(_read, theirs, name, tensor.transposed)
+        for slab in slabs(tensor.box.size, dtype.itemsize):
             yield Outgoing(
-                key(WEIGHTS, found.ours),
-                found.whole,
-                slab.within(found.box),
+                key(WEIGHTS, tensor.ours),
+                tensor.whole,
+                slab.within(tensor.box),
                 str(dtype).removeprefix("torch."),
-                partial(_ours, theirs, name, slab, found.transposed, dtype),
+                partial(read, slab, dtype=dtype),
             )
 
 
-def _ours(theirs: WeightFiles, name: str, slab: Box, transposed: bool, dtype: torch.dtype) -> Array:
+def _read(
+    theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
+) -> Array:
+    """Return a slab of our box from their tensor `name`, in our layout and type."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
-    return (values.t() if transposed else values).to(dtype).contiguous().numpy()
+    if transposed:
+        values = values.t()
+    return values.to(dtype).contiguous().numpy()
 
 
 def write_checkpoint(
@@ -128,43 +144,45 @@ def write_checkpoint(
     model: Mapping[str, Any],
     lineage: Mapping[str, Any] | None = None,
 ) -> int:
-    """A checkpoint of weights alone, before any step, below `directory`; returns its bytes.
-    `model` and `lineage` as of `write_manifest`."""
+    """Write a checkpoint with weights only, before any step, in `directory`, and return its bytes.
+    `model` and `lineage` are those of `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
-        told = [replace(part, values=partial(_told, part, advance)) for part in parts]
-        written = write(temporary / "rank-00000.safetensors", told)
+        shown = [replace(part, values=partial(_advanced, part, advance)) for part in parts]
+        written = write(temporary / "rank-00000.safetensors", shown)
     fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
     write_manifest(temporary, fresh, model, [written], lineage)
     files.publish(temporary, ())
     return written.bytes
 
 
-def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
+def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
+    """Return the values of a part, and show the progress."""
     advance(part.nbytes)
     return part.values()
 
 
 def _write_config(
-    path: Path, model: Mapping[str, Any], task: TaskConfig, target: Path, source: Path
+    path: Path, model: Mapping[str, Any], task: TaskConfig, *, origin: Path, target: Path
 ) -> None:
+    """Write a config.toml for runs that begin from the converted weights at `target`."""
     import tomlkit
 
     document = tomlkit.document()
-    document.add(tomlkit.comment(f"Converted from {source}."))
+    document.add(tomlkit.comment(f"Converted from {origin}."))
     document.add(tomlkit.comment("To train it further, copy this file and add [run], [batch] and"))
     document.add(tomlkit.comment("[[data.train]]: the run begins from these weights."))
     document.add("model", {key: value for key, value in model.items() if value is not None})
     if task.kind != "none":
-        said = {"kind": task.kind, "labels": list(task.labels)}
-        document.add("task", {key: value for key, value in said.items() if value})
+        keys = {"kind": task.kind, "labels": list(task.labels)}
+        document.add("task", {key: value for key, value in keys.items() if value})
     document.add("checkpoint", {"initial": str(target)})
     write_whole(path, tomlkit.dumps(document))
 
 
 def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
-    """What the way back needs besides the weights."""
+    """Keep the files, headers and buffers that `to_hf` needs besides the weights."""
     folder.mkdir()
     for path in sorted(theirs.directory.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and path.name != HEADERS:

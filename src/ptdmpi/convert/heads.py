@@ -1,9 +1,8 @@
-"""Heads for tasks: which models of `transformers` classify as ours do, and what their config.json
-says of the classes.
+"""Heads for tasks: the corresponding models of `transformers`, and the classes in config.json.
 
-Theirs are the same functions: BERT's pooler and a linear with a bias see the first token, a linear
-without one a decoder's last token that is no padding. A head for questions with several candidates
-is only BERT's.
+Their heads compute the same functions as ours: for BERT a pooler and a linear with bias on the
+first token, for decoders a linear without bias on the last token that is no padding. Only BERT has
+a head for questions with several candidates.
 """
 
 from collections.abc import Mapping
@@ -15,15 +14,17 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.lineage.adapted import NO_TASK
 from ptdmpi.plan.shape.parameters import task_head
 
-# How their names of models end.
+# The ends of their names of models with a head for a task.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
 
 
 def task_in(config: ConfigJson) -> TaskConfig:
-    """The task of the model that a config.json is of; of candidates it does not say how many.
-    Raises InputError for classes that are no classes here."""
+    """Return the task of the model with this config.json, which does not give the number of
+    candidates of a choice. Raise InputError for classes that are not supported."""
     named = config.get("architectures", [])
-    name = str(named[0]) if isinstance(named, list) and named else ""
+    name = ""
+    if isinstance(named, list) and named:
+        name = str(named[0])
     kind = next((kind for kind, ending in ENDINGS.items() if name.endswith(ending)), "none")
     if kind == "choice":
         return TaskConfig(kind="choice")
@@ -40,7 +41,8 @@ def task_in(config: ConfigJson) -> TaskConfig:
 
 
 def _labels(config: ConfigJson) -> list[str]:
-    """The names of the classes, by number; without names those that `transformers` makes up."""
+    """Return the names of the classes, by number; if there are none, those that `transformers`
+    gives by default. Raise InputError for names that are not supported."""
     named = config.get("id2label")
     if named is None:
         count = config.get("num_labels", 2)
@@ -48,7 +50,7 @@ def _labels(config: ConfigJson) -> list[str]:
             raise InputError(f"{config.name}: num_labels = {count!r} is no whole number")
         return made_up(count)
     wrong = InputError(
-        f"{config.name}: id2label = {named!r} is not supported; legal: a name of its own for each "
+        f"{config.name}: id2label = {named!r} is not supported; legal: a different name for each "
         "number from 0 on"
     )
     try:
@@ -62,56 +64,64 @@ def _labels(config: ConfigJson) -> list[str]:
 
 
 def made_up(count: int) -> list[str]:
-    """Names of so many classes where nobody has given any, as `transformers` makes them up."""
+    """Return the default names of `transformers` for `count` classes."""
     return [f"LABEL_{number}" for number in range(count)]
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """The weights of a model's head for a task, and what whole files of the family `with_task` call
-    them."""
-    found = {}
+    """Return the full names in their files of the weights of a model's head for a task, by our
+    names; `family` is one that `with_task` returned."""
+    names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
         (theirs,) = family.modules[module]
-        found[name] = family.full(f"{theirs}.{kind}")
-    return found
+        names[name] = family.full(f"{theirs}.{kind}")
+    return names
 
 
 def with_task(family: Family, task: TaskConfig) -> Family:
-    """The family's models with a head for this task; without one the family itself. Raises
-    InputError for a head that it has not."""
+    """Return the family's models with a head for this task, or the family itself if there is no
+    task. Raise InputError if the family has no such head."""
     if task.kind == "none":
         return family
     if task.kind not in family.tasks:
         legal = " or ".join(f'"{kind}"' for kind in family.tasks)
         raise InputError(
-            f'task.kind = "{task.kind}": a {family.model_type} of Hugging Face has no such head, '
-            f"and no other is the same; legal: {legal}"
+            f'task.kind = "{task.kind}": a {family.model_type} of Hugging Face has no such head; '
+            f"legal: {legal}"
         )
     name, classifier = family.tasks[task.kind]
 
     def keys(config: ConfigJson) -> dict[str, Any]:
-        none = {"tie_embeddings": False, "sentence_order": False}
-        return {**family.keys(config), **none, "output_head": "classes", "classes": task.classes}
+        """Return [model], with the head for the task."""
+        head = {"output_head": "classes", "classes": task.classes}
+        return {**family.keys(config), "tie_embeddings": False, "sentence_order": False, **head}
 
     def config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+        """Return the config.json, with the head for the task."""
         output = {"output_head": "mlm" if model.masked else "linear", "classes": 0}
-        found = family.config(model.model_copy(update=output), vocab_size)
-        del found["tie_word_embeddings"]  # it has nothing to tie
-        return {**found, "architectures": [name], **_labels_config(task)}
+        values = family.config(model.model_copy(update=output), vocab_size)
+        del values["tie_word_embeddings"]  # there is no other table to tie
+        return {**values, "architectures": [name], **_labels_config(task)}
 
-    kept = {name: one for name, one in family.modules.items() if not _is_text_head(name)}
-    classes = {"sentence.classes": (classifier,)}
-    found = replace(family, modules={**kept, **classes}, again={}, told_by={})
-    return replace(found, keys=keys, config=config)
+    modules = {ours: theirs for ours, theirs in family.modules.items() if not _is_text_head(ours)}
+    return replace(
+        family,
+        modules={**modules, "sentence.classes": (classifier,)},
+        again={},
+        told_by={},
+        keys=keys,
+        config=config,
+    )
 
 
 def _is_text_head(name: str) -> bool:
-    """Whether a module of ours is of what predicts tokens, or the order of two segments."""
+    """Return True if a module of ours predicts tokens, or the order of two segments."""
     return name in ("head", "sentence.order") or name.startswith("mlm.")
 
 
 def _labels_config(task: TaskConfig) -> dict[str, Any]:
+    """Return the keys of config.json for the names of the classes."""
     if task.kind != "classification":
         return {}
     return {
@@ -121,15 +131,18 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """What their files do not say of a task; "" for nothing."""
-    return f"config.json has no place for task.choices = {task.choices}" if task.choices else ""
+    """Return a note about what their files cannot say about a task; "" if there is nothing."""
+    if not task.choices:
+        return ""
+    return f"config.json has no place for task.choices = {task.choices}"
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The key of config.json by which a decoder's head finds the last token of a text in a padded
-    batch; none where it is there, or is not asked for. Theirs end a text, and so does ours."""
-    ends = config.get("eos_token_id")
-    end = ends[0] if isinstance(ends, list) and ends else ends
+    """Return the key of config.json by which a decoder's head finds the last token of a text in a
+    padded batch: the end of a text. Nothing is returned if the key is there, or for a BERT."""
+    end = config.get("eos_token_id")
+    if isinstance(end, list) and end:
+        end = end[0]
     if model.masked or config.get("pad_token_id") is not None or end is None:
         return {}
     return {"pad_token_id": end}

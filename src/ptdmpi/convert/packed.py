@@ -1,6 +1,8 @@
-"""Weights in few bits as the package `compressed-tensors` has them ("pack-quantized"), which
-`transformers` loads: instead of NAME.weight stand NAME.weight_packed (int32, of our codes the same
-bytes), NAME.weight_scale and NAME.weight_shape."""
+"""Quantized weights in the format "pack-quantized" of `compressed-tensors`, for `transformers`.
+
+Instead of NAME.weight a file has NAME.weight_packed (int32, with the same bytes as our codes),
+NAME.weight_scale and NAME.weight_shape.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,64 +16,72 @@ from ptdmpi.base.box import Box
 from ptdmpi.checkpoint.boxes import Array, Damaged, Reader
 from ptdmpi.checkpoint.manifest import CODES, SCALES
 from ptdmpi.config import InputError
-from ptdmpi.convert import tensors
 from ptdmpi.convert.family import Counterpart, Family
 from ptdmpi.convert.plan import Plan
-from ptdmpi.convert.tensors import Stored, WeightFiles
+from ptdmpi.convert.tensors import Stored, WeightFiles, entries, make_header
 from ptdmpi.model.low_bit.codes import decoded
 from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape.low_bit import LowBit
 
-PACKED, SCALE, SHAPE = ("_packed", "_scale", "_shape")
+PACKED = "_packed"
+SCALE = "_scale"
+SHAPE = "_shape"
 WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Which tensors of a plan are written packed, by their names: a box of whole rows of ours."""
+    """The tensors of a plan that are written packed, by their names; each is a box of whole rows of
+    our weight. `form` is that of their codes."""
 
     form: LowBit
-    found: Mapping[str, Counterpart]
+    tensors: Mapping[str, Counterpart]
 
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
-        """Raises InputError for a model that the format has no form for."""
-        form, where = reader.manifest.form, reader.directory
+        """Find the quantized weights of a checkpoint. Raise InputError if there are none, or the
+        format cannot hold them."""
+        form = reader.manifest.form
+        where = reader.directory
         if form is None:
-            raise InputError(f"{where} is not in few bits: --packed is of what quantize makes")
-        found = {
-            name: one
-            for name, one in plan.by_name.items()
-            if key(WEIGHTS, one.ours) in reader.manifest.in_few_bits
+            raise InputError(
+                f"{where} is not quantized; --packed needs a checkpoint of `ptdmpi quantize`"
+            )
+        quantized = {
+            name: tensor
+            for name, tensor in plan.by_name.items()
+            if key(WEIGHTS, tensor.ours) in reader.manifest.in_few_bits
         }
-        words = all(one.whole[1] * form.bits % (8 * WORD_BYTES) == 0 for one in found.values())
+        transposed = any(tensor.transposed for tensor in quantized.values())
         reason = ""
         if form.codes == "nf4":
-            reason = "nf4 has no whole numbers"
+            reason = "the levels of nf4 are no whole numbers"
         elif form.codes == "uint4":
             reason = "the least values of uint4's blocks are no whole numbers of steps"
-        elif any(one.transposed for one in found.values()) or family.model_type.endswith("bert"):
-            reason = f"a {family.model_type} of Hugging Face has other modules than it packs"
-        elif not words:
+        elif transposed or family.model_type.endswith("bert"):
+            reason = f"it does not pack the modules of Hugging Face's {family.model_type}"
+        elif any(tensor.whole[1] * form.bits % (8 * WORD_BYTES) for tensor in quantized.values()):
             reason = "its rows are no whole words of 32 bits"
         if reason:
             raise InputError(
-                f"{where}: pack-quantized cannot hold it, for {reason}; legal: "
+                f"{where}: the format pack-quantized cannot hold it: {reason}; legal: "
                 "without --packed, as float32 or --dtype"
             )
-        return cls(form, found)
+        return cls(form, quantized)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Those of the same files with the packed tensors in their places."""
-        return {
-            file: tensors.make_header(
-                one for name, stored in tensors.entries(text) for one in self._entries(name, stored)
-            )
-            for file, text in headers.items()
-        }
+        """Return the headers of the same files with packed tensors in place of the weights."""
+        packed = {}
+        for file, text in headers.items():
+            written: list[tuple[str, Stored]] = []
+            for name, stored in entries(text):
+                written += self._entries(name, stored)
+            packed[file] = make_header(written)
+        return packed
 
     def _entries(self, name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
-        if name not in self.found:
+        """Yield the tensors that are written for one tensor."""
+        if name not in self.tensors:
             yield name, stored
             return
         rows, columns = stored.shape
@@ -82,7 +92,7 @@ class PackedModel:
         yield name + SHAPE, Stored("I64", (2,), 16)
 
     def config(self, family: Family) -> dict[str, Any]:
-        """What config.json says of it, under `quantization_config`."""
+        """Return the `quantization_config` of config.json."""
         weights = {
             "num_bits": self.form.bits,
             "type": "int",
@@ -100,41 +110,48 @@ class PackedModel:
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
-        """One of the packed tensors, by its name in the file; None for all others."""
+        """Return a packed tensor, by its name in the file; None if it is another tensor. Raise
+        InputError if the checkpoint is damaged."""
         for suffix in (PACKED, SCALE, SHAPE):
-            counterpart = self.found.get(name.removesuffix(suffix))
+            counterpart = self.tensors.get(name.removesuffix(suffix))
             if name.endswith(suffix) and counterpart is not None:
                 return self._values(reader, counterpart, suffix)
         return None
 
-    def _values(self, reader: Reader, found: Counterpart, suffix: str) -> Tensor:
-        rows, columns = found.shape
+    def _values(self, reader: Reader, counterpart: Counterpart, suffix: str) -> Tensor:
+        rows, columns = counterpart.shape
         if suffix == SHAPE:
             return torch.tensor([rows, columns])
+        first = counterpart.box.start[0]
+        values: Array
         if suffix == SCALE:
-            shape, kind, dtype = self.form.scale_shape(rows, columns), SCALES, "float32"
+            kind = SCALES
+            values = np.empty(self.form.scale_shape(rows, columns), "float32")
         else:
-            shape, kind, dtype = self.form.code_shape(rows, columns), CODES, "uint8"
-        first = found.box.start[0]
-        values: Array = np.empty(shape, dtype)
+            kind = CODES
+            values = np.empty(self.form.code_shape(rows, columns), "uint8")
+        box = Box((first, 0), (first + rows, values.shape[1]))
         try:
-            reader.read(kind + found.ours, Box((first, 0), (first + rows, shape[1])), values)
+            reader.read(kind + counterpart.ours, box, values)
         except Damaged as error:
             raise InputError(str(error)) from None
-        return torch.from_numpy(values.view(np.int32) if suffix == PACKED else values)
+        if suffix == PACKED:
+            values = values.view(np.int32)
+        return torch.from_numpy(values)
 
 
 class UnpackedFiles:
-    """Weight files as whoever knows nothing of packing reads them."""
+    """Weight files whose packed tensors are read as plain float32 weights."""
 
     def __init__(self, files: WeightFiles, packed: PackedModel) -> None:
-        self.files, self.packed = files, packed
-        plain = {name: Stored("F32", one.shape, 0) for name, one in packed.found.items()}
+        self.files = files
+        self.packed = packed
+        plain = {name: Stored("F32", tensor.shape, 0) for name, tensor in packed.tensors.items()}
         self.tensors: Mapping[str, Stored] = {**files.tensors, **plain}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
-        if name not in self.packed.found:
+        """Return a whole tensor."""
+        if name not in self.packed.tensors:
             return self.files.read(name)
         codes = self.files.read(name + PACKED).view(torch.uint8)
         return decoded(codes, self.files.read(name + SCALE), self.packed.form)

@@ -1,4 +1,4 @@
-"""Which of their tensors is which box of ours: checked before a byte is converted."""
+"""The assignment of a Hugging Face model's tensors to boxes of ours, checked before converting."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,19 +11,23 @@ from ptdmpi.model.parameters import Declaration
 
 @dataclass(frozen=True)
 class Plan:
-    """`by_name`: their tensor, by the name in the file -> what it is of ours; `again`: those that
-    repeat another one (a tied head); `buffers`: tensors that are no parameters."""
+    """The tensors of their files, by their names there.
+
+    `by_name` has the box of our parameter that each tensor holds, `again` the tensors that repeat
+    another one (a tied head), and `buffers` those that are no parameters.
+    """
 
     by_name: dict[str, Counterpart]
     again: dict[str, str]
     buffers: list[str]
 
     def unused(self, name: str) -> "Plan":
-        """With the tensor `name` as a buffer: what repeats it is the parameter, not it."""
+        """Return the plan with the tensor `name` as a buffer; the tensor that repeats it becomes
+        the parameter."""
         return replace(
             self,
-            by_name={key: one for key, one in self.by_name.items() if key != name},
-            again={key: one for key, one in self.again.items() if one != name},
+            by_name={key: tensor for key, tensor in self.by_name.items() if key != name},
+            again={key: repeated for key, repeated in self.again.items() if repeated != name},
             buffers=[*self.buffers, name],
         )
 
@@ -33,9 +37,14 @@ def make_plan(
     model: ModelConfig,
     needed: Mapping[str, Declaration],
     tensors: Mapping[str, Stored],
+    *,
     where: str,
 ) -> Plan:
-    """Raises InputError where a tensor is missing, unexpected, or of another shape or type."""
+    """Assign the tensors of a model's files to the parameters `needed` by our model.
+
+    `where` names the files in messages. Raise InputError for a tensor that is missing, unexpected,
+    or of another shape or type.
+    """
     full = {family.base(name): name for name in tensors}
     if len(full) < len(tensors):
         twice = next(name for name in tensors if full[family.base(name)] != name)
@@ -46,9 +55,10 @@ def make_plan(
     for tensor in counterparts(family, needed):
         held = tensor.theirs if tensor.theirs in full else alone.get(tensor.theirs)
         if held not in full:
-            headless = family.of_head(tensor.theirs) and not any(map(family.of_head, full))
-            bare = ": a base model, without a head" if headless else ""
-            raise InputError(f"{where}: tensor {family.full(tensor.theirs)} is missing{bare}")
+            message = f"{where}: tensor {family.full(tensor.theirs)} is missing"
+            if family.of_head(tensor.theirs) and not any(map(family.of_head, full)):
+                message += ": this is a base model, without a head"
+            raise InputError(message)
         _require(where, full[held], tensors[full[held]], tensor)
         by_name[full[held]] = tensor
     again = {}
@@ -63,12 +73,13 @@ def make_plan(
     if unexpected:
         raise InputError(
             f"{where}: unexpected tensor {unexpected[0]}: a {family.model_type} of this config.json"
-            f" has none of that name ({len(unexpected)} such in all)"
+            f" has no tensor of that name ({len(unexpected)} unexpected ones in all)"
         )
     return Plan(by_name, again, buffers)
 
 
 def _require(where: str, name: str, stored: Stored, wanted: Counterpart) -> None:
+    """Raise InputError if a tensor does not have the wanted shape, or has an unknown type."""
     if stored.shape != wanted.shape:
         raise InputError(
             f"{where}: tensor {name} has shape {list(stored.shape)}, config.json makes it "

@@ -1,6 +1,7 @@
-"""The weight files of a Hugging Face model: read and written piece by piece, never as a whole.
+"""The weight files of a Hugging Face model, read and written piece by piece.
 
-`model.safetensors`, or several files and `model.safetensors.index.json`. Pickles are not read.
+They are `model.safetensors`, or several files and `model.safetensors.index.json`. Pickles are not
+read.
 """
 
 import contextlib
@@ -28,15 +29,15 @@ TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# So much of a tensor is in memory at a time.
+# The part of a tensor that is in memory at a time.
 SLAB_BYTES = 1 << 26
-# What one of several files holds at most, where we decide: as `transformers` does.
+# The size of a new file, if there are several; as in `transformers`.
 FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its type by safetensors' name, its shape and its size."""
+    """A tensor in a file: safetensors' name of its type, its shape and its size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,12 +45,13 @@ class Stored:
 
 
 class WeightFiles:
-    """All tensors of a model directory. Use it as a context: it holds files open.
+    """All tensors of a model directory; a context manager, since it keeps files open.
 
-    `headers`: file name -> the text of its header, from which the same file can be written again.
+    `headers` has the text of each file's header, from which the same file can be written again.
     """
 
     def __init__(self, directory: Path) -> None:
+        """Read the headers. Raise InputError for files that are missing, damaged or pickles."""
         self.directory = directory
         self.headers: dict[str, str] = {}
         self.tensors: dict[str, Stored] = {}
@@ -62,7 +64,8 @@ class WeightFiles:
             for name, stored in entries(self.headers[file]):
                 if index and index.get(name) != file:
                     raise InputError(f"{directory / file} holds {name}, which {INDEX} does not say")
-                self.tensors[name], self._files[name] = stored, file
+                self.tensors[name] = stored
+                self._files[name] = file
         missing = sorted(index.keys() - self.tensors.keys())
         if missing:
             raise InputError(
@@ -71,16 +74,16 @@ class WeightFiles:
             )
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file; empty where there is one file."""
+        """Return the file of each tensor; empty if there is a single file."""
         path = self.directory / INDEX
         if (self.directory / SINGLE).is_file():
             return {}
         if not path.is_file():
-            pickle = next((f for kind in PICKLES for f in self.directory.glob(kind)), None)
-            reason = f"; {pickle.name} is a pickle, which can run code" if pickle else ""
+            message = f"{self.directory} has neither {SINGLE} nor {INDEX}"
+            if pickle := next((f for kind in PICKLES for f in self.directory.glob(kind)), None):
+                message += f"; {pickle.name} is a pickle, which can run code"
             raise InputError(
-                f"{self.directory} has neither {SINGLE} nor {INDEX}{reason}; save the model by "
-                "save_pretrained with safe serialization"
+                f"{message}; save the model by save_pretrained with safe serialization"
             )
         table = read_json(path).get("weight_map")
         texts = isinstance(table, dict) and all(isinstance(f, str) for f in table.values())
@@ -95,6 +98,7 @@ class WeightFiles:
         self._stack.close()
 
     def _file(self, name: str) -> Any:
+        """Return the opened file that has a tensor."""
         file = self._files[name]
         if file not in self._open:
             path = self.directory / file
@@ -105,15 +109,15 @@ class WeightFiles:
         return self._open[file]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A tensor, or a box of it, in its own type."""
+        """Return a tensor, or a box of it, in its own type."""
         if box is None:
             return self._file(name).get_tensor(name)
         return self._file(name).get_slice(name)[box.index]
 
 
 def header_text(path: Path) -> str:
-    """The header of a safetensors file as it stands there. Raises InputError unless the file is
-    whole."""
+    """Return the unchanged header of a safetensors file. Raise InputError if the file is damaged or
+    truncated."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -130,31 +134,33 @@ def header_text(path: Path) -> str:
 
 
 def entries(header: str) -> Iterator[tuple[str, Stored]]:
-    """The tensors of a header in the order of their bytes."""
+    """Yield the names and tensors of a header, in the order of their bytes."""
     table = json.loads(header)
     table.pop("__metadata__", None)
-    for name, one in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        start, end = one["data_offsets"]
-        yield name, Stored(one["dtype"], tuple(one["shape"]), end - start)
+    for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        yield name, Stored(entry["dtype"], tuple(entry["shape"]), end - start)
 
 
 def make_header(tensors: Iterable[tuple[str, Stored]]) -> str:
-    """The header of a new file with these tensors in this order."""
+    """Return the header of a new file with these tensors in this order."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    start = 0
     for name, stored in tensors:
-        start, end = end, end + stored.nbytes
+        end = start + stored.nbytes
         table[name] = {
             "dtype": stored.dtype,
             "shape": list(stored.shape),
             "data_offsets": [start, end],
         }
+        start = end
     text = json.dumps(table, separators=(",", ":"))
     return text + " " * (-len(text.encode()) % 8)
 
 
 def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
-    """Headers of as many files as FILE_BYTES asks for, by file name."""
+    """Return the headers of new files with these tensors, by file name; a file has at most
+    FILE_BYTES, or one tensor."""
     groups: list[list[tuple[str, Stored]]] = [[]]
     filled = 0
     for name, stored in tensors.items():
@@ -172,15 +178,18 @@ def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
-    """What model.safetensors.index.json says of several files."""
-    found = {file: list(entries(header)) for file, header in headers.items()}
-    total = sum(stored.nbytes for group in found.values() for _, stored in group)
-    where = {name: file for file, group in found.items() for name, _ in group}
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    """Return the content of model.safetensors.index.json for several files."""
+    total = 0
+    files: dict[str, str] = {}
+    for file, header in headers.items():
+        for name, stored in entries(header):
+            total += stored.nbytes
+            files[name] = file
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
 
 
 def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
-    """Write and sync one file: `values` gives a tensor's elements in order, in any pieces."""
+    """Write and sync one file; `values` yields a tensor's elements in order, in any pieces."""
     text = header.encode()
     size_bytes = sum(stored.nbytes for _, stored in entries(header))
     with open(path, "xb") as file, progress("converting", size_bytes, "B") as advance:
@@ -199,12 +208,12 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
 
 
 def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
-    """A tensor in pieces of whole rows, of SLAB_BYTES or one row."""
+    """Yield a tensor's boxes of whole rows, of about SLAB_BYTES or of one row."""
     return Box.whole(shape).slabs(rows_of(shape, element_bytes, SLAB_BYTES))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises InputError."""
+    """Return the JSON object in a file. Raise InputError if there is none."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

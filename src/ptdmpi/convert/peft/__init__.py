@@ -1,7 +1,7 @@
-"""Adapters in the format of the `peft` package, both ways: adapter_model.safetensors with
-adapter_config.json.
+"""Export and import of adapters in the format of the `peft` package.
 
-Its modules are those of `transformers`, whose linears may be several of ours side by side (GPT-2's
-c_attn). Ours beside such a one become one of their ranks together, B block by block; back, each of
-ours has all of A and its rows of B.
+The format has the files adapter_model.safetensors and adapter_config.json. Its modules are those of
+`transformers`, where one linear may have several of our outputs (GPT-2's c_attn). Our adapters of
+such a linear are exported as one, whose rank is the sum of theirs and whose B is made of blocks. An
+imported adapter of such a linear becomes several, each with all of A and its own rows of B.
 """

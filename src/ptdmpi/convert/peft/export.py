@@ -1,4 +1,4 @@
-"""Our adapters as files that `peft` reads."""
+"""Exporting our adapters to files that `peft` reads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,25 @@ from ptdmpi.plan.shape.parameters import Linear
 
 
 def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
-    """Write the adapters that `source` names into the directory `target`; returns their elements.
-    `kind` stands for their weights. Raises InputError; then there is no `target`."""
+    """Write the adapters that `source` names into the directory `target`, and return the number of
+    their elements.
+
+    `kind` is the state to export as their weights, such as their average. Raise InputError for
+    adapters that are missing or damaged, or that `peft` has no form for; then `target` is not
+    written.
+    """
     adapter = load_adapter(source, kind)
+    adapt = adapter.adapted.adapt
     family = with_task(family_for(adapter.model), adapter.adapted.task)
-    adapt, names = adapter.adapted.adapt, head_names(family, adapter.model)
     if not adapter.places:
         raise InputError(
-            f"{source}: a head alone, without adapters, which `peft` has no form for; legal: the "
-            "whole model, by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
+            f"{source}: has a head without adapters, which `peft` has no form for; export the "
+            "whole model by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
         )
-    found = {f"{PREFIX}{theirs}": adapter.tensors[name] for name, theirs in names.items()}
+    found = {
+        f"{PREFIX}{theirs}": adapter.tensors[name]
+        for name, theirs in head_names(family, adapter.model).items()
+    }
     ranks: dict[str, int] = {}
     for module, own in _by_module(family, adapter.model, adapt).items():
         if adapt.method == "lora":
@@ -46,7 +54,7 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
             found[f"{PREFIX}{module}.ia3_l"] = _factors(adapter, own)
     config = _config(adapter, family, ranks)
     with new_directory(target) as folder:
-        contiguous = {name: one.contiguous() for name, one in found.items()}
+        contiguous = {name: values.contiguous() for name, values in found.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
     return size_of(found)
@@ -55,14 +63,15 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
 def _by_module(
     family: Family, model: ModelConfig, adapt: AdaptConfig
 ) -> dict[str, list[AdapterPlace]]:
-    """Our adapters by the full name of their module; those of one module side by side."""
-    found: dict[str, list[AdapterPlace]] = {}
+    """Return the places of our adapters, grouped by the full names of their modules."""
+    grouped: dict[str, list[AdapterPlace]] = {}
     for place in places(model, adapt):
-        found.setdefault(family.full(module_of(family, place)), []).append(place)
-    return found
+        grouped.setdefault(family.full(module_of(family, place)), []).append(place)
+    return grouped
 
 
 def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
+    """Return the number of outputs of an adapter's linear."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     return sum(linear.outputs)
@@ -71,7 +80,8 @@ def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
 def _stacked(
     model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """One A and B for adapters of several outputs of one module of theirs."""
+    """Return one A and B for the adapters `own` of one module of theirs, whose A and B are
+    `pairs`."""
     if not is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
         return pairs[0]
     a = torch.cat([pair[0] for pair in pairs])
@@ -84,7 +94,8 @@ def _stacked(
 
 
 def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """(IA)^3's as they have them: [outputs, 1] behind a linear, [1, inputs] in front of one."""
+    """Return the factors of (IA)^3 of one module in their shape: [outputs, 1] for factors of the
+    output of a linear, [1, inputs] for factors of its input."""
     first = own[0]
     if first.by_rows:
         return first.factors(adapter.tensors)[None]
@@ -97,12 +108,15 @@ def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
 
 
 def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the adapter_config.json; `ranks` has the rank of each module by its ending."""
     adapt = adapter.adapted.adapt
     own = _by_module(family, adapter.model, adapt)
-    short, first = _short(family, adapter.model), adapt.first_layer
-    # its (IA)^3 knows layers by the names of their modules alone
-    numbered = adapt.method == "ia3" and first > 0
-    names = {one: _ending(one, numbered) if numbered else short[_ending(one)] for one in own}
+    short = _short(family, adapter.model)
+    first = adapt.first_layer
+    if adapt.method == "ia3" and first > 0:  # it has no key for layers, only the modules' names
+        names = {module: _ending(module, numbered=True) for module in own}
+    else:
+        names = {module: short[_ending(module)] for module in own}
     common: dict[str, Any] = {
         "base_model_name_or_path": adapter.adapted.base.path,
         "fan_in_fan_out": family.transposed,
@@ -112,46 +126,55 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
         "target_modules": sorted({*names.values()}),
     }
     if adapter.adapted.has_head:
-        theirs = head_names(family, adapter.model).values()
-        common["modules_to_save"] = sorted({family.base(one).partition(".")[0] for one in theirs})
+        heads = map(family.base, head_names(family, adapter.model).values())
+        common["modules_to_save"] = sorted({head.partition(".")[0] for head in heads})
     if adapt.method == "ia3":
-        inner = {names[name] for name, some in own.items() if some[0].by_rows}
+        inner = {names[module] for module, places in own.items() if places[0].by_rows}
         return {**common, "feedforward_modules": sorted(inner)}
     other = {short[name]: rank for name, rank in ranks.items() if rank != adapt.rank}
+    layers = [*range(first, adapter.model.layers)]
     return {
         **common,
         "bias": "none",
         "r": adapt.rank,
         "lora_alpha": adapt.alpha,
         "lora_dropout": adapt.dropout,
-        "layers_to_transform": [*range(first, adapter.model.layers)] if first else None,
+        "layers_to_transform": layers if first else None,
         "rank_pattern": other,
         "alpha_pattern": {name: adapt.scale * rank for name, rank in other.items()},
     }
 
 
 def _task_type(adapter: LoadedAdapter) -> str | None:
-    """What `peft` calls that which the model is for; it knows no candidates."""
+    """Return `peft`'s name of the model's task; it has none for a choice of candidates."""
     kind = adapter.adapted.task.kind
-    if kind == "none":
-        return None if adapter.model.masked else "CAUSAL_LM"
-    return "SEQ_CLS" if kind == "classification" else None
+    if kind == "classification":
+        return "SEQ_CLS"
+    if kind == "none" and not adapter.model.masked:
+        return "CAUSAL_LM"
+    return None
 
 
 def _ending(name: str, numbered: bool = False) -> str:
-    """A module's name behind the number of its layer, or from that on."""
+    """Return the part of a module's name after the number of its layer; with `numbered`, from the
+    number on."""
     parts = name.split(".")
-    number = next(n for n, one in enumerate(parts) if one.isdigit())
+    number = next(n for n, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + (not numbered) :])
 
 
 def _short(family: Family, model: ModelConfig) -> dict[str, str]:
-    """What `peft` is to call each module of a layer, by its ending: the last name, or, where two
-    have the same (GPT-2's c_proj), the ending."""
+    """Return the names by which `peft` finds the modules of a layer, by their endings.
+
+    The name is the last part of the ending, or the ending itself if two modules share that part
+    (GPT-2's c_proj).
+    """
     every = AdaptConfig.model_validate({"method": "lora", "targets": ("*",)})
-    endings = {_ending(name) for name in _by_module(family, model, every)}
-    last = [one.rpartition(".")[2] for one in endings]
-    return {
-        one: one if last.count(one.rpartition(".")[2]) > 1 else one.rpartition(".")[2]
-        for one in endings
-    }
+    leaves: dict[str, list[str]] = {}
+    for ending in {_ending(name) for name in _by_module(family, model, every)}:
+        leaves.setdefault(ending.rpartition(".")[2], []).append(ending)
+    short = {}
+    for leaf, endings in leaves.items():
+        for ending in endings:
+            short[ending] = leaf if len(endings) == 1 else ending
+    return short

@@ -1,24 +1,28 @@
-"""Which files `peft` writes, and beside which of its modules our adapters stand."""
+"""The names of `peft`'s files, and the modules that our adapters belong to."""
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.adapters import AdapterPlace
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import Family
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 PREFIX = "base_model.model."
 
 
 def module_of(family: Family, place: AdapterPlace) -> str:
-    """Their module, without prefix. Raises InputError for one that the family has not."""
+    """Return the name of an adapter's module, without prefix. Raise InputError if the family has no
+    such module."""
     layer, _, linear = place.linear.removeprefix("layers.").partition(".")
     theirs = family.modules.get(f"layers.{{i}}.{linear}", ())
     if not theirs:
         raise InputError(f"a {family.model_type} of Hugging Face has nothing like {place.linear}")
-    return theirs[place.output if len(theirs) > 1 else 0].replace("{i}", layer)
+    output = place.output if len(theirs) > 1 else 0
+    return theirs[output].replace("{i}", layer)
 
 
 def is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
-    """Whether their module has all outputs of our linear, and not each on its own."""
+    """Return True if one module of theirs has all outputs of our linear, instead of one module per
+    output."""
     family = family_for(model)
     return len(family.modules[f"layers.{{i}}.{place.linear.split('.', 2)[2]}"]) == 1

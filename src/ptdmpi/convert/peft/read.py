@@ -1,8 +1,9 @@
-"""What `peft` has saved as adapters of ours."""
+"""Importing adapters that `peft` saved."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,40 +33,44 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.parameters import Linear
 
-# What changes the product, or the base beneath it, and is not known here: legal is what does not.
+# Options that change the product, or the base model, and are not supported: their legal values.
 LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
     "trainable_token_indices": (None,),
-    # adapters that act behind some tokens only
+    # adapters that act only after certain tokens
     "alora_invocation_tokens": (None,),
-    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA have other weights beneath them than the base has
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the weights of the base
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
 def import_peft(source: Path, base: Path, target: Path) -> int:
-    """Write what the `peft` directory `source` holds beside the model at `base` as a checkpoint of
-    adapters at `target`; returns its elements. Raises InputError; then there is no `target`."""
+    """Write the adapters in the `peft` directory `source`, which belong to the model at `base`, as
+    a checkpoint at `target`; return the number of their elements.
+
+    Raise InputError if a directory is missing or damaged, or the adapters are not supported or do
+    not fit the model; then `target` is not written.
+    """
     config = read_json(source / CONFIG_FILE)
-    header_text(source / WEIGHTS_FILE)  # which finds damage
+    header_text(source / WEIGHTS_FILE)  # reports a damaged file
     tensors = {
-        name.removeprefix(PREFIX): one.float()
-        for name, one in load_file(source / WEIGHTS_FILE).items()
+        name.removeprefix(PREFIX): values.float()
+        for name, values in load_file(source / WEIGHTS_FILE).items()
     }
     stored = open_model(base)
-    directory, known = base_at(base)
+    directory, origin = base_at(base)
     where = str(source / CONFIG_FILE)
     for name, legal in LEGAL.items():
         if config.get(name, legal[0]) not in legal:
-            told = ", ".join(map(repr, legal))
-            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {told}")
+            shown = ", ".join(map(repr, legal))
+            raise InputError(f"{where}: {name} = {config[name]!r}; legal: {shown}")
     model, task = _with_head(stored, config, tensors, where)
     head = _head(stored, with_task(family_for(model), task), model, tensors)
-    adapt, found = _own(config, tensors, model, where)
+    adapt, own = _own(config, tensors, model, where)
     adapt = adapt.model_copy(update={"base": str(directory)})
-    adapter = LoadedAdapter(Adapted(adapt, known, task), model, found | head)
+    adapter = LoadedAdapter(Adapted(adapt, origin, task), model, own | head)
     write_adapter(target, adapter)
     return size_of(adapter.tensors)
 
@@ -73,12 +78,15 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """The model beneath with the head for a task that their file brings, and the task: that of the
-    model, or classes without names. Raises InputError for anything else that was trained."""
+    """Return the base model with the head for a task that their file has, and the task.
+
+    The task is that of the base model, or a classification without names of classes. Raise
+    InputError if other modules were trained, or the head does not fit the task.
+    """
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
-    known = {"classifier", "score", "pooler"}  # `peft` names both of its own accord
+    known = {"classifier", "score", "pooler"}  # `peft` adds the first two by itself
     if strange := sorted({*(config.get("modules_to_save") or ())} - known):
         raise InputError(
             f"{where}: modules_to_save = {strange}; legal: None, or a head for a task: {linear!r}"
@@ -98,146 +106,181 @@ def _with_head(
 def _head(
     stored: StoredModel, family: Family, model: ModelConfig, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The head's weights, taken out of their `tensors`; what did not train is the base's. Raises
-    InputError for what neither has."""
-    found, shapes = {}, parameters.task_head(model)
+    """Remove the head's weights from their `tensors` and return them; weights that were not trained
+    are those of the base. Raise InputError for one of another shape, or one that both lack."""
+    head = {}
+    shapes = parameters.task_head(model)
     with stored.reader() as reader:
         for name, theirs in head_names(family, model).items():
-            held = tensors.pop(theirs, None)
-            if held is None:
+            weight = tensors.pop(theirs, None)
+            if weight is None:
                 reader.require(key(WEIGHTS, name), shapes[name])
-                held = whole_tensor(reader, key(WEIGHTS, name))
-            elif held.shape != shapes[name]:
+                weight = whole_tensor(reader, key(WEIGHTS, name))
+            elif weight.shape != shapes[name]:
                 raise InputError(
-                    f"{theirs} has shape {[*held.shape]}, and the model makes {[*shapes[name]]}"
+                    f"{theirs} has shape {[*weight.shape]}, but the model needs {[*shapes[name]]}"
                 )
-            found[name] = held
-    return found
+            head[name] = weight
+    return head
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of theirs with an adapter: the place of ours, and the names of its tensors (A and B,
+    or the factors)."""
+
+    place: AdapterPlace
+    names: Sequence[str]
 
 
 def _own(
     config: Mapping[str, Any], tensors: dict[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
+    """Return [adapt], without its base, and our tensors. Raise InputError for adapters that are not
+    supported, or do not fit the model."""
     kinds: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
     method = kinds.get(str(config.get("peft_type")))
     if method is None:
         raise InputError(
             f"{where}: peft_type = {config.get('peft_type')!r}; legal: 'LORA' or 'IA3'"
         )
-    family = family_for(model)
-    every = AdaptConfig.model_validate({"method": method, "targets": ("*",)})
-    own = list(_found(family, model, every, tensors, method))
-    left = tensors.keys() - {name for *_, names in own for name in names}
-    if left or not own:
-        strange = min(left) if left else "nothing"
-        raise InputError(f"{where}: {strange} is beside no linear of a layer of this model")
-    targets = tuple(dict.fromkeys(place.target for place, _ in own))
-    first = min(place.layer for place, _ in own)
+    own = list(_modules(model, tensors, method))
+    left = tensors.keys() - {name for module in own for name in module.names}
+    if left:
+        raise InputError(f"{where}: {min(left)} belongs to no linear of a layer of this model")
+    if not own:
+        raise InputError(f"{where}: has no adapter of a linear of a layer of this model")
+    targets = tuple(dict.fromkeys(module.place.target for module in own))
+    first = min(module.place.layer for module in own)
     if len(own) != len(targets) * (model.layers - first):
         raise InputError(
             f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
             "of the same linears"
         )
+    # as a run would write [adapt] that continues with these adapters
+    common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
+    if targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets):
+        common["targets"] = "all"
     if method == "ia3":
-        adapt = AdaptConfig(method="ia3", targets=targets)
-        found = {
-            f"{place.linear}.ia3_{place.leaf}.weight": _part(place, tensors[names[0]].flatten())
-            for place, names in own
-        }
-    else:
-        adapt, found = _low_rank(config, tensors, own, targets, where)
-    usual = targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets)
-    # as a run says it that goes on with them
-    told: dict[str, Any] = {"first_layer": first, **({"targets": "all"} if usual else {})}
-    return adapt.model_copy(update=told), found
+        return AdaptConfig(method="ia3").model_copy(update=common), _scaled(tensors, own)
+    low_rank, found = _low_rank(config, tensors, own, where)
+    return AdaptConfig(method="lora", **low_rank).model_copy(update=common), found
 
 
-def _found(
-    family: Family, model: ModelConfig, every: AdaptConfig, tensors: Mapping[str, Tensor], kind: str
-) -> Iterator[tuple[AdapterPlace, list[str]]]:
-    """Our adapters that their file has, with the names of its tensors."""
-    ends = ("lora_A.weight", "lora_B.weight") if kind == "lora" else ("ia3_l",)
+def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, Tensor]:
+    """Return our factors of (IA)^3."""
+    found = {}
+    for module in own:
+        factors = _part(module.place, tensors[module.names[0]].flatten())
+        found[f"{module.place.linear}.ia3_{module.place.leaf}.weight"] = factors
+    return found
+
+
+def _modules(
+    model: ModelConfig, tensors: Mapping[str, Tensor], method: Literal["lora", "ia3"]
+) -> Iterator[_Module]:
+    """Yield the modules that have adapters in their file. Raise InputError for one that does not
+    fit the model."""
+    family = family_for(model)
+    every = AdaptConfig.model_validate({"method": method, "targets": ("*",)})
+    ends = ("lora_A.weight", "lora_B.weight") if method == "lora" else ("ia3_l",)
     for place in places(model, every):
         module = family.full(module_of(family, place))
         names = [f"{module}.{end}" for end in ends]
         if names[0] in tensors:
             _require_fit(model, place, tensors, names)
-            yield place, names
+            yield _Module(place, names)
 
 
 def _require_fit(
     model: ModelConfig, place: AdapterPlace, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
-    """Raises InputError unless the tensors of an adapter are those of its place in the model."""
+    """Raise InputError if the tensors of an adapter do not fit its place in the model."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     own = place.rows.stop - place.rows.start
-    outputs = {own, sum(linear.outputs)} if is_fused(model, place) else {own}
+    outputs = {own}
+    if is_fused(model, place):
+        outputs.add(sum(linear.outputs))
     for name in names:
-        one = tensors.get(name)
-        shape = [] if one is None else [*one.shape]
+        shape = [*tensors[name].shape] if name in tensors else []
+        rank = len(tensors[names[0]])
         if name.endswith("lora_A.weight"):
-            fits, legal = len(shape) == 2 and shape[0] > 0 and shape[1] == linear.inputs, "inputs"
+            fits = len(shape) == 2 and shape[0] > 0 and shape[1] == linear.inputs
+            legal = "inputs"
         elif name.endswith("lora_B.weight"):
-            rank = len(tensors[names[0]])
-            fits, legal = len(shape) == 2 and shape[0] in outputs and shape[1] == rank, "outputs"
+            fits = len(shape) == 2 and shape[0] in outputs and shape[1] == rank
+            legal = "outputs"
         else:
             # the shape says what is multiplied: inputs (their feedforward_modules), or outputs
             shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
-            fits, legal = shape in shapes, f"channels, as {shapes[0]},"
+            fits = shape in shapes
+            legal = f"channels, as {shapes[0]},"
         if not fits:
-            found = "is missing" if one is None else f"has shape {shape}"
+            reason = f"has shape {shape}" if name in tensors else "is missing"
             raise InputError(
-                f"{name} {found}: not that of this model, whose {place.linear} has "
+                f"{name} {reason}: it is not of this model, whose {place.linear} has "
                 f"{linear.inputs} inputs and {own} outputs; legal: the {legal} of its base"
             )
 
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
-    """Rows of a tensor of theirs that are of one output of ours, where it has all outputs."""
+    """Return the rows of their tensor that belong to our adapter; their tensor may have the rows of
+    all outputs of our linear."""
     size = place.rows.stop - place.rows.start
-    return whole if place.by_rows or len(whole) == size else whole[place.rows]
+    if place.by_rows or len(whole) == size:
+        return whole
+    return whole[place.rows]
 
 
 def _low_rank(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    own: Sequence[tuple[AdapterPlace, Sequence[str]]],
-    targets: tuple[str, ...],
-    where: str,
-) -> tuple[AdaptConfig, dict[str, Tensor]]:
-    """All of one rank: those of a lower one are padded, and what their scales differ in is in B."""
-    rank = max(len(tensors[names[0]]) for _, names in own)
-    alpha, usual = (_number(config, name, where) for name in ("lora_alpha", "r"))
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], own: Sequence[_Module], where: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the keys of [adapt] for LoRA, and our A and B, which all have the greatest rank.
+
+    Adapters of a lower rank are padded, and B is multiplied by the ratio of an adapter's scale to
+    the common one. Raise InputError if the configuration contradicts the tensors.
+    """
+    rank = max(len(tensors[module.names[0]]) for module in own)
+    alpha = _number(config, "lora_alpha", where)
+    usual = _number(config, "r", where)
     scale = alpha / usual
-    modules = [first.removesuffix(".lora_A.weight") for _, (first, _) in own]
-    alphas = _pattern(config, "alpha_pattern", modules, where)
-    ranks = _pattern(config, "rank_pattern", modules, where)
+    names = [module.names[0].removesuffix(".lora_A.weight") for module in own]
+    alphas = _pattern(config, "alpha_pattern", names, where)
+    ranks = _pattern(config, "rank_pattern", names, where)
     found: dict[str, Tensor] = {}
-    for module, (place, (first, second)) in zip(modules, own, strict=True):
-        a, b = tensors[first], _part(place, tensors[second])
-        said = ranks.get(module, usual)
-        if said != len(a):
+    for name, module in zip(names, own, strict=True):
+        place = module.place
+        a = tensors[module.names[0]]
+        b = _part(place, tensors[module.names[1]])
+        stated = ranks.get(name, usual)
+        if stated != len(a):
             raise InputError(
-                f"{where}: r or rank_pattern say rank {said:g} of {module}, and {first} has "
-                f"{counted(len(a), 'row')}; legal: as many"
+                f"{where}: r or rank_pattern give rank {stated:g} of {name}, but "
+                f"{module.names[0]} has {counted(len(a), 'row')}; legal: as many"
             )
-        factor = alphas.get(module, alpha) / len(a) / scale
-        padded_a, padded_b = a.new_zeros(rank, a.shape[1]), b.new_zeros(len(b), rank)
-        padded_a[: len(a)], padded_b[:, : len(a)] = a, b if factor == 1.0 else b * factor
+        factor = alphas.get(name, alpha) / len(a) / scale
+        if factor != 1.0:
+            b = b * factor
+        padded_a = a.new_zeros(rank, a.shape[1])
+        padded_a[: len(a)] = a
+        padded_b = b.new_zeros(len(b), rank)
+        padded_b[:, : len(a)] = b
         found[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
         found[f"{place.linear}.lora_{place.leaf}.b"] = padded_b
     dropout = _number({"lora_dropout": 0.0, **config}, "lora_dropout", where, least=0.0, below=1.0)
-    told: dict[str, Any] = {"rank": rank, "alpha": scale * rank, "dropout": dropout}
-    return AdaptConfig(method="lora", targets=targets, **told), found
+    return {"rank": rank, "alpha": scale * rank, "dropout": dropout}, found
 
 
 def _pattern(
     config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
 ) -> dict[str, float]:
-    """What a table of theirs says of each module that it names: by the first of its keys that is a
-    regular expression for the module's name, or for an end of that behind a dot, as
-    `peft.utils.other.get_pattern_key` has it. Raises InputError for a key that names none."""
+    """Return the numbers that the table `name` of their configuration gives to modules.
+
+    A key of the table is a regular expression for a module's name, or for the end of one after a
+    dot; the first key that matches counts, as in `peft.utils.other.get_pattern_key`. Raise
+    InputError for a key that matches no module.
+    """
     table = config.get(name) or {}
     if not isinstance(table, dict):
         raise InputError(f"{where}: {name} = {table!r}; legal: a table of numbers")
@@ -245,7 +288,7 @@ def _pattern(
     for pattern in table:
         value = _number(table, pattern, where)
         try:
-            own = [one for one in modules if re.match(rf"(.*\.)?({pattern})$", one)]
+            own = [module for module in modules if re.match(rf"(.*\.)?({pattern})$", module)]
         except re.error as error:
             raise InputError(
                 f"{where}: {name}: {pattern!r}: {error}; legal: a regular expression"
@@ -253,7 +296,7 @@ def _pattern(
         if not own:
             raise InputError(
                 f"{where}: {name}: {pattern!r} names no module that has an adapter; legal: the "
-                f"end of such a one's name, say {modules[0].rpartition('.')[2]!r}"
+                f"end of the name of one that has, such as {modules[0].rpartition('.')[2]!r}"
             )
         for module in own:
             found.setdefault(module, value)
@@ -261,9 +304,10 @@ def _pattern(
 
 
 def _number(
-    table: Mapping[str, Any], name: str, where: str, least: float = 1e-9, below: float = math.inf
+    table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """A number that their configuration has. Raises InputError for anything else."""
+    """Return the number `name` of their configuration. Raise InputError if it is no number in
+    [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"

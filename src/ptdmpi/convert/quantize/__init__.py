@@ -1,1 +1,1 @@
-"""Post-training quantization: a checkpoint whose layers have their matrices in few bits."""
+"""Post-training quantization: a checkpoint whose layers have quantized weight matrices."""

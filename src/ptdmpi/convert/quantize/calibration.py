@@ -1,4 +1,4 @@
-"""What layers see of calibration samples: one layer in memory at a time."""
+"""Activations of calibration samples, with one layer in memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,15 +21,18 @@ ROWS = 8  # sequences that go through a layer together
 
 @dataclass(frozen=True)
 class CalibrationSamples:
-    """So many sequences of `length` tokens, spread evenly over the shards in `directory`."""
+    """A number (`count`) of sequences of `length` tokens, spread evenly over the shards in
+    `directory`."""
 
     directory: Path
     count: int
     length: int
 
     def read(self, stored: StoredModel) -> Tensor:
-        """Their ids [count, length]. Raises InputError."""
-        dataset, length = Dataset(self.directory), self.length
+        """Return their ids [count, length]. Raise InputError if the shards do not fit the model, or
+        are too few."""
+        dataset = Dataset(self.directory)
+        length = self.length
         known = stored.config().model.seq_length
         if not 2 <= length <= known:
             raise InputError(f"--length {length}: legal: 2 to {known}, the model's seq_length")
@@ -48,50 +51,59 @@ class CalibrationSamples:
 
 
 class Calibration:
-    """The activations of some samples on their way through a model, in float32. Layers are asked in
-    their order; each sees what those before it, in few bits, have made of the samples."""
+    """The activations of some samples between the layers of a model, in float32.
+
+    The layers are processed in order. The input of each is the output of the quantized layers
+    before it.
+    """
 
     def __init__(self, stored: StoredModel, ids: Tensor) -> None:
+        """Begin with the samples `ids` [n, s]. Raise InputError for a masked language model."""
         self.vocab_size = stored.vocab_size
         config = stored.config(precision="fp32")
         if config.model.masked:
             raise InputError(
-                f"{stored.path} sees both sides of a token: it has no calibration samples; legal: "
-                "--method absmax"
+                f"{stored.path} is a masked language model, for which there are no calibration "
+                "samples; legal: --method absmax"
             )
-        if config.model.positions == "rope":  # whose table is as long as the samples
+        if config.model.positions == "rope":  # so that the table of angles is as long as a sample
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config
         self.batches = [_batch(rows) for rows in ids.split(ROWS)]
         self.activations: Sequence[Tensor | None] = [None for _ in self.batches]
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
-        """X^T X [i, i], float64, of the inputs X of some linears of a layer over all samples."""
-        found: dict[str, Tensor] = {}
+        """Return X^T X [i, i], float64, for the inputs X of some linears of a layer, over all
+        samples, by the names of the linears."""
+        sums: dict[str, Tensor] = {}
         hooks = []
         for name in modules:
-            add: Callable[[Any, Any], None] = partial(_add, found, name)
+            add: Callable[[Any, Any], None] = partial(_add, sums, name)
             hooks.append(stage.get_submodule(name).register_forward_pre_hook(add))
-        for _ in self._through(stage):
+        for _ in self._outputs(stage):
             pass
         for hook in hooks:
             hook.remove()
-        return found
+        return sums
 
     def advance(self, stage: Stage) -> None:
-        """Go on with what a layer, as it is now, makes of the activations."""
-        self.activations = list(self._through(stage))
+        """Replace the activations by the outputs of a layer with its present weights."""
+        self.activations = list(self._outputs(stage))
 
-    def _through(self, stage: Stage) -> Iterator[Tensor]:
+    def _outputs(self, stage: Stage) -> Iterator[Tensor]:
         with torch.no_grad():
             for batch, x in zip(self.batches, self.activations, strict=True):
                 yield stage.hidden(batch, x, None)
 
 
-def _add(found: dict[str, Tensor], name: str, module: Any, given: tuple[Tensor, ...]) -> None:
-    x = given[0].flatten(0, -2)
+def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
+    """Add X^T X of a linear's input to its sum; a forward hook."""
+    x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()
-    found[name] = product if name not in found else found[name].add_(product)
+    if name in sums:
+        sums[name] += product
+    else:
+        sums[name] = product
 
 
 def _batch(rows: Tensor) -> Batch:

@@ -1,4 +1,4 @@
-"""All of `ptdmpi quantize`: writing by one rank, perplexities by all."""
+"""The work of `ptdmpi quantize`: one rank writes, all ranks compute perplexities."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,39 +22,45 @@ Options = Mapping[str, Any]
 
 
 def work(source: Path, target: Path, form: LowBit, world: World, **options: Any) -> dict[str, Any]:
-    """`options` are those of `ptdmpi quantize`; every rank calls it and gets the results. Raises
-    InputError on every rank, before anything is computed where that is possible."""
+    """Quantize the model at `source`, and return the results, with the perplexities before and
+    after. All ranks call it and get the results.
+
+    `options` are those of `ptdmpi quantize`. Raise InputError on all ranks for bad options or
+    inputs, if possible before anything is computed.
+    """
     world.on_root(partial(_check_datasets, source, options))
     kind = kind_of(options["ema"])
-    found = world.on_root(
-        lambda: asdict(quantize(source, target, form, _samples(source, options), kind))
+    written = world.on_root(
+        lambda: asdict(quantize(source, target, form, samples=_samples(source, options), kind=kind))
     )
-    found = {**found, "path": str(target), "perplexity": []}
+    results = {**written, "path": str(target), "perplexity": []}
     if options["evaluate"]:
-        kinds = ((source, kind), (target, WEIGHTS))
-        before, after = (_perplexities(*one, world, options) for one in kinds)
-        for one, other in zip(before, after, strict=True):
-            found["perplexity"].append({**one, "after": other["before"]})
-    return found
+        before = _perplexities(source, kind, world, options)
+        after = _perplexities(target, WEIGHTS, world, options)
+        for row, other in zip(before, after, strict=True):
+            results["perplexity"].append({**row, "after": other["before"]})
+    return results
 
 
 def _check_datasets(source: Path, options: Options) -> None:
+    """Raise InputError if the model cannot be evaluated, or a dataset does not fit it."""
     stored = open_model(source)
     if options["evaluate"] and stored.config().model.masked:
         raise InputError(
-            f"--evaluate: {source} sees both sides of a token, and has no perplexity; legal: "
+            f"--evaluate: {source} is a masked language model, which has no perplexity; legal: "
             "without it"
         )
     if options["evaluate"] and stored.tree["model"].get("output_head") == "classes":
         raise InputError(
-            f"--evaluate: {source} has a head for a task, and gives no tokens; legal: without it, "
-            "and then `ptdmpi evaluate TARGET --tasks FILE`"
+            f"--evaluate: {source} has a head for a task, and predicts no tokens; legal: without "
+            "it, and then `ptdmpi evaluate TARGET --tasks FILE`"
         )
     for path in (*options["evaluate"], *filter(None, [options["data"]])):
         check_dataset(path, stored)
 
 
 def _samples(source: Path, options: Options) -> CalibrationSamples | None:
+    """Return the calibration samples that the options name; None for a method without any."""
     if options["method"] != "gptq":
         return None
     length = options["length"] or open_model(source).config().model.seq_length
@@ -62,16 +68,16 @@ def _samples(source: Path, options: Options) -> CalibrationSamples | None:
 
 
 def _perplexities(path: Path, kind: str, world: World, options: Options) -> list[dict[str, Any]]:
-    """`before` is what this model has."""
+    """Return a model's perplexity on each dataset of the options, under the key "before"."""
     model, _ = open_inference(path, world, None, options["precision"], kind=kind)
-    asked = [perplexity(model, Dataset(data)) for data in options["evaluate"]]
+    rows = [perplexity(model, Dataset(data)) for data in options["evaluate"]]
     precision = model.config.precision.compute
     return [
         {
-            "dataset": one["dataset"],
-            "tokens": one["tokens"],
+            "dataset": row["dataset"],
+            "tokens": row["tokens"],
             "precision": precision,
-            "before": one["perplexity"],
+            "before": row["perplexity"],
         }
-        for one in asked
+        for row in rows
     ]

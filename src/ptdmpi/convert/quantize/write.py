@@ -1,4 +1,4 @@
-"""From a checkpoint to one in few bits: a directory laid out like a run's."""
+"""Quantizing a checkpoint: writing a directory with the layout of a run, with quantized weights."""
 
 import contextlib
 import math
@@ -40,14 +40,14 @@ from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.terminal.progress import progress
 
 Json = Mapping[str, Any]
-# What of a manifest is said of these very weights, and is said anew.
+# The keys of a manifest that describe the weights themselves, and so are written again.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """`matrices` of `elements` in few bits, and how many bytes the weights took before and take
-    now, as the files have them."""
+    """The result of a quantization: the number of quantized matrices and of their elements
+    together, and the bytes of all weights in the files before and after."""
 
     path: Path
     codes: str
@@ -64,21 +64,24 @@ def quantize(
     source: Path,
     target: Path,
     form: LowBit,
+    *,
     samples: CalibrationSamples | None = None,
     kind: str = WEIGHTS,
 ) -> Quantized:
-    """Put the matrices of all layers of the newest checkpoint that `source` names into few bits:
-    each element to the nearest level (absmax), or, with calibration `samples`, by `gptq`. Tables,
-    norms, biases and the head stay. `kind` stands for the weights.
+    """Quantize the matrices of all layers of the newest checkpoint that `source` names, and write
+    the model at `target`.
 
-    Raises InputError; then there is no `target`.
+    Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
+    `gptq`. Tables, norms, biases and the head are copied. `kind` is the state to quantize as
+    weights, such as their average. Raise InputError if the checkpoint is damaged or quantized
+    already, or the form does not fit; then `target` is not written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:
         form = stored.manifest.form
         raise InputError(
-            f"{stored.checkpoint} is in few bits already: {form.codes}, blocks of {form.block}; "
-            "legal: the model that it was made of"
+            f"{stored.checkpoint} is quantized already: {form.codes}, blocks of {form.block}; "
+            "legal: the model that it was made from"
         )
     config = stored.config()
     _require_block(config.model, form)
@@ -88,58 +91,74 @@ def quantize(
     if damaged:
         raise InputError(f"checkpoint {stored.checkpoint} is damaged: {damaged[0]}")
     shapes = {name: needed[name].shape for name in chosen}
-    before = sum(math.prod(one.shape) for one in needed.values()) * 4
+    before = sum(math.prod(declaration.shape) for declaration in needed.values()) * 4
     with new_directory(target) as folder, stored.reader() as reader:
         require_weights(reader, needed)
         maker = Maker(stored, reader, form, samples)
         parts = [*_others(reader, needed.keys() - chosen), *_packed_parts(maker, shapes)]
         size = sum(part.nbytes for part in parts)
         files.require_space(folder, size)
-        _write(folder, stored, parts, maker.said)
+        _write(folder, stored, parts, maker.description)
         shutil.copyfile(stored.path / CONFIG, folder / CONFIG)
         if (stored.path / KEPT).is_dir():
             shutil.copytree(stored.path / KEPT, folder / KEPT)
-    count = sum(map(math.prod, shapes.values()))
-    told = (form.codes, form.block, maker.said["method"], len(chosen), count, form.bits_per_element)
-    return Quantized(target, *told, before, size)
+    return Quantized(
+        path=target,
+        codes=form.codes,
+        block=form.block,
+        method=maker.description["method"],
+        matrices=len(chosen),
+        elements=sum(map(math.prod, shapes.values())),
+        bits_per_element=form.bits_per_element,
+        bytes_before=before,
+        bytes=size,
+    )
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """Logical names of what is put into few bits: the weights of all linears of all layers."""
+    """Return the logical names of the weights to quantize: those of all linears of all layers."""
     parts = parameters.layer(model).items()
     linears = [name for name, part in parts if isinstance(part, parameters.Linear)]
     return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
 
 
 def _require_block(model: ModelConfig, form: LowBit) -> None:
+    """Raise InputError if the block is odd, or does not divide the rows of a matrix."""
     parts = parameters.layer(model).values()
     widths = {part.inputs for part in parts if isinstance(part, parameters.Linear)}
     if form.block % 2 or any(width % form.block for width in widths):
         legal = [n for n in divisors(math.gcd(*widths)) if n % 2 == 0]
-        found = f"legal nearby: {nearest(form.block, legal)}" if legal else "legal: none here"
+        choice = "legal: none here"
+        if legal:
+            choice = f"legal nearby: {nearest(form.block, legal)}"
         raise InputError(
             f"--block {form.block} is not even, or does not divide the rows of all matrices "
-            f"({', '.join(map(str, sorted(widths)))}); {found}"
+            f"({', '.join(map(str, sorted(widths)))}); {choice}"
         )
 
 
 class Maker:
-    """Makes the packed matrices of a model, asked in the order of its layers."""
+    """A maker of a model's quantized matrices, which are asked for in the order of the layers.
+
+    `description` is the entry QUANTIZATION of the manifest.
+    """
 
     def __init__(
         self, stored: StoredModel, reader: Reader, form: LowBit, samples: CalibrationSamples | None
     ) -> None:
-        self.reader, self.form = reader, form
-        self.said: dict[str, Any] = {"codes": form.codes, "block": form.block}
-        self.said |= {"method": "absmax" if samples is None else "gptq"}
+        self.reader = reader
+        self.form = form
+        self.description: dict[str, Any] = {"codes": form.codes, "block": form.block}
+        self.description["method"] = "absmax" if samples is None else "gptq"
         self.samples: Calibration | None = None
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
-            self.said |= {"samples": samples.count, "sample_tokens": samples.length}
-        self._made: dict[str, Packed] = {}
+            self.description |= {"samples": samples.count, "sample_tokens": samples.length}
+        self._made: dict[str, Packed] = {}  # matrices of the present layer
 
     def matrix(self, name: str) -> Packed:
-        """One of them; what was made with it stays until another layer is asked for."""
+        """Return a quantized matrix. Raise InputError for weights, or calibration inputs, that are
+        not finite."""
         if name not in self._made:
             if self.samples is None:
                 self._made = {name: packed(self._read(name), self.form)}
@@ -148,22 +167,24 @@ class Maker:
         return self._made[name]
 
     def _read(self, name: str) -> Tensor:
+        """Return a matrix of the checkpoint. Raise InputError if it is damaged or not finite."""
         stored = self.reader.manifest[key(WEIGHTS, name)]
         values = np.empty(stored.shape, stored.dtype)
         _fill(self.reader, name, Box.whole(stored.shape), values)
         return self._finite(torch.from_numpy(values), key(WEIGHTS, name))
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
-        """`values`, of which a scale can be made. Raises InputError."""
+        """Return `values`, or raise InputError, with their name `what`, if they are not finite."""
         if not values.isfinite().all():
             raise InputError(
-                f"checkpoint {self.reader.directory}: {what}: inf or NaN, which no block of codes "
-                "holds; legal: finite weights"
+                f"checkpoint {self.reader.directory}: {what}: inf or NaN, which codes cannot "
+                "represent; legal: finite weights"
             )
         return values
 
     def _layer(self, samples: Calibration, number: int) -> dict[str, Packed]:
-        """All matrices of a layer, which sees what the layers before it now make of the samples."""
+        """Return all matrices of a layer, by `gptq`, and advance the samples through the quantized
+        layer."""
         names = [name for name in matrices(samples.config.model) if _is_of(name, number)]
         with _as_input_error():
             stage, buffer = loaded_layer(samples.config, samples.vocab_size, number, self.reader)
@@ -186,7 +207,7 @@ def _is_of(name: str, layer: int) -> bool:
 
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
-    """What is damaged is for its owner to mend."""
+    """Raise InputError in place of Damaged, since the user can do something about it."""
     try:
         yield
     except Damaged as error:
@@ -194,30 +215,31 @@ def _as_input_error() -> Iterator[None]:
 
 
 def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
+    """Read a box of a weight into `values` and return them. Raise InputError if it is damaged."""
     with _as_input_error():
         reader.read(key(WEIGHTS, name), box, values)
     return values
 
 
 def _others(reader: Reader, names: Iterable[str]) -> Iterator[Outgoing]:
-    """What stays as it is, in pieces of whole rows."""
+    """Yield the weights that are not quantized, in pieces of whole rows."""
     for name in sorted(names):
         stored = reader.manifest[key(WEIGHTS, name)]
         for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
-            room = partial(np.empty, box.size, stored.dtype)
-            values = partial(_later, reader, name, box, room)
+            values = partial(_read_box, reader, name, box, stored.dtype)
             yield Outgoing(key(WEIGHTS, name), stored.shape, box, stored.dtype, values)
 
 
-def _later(reader: Reader, name: str, box: Box, room: Callable[[], Array]) -> Array:
-    return _fill(reader, name, box, room())
+def _read_box(reader: Reader, name: str, box: Box, dtype: str) -> Array:
+    return _fill(reader, name, box, np.empty(box.size, dtype))
 
 
 def _packed_parts(maker: Maker, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Outgoing]:
-    """Codes and scales of each matrix, one behind the other."""
+    """Yield the codes and the scales of each matrix in turn."""
     for name, (rows, columns) in shapes.items():
-        codes, scales = maker.form.code_shape(rows, columns), maker.form.scale_shape(rows, columns)
+        codes = maker.form.code_shape(rows, columns)
         yield _part(CODES + name, codes, "uint8", partial(_codes, maker, name))
+        scales = maker.form.scale_shape(rows, columns)
         yield _part(SCALES + name, scales, "float32", partial(_scales, maker, name))
 
 
@@ -233,22 +255,23 @@ def _scales(maker: Maker, name: str) -> Array:
     return maker.matrix(name).scales.numpy()
 
 
-def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], said: Json) -> None:
-    """One checkpoint of weights alone, of the step and the history of what it was made from."""
+def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description: Json) -> None:
+    """Write a checkpoint with weights only, with the step and the history of the original."""
     directory = folder / "checkpoints"
     temporary = directory / (files.name_of(stored.step) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("quantizing", sum(part.nbytes for part in parts), "B") as advance:
-        told = [replace(part, values=partial(_told, part, advance)) for part in parts]
-        written = write(temporary / "rank-00000.safetensors", told)
+        shown = [replace(part, values=partial(_advanced, part, advance)) for part in parts]
+        written = write(temporary / "rank-00000.safetensors", shown)
     manifest = stored.manifest
-    lineage = {name: one for name, one in manifest.said.items() if name not in OWN}
-    lineage[QUANTIZATION] = dict(said)
+    lineage = {name: value for name, value in manifest.said.items() if name not in OWN}
+    lineage[QUANTIZATION] = dict(description)
     write_manifest(temporary, manifest.progress, manifest.said["model"], [written], lineage)
     files.publish(temporary, ())
 
 
-def _told(part: Outgoing, advance: Callable[[float], object]) -> Array:
+def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
+    """Return the values of a part, and show the progress."""
     values = part.values()
     advance(part.nbytes)
     return values

@@ -1,1 +1,1 @@
-"""How fast data comes."""
+"""The speed of reading, writing and tokenizing data."""

@@ -1,16 +1,16 @@
-"""How fast data comes, beside the least that it could cost.
+"""The speed of data, compared with the least work that it needs.
 
     python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
 
-reads     samples of 1,024 tokens in the training order, ready as int64 inputs and labels, beside
+reads     samples of 1,024 tokens in the training order, as int64 inputs and labels, against
           `memmap[i * s : i * s + s + 1].astype(np.int64)` of as many random i; warm page cache
 start     time and memory from the start of a process to its first batch: 10^8 to 10^12 tokens
-write     ready token ids to shards, beside h5py's create_dataset(data=...)
-tokenize  `ptdmpi-data tokenize` beside the bare calls of the tokenizer, and the tools of others
+write     token ids written to shards, against h5py's create_dataset(data=...)
+tokenize  `ptdmpi-data tokenize` against the bare calls of the tokenizer, and other tools
 
-All sides run in turn, in changing order; a ratio is that of one round. Medians and, in brackets,
-the least and the greatest.
+All sides run in turn, in changing order; a ratio is that of one round. Printed are medians and, in
+brackets, the least and the greatest.
 """
 
 import argparse
@@ -45,6 +45,7 @@ BLOCK_TOKENS = 1 << 20
 
 
 def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
+    """Write a dataset of random tokens, and return it."""
     directory.mkdir(parents=True)
     chance = np.random.default_rng(seed)
     with ShardWriter(directory / "shard.h5", **VOCABULARY) as writer:
@@ -55,6 +56,7 @@ def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
 
 
 def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
+    """Return a side that reads the next `samples` samples, step by step."""
     places = iter(range(10**9))
 
     def side() -> float:
@@ -62,7 +64,7 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
         begun = time.perf_counter()
         for _ in steps:
             for microbatch in batches.step(next(places)):
-                last = microbatch.inputs, microbatch.labels
+                last = (microbatch.inputs, microbatch.labels)
         rate = len(steps) * global_size / (time.perf_counter() - begun)
         assert all(ids.dtype == np.int64 and ids.shape[1] == SEQ_LENGTH for ids in last)
         return rate
@@ -71,6 +73,8 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
 
 
 def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
+    """Return a side that prefetches `samples` samples."""
+
     def side() -> float:
         steps = samples // global_size
         begun = time.perf_counter()
@@ -98,57 +102,67 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
     )
 
 
+def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
+    """Return a side that reads the samples `picks` as slices of the files, from a random dataset
+    each."""
+    headers = [dataset.headers[0] for dataset in datasets]
+    maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
+    shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])
+    files = chance.choice(len(datasets), len(picks), p=shares / shares.sum()).tolist()
+
+    def side() -> float:
+        starts = (picks * SEQ_LENGTH).tolist()
+        begun = time.perf_counter()
+        for file, first in zip(files, starts, strict=True):
+            maps[file][first : first + SEQ_LENGTH + 1].astype(np.int64)
+        return len(picks) / (time.perf_counter() - begun)
+
+    return side
+
+
+def timed_reads(dataset: Dataset, picks: np.ndarray, group: int) -> Side:
+    """Return a side that reads the samples `picks`, `group` at a time."""
+
+    def side() -> float:
+        groups = [picks[n : n + group] for n in range(0, len(picks), group)]
+        begun = time.perf_counter()
+        for chosen in groups:
+            rows = dataset.read(chosen, SEQ_LENGTH)
+            assert rows[:, :-1].shape == rows[:, 1:].shape
+        return len(picks) / (time.perf_counter() - begun)
+
+    return side
+
+
 def reads(folder: Path, rounds: int) -> None:
+    """Measure reading from one dataset and from a mixture of four."""
     everything = [write_dataset(folder / f"reads{n}", 50_000_000, n) for n in range(4)]
-    count, samples = everything[0].samples(SEQ_LENGTH), 20_000
+    count = everything[0].samples(SEQ_LENGTH)
+    samples = 20_000
     chance = np.random.default_rng(0)
     picks = chance.integers(0, count, samples)
     for dataset in everything:
         for first in range(0, count, 1000):  # into the page cache
             dataset.read(np.arange(first, min(first + 1000, count)), SEQ_LENGTH)
-
-    def bare(parts: int) -> Side:
-        headers = [dataset.headers[0] for dataset in everything[:parts]]
-        maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
-        shares = [float(weight) for weight in WEIGHTS[:parts]]
-        files = chance.choice(parts, samples, p=np.array(shares) / sum(shares)).tolist()
-
-        def side() -> float:
-            starts = (picks * SEQ_LENGTH).tolist()
-            begun = time.perf_counter()
-            for file, first in zip(files, starts, strict=True):
-                maps[file][first : first + SEQ_LENGTH + 1].astype(np.int64)
-            return samples / (time.perf_counter() - begun)
-
-        return side
-
-    def by_number(group: int) -> Side:
-        def side() -> float:
-            groups = [picks[n : n + group] for n in range(0, samples, group)]
-            begun = time.perf_counter()
-            for chosen in groups:
-                rows = everything[0].read(chosen, SEQ_LENGTH)
-                assert rows[:, :-1].shape == rows[:, 1:].shape
-            return samples / (time.perf_counter() - begun)
-
-        return side
-
-    for parts, what in ((1, "one dataset"), (4, "a mixture of four")):
-        sides: dict[str, Side] = {"np.memmap slice": bare(parts)}
+    for parts, title in ((1, "one dataset"), (4, "a mixture of four")):
+        datasets = everything[:parts]
+        sides: dict[str, Side] = {"np.memmap slice": timed_slices(datasets, picks, chance)}
         for size in (1, 8, 512):
-            batches = in_order(everything[:parts], size, 1)
+            batches = in_order(datasets, size, 1)
             sides[f"training order, {size} sample(s) a step"] = timed_steps(batches, samples, size)
-        batches = in_order(everything[:parts], 512, 4)
+        batches = in_order(datasets, 512, 4)
         prefetched = timed_prefetch(batches, samples, 512)
         sides["training order, 512 samples a step, b = 4, prefetched"] = prefetched
         if parts == 1:
             for group in (1, 8, 64):
-                sides[f"Dataset.read of {group} random sample(s)"] = by_number(group)
+                name = f"Dataset.read of {group} random sample(s)"
+                sides[name] = timed_reads(everything[0], picks, group)
         table = compare(sides, "np.memmap slice", rounds)
-        show(f"reads of 1,024 tokens: {what}", "samples/s", table)
+        show(f"reads of 1,024 tokens: {title}", "samples/s", table)
 
 
 def write(folder: Path, rounds: int) -> None:
+    """Measure writing token ids."""
     total = 200 * BLOCK_TOKENS
     tokens = np.random.default_rng(0).integers(0, 50256, total, np.uint16)
     ends = np.append(np.arange(DOCUMENT_TOKENS, BLOCK_TOKENS, DOCUMENT_TOKENS), BLOCK_TOKENS)
@@ -156,12 +170,13 @@ def write(folder: Path, rounds: int) -> None:
 
     def ours(block: int, dtype: type, sync: bool = True) -> Side:
         ready = tokens.astype(dtype)
-        inside = ends[ends < block] if block < BLOCK_TOKENS else ends
-        inside = inside if inside.size and inside[-1] == block else np.append(inside, block)
+        inside = ends[ends <= block]
+        if not inside.size or inside[-1] != block:
+            inside = np.append(inside, block)
 
         def side() -> float:
             path.unlink(missing_ok=True)
-            count = total // block if block == BLOCK_TOKENS else 50_000
+            count = total // block if block == BLOCK_TOKENS else 50_000  # calls
             begun = time.perf_counter()
             with patch("os.fsync", os.fsync if sync else lambda file: None):
                 with ShardWriter(path, **VOCABULARY) as writer:
@@ -200,17 +215,19 @@ def write(folder: Path, rounds: int) -> None:
 
 
 def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
+    """Measure tokenizing."""
     tokenizer = learn(folder)
     warm(folder, tokenizer, rounds)
     commands(folder, tokenizer, min(rounds, 3), peers)
 
 
 def main() -> None:
+    """Measure the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {' '.join(PARTS)} [default: all]")
-    parser.add_argument("--folder", type=Path, help="where the data sets are made")
+    parser.add_argument("--folder", type=Path, help="the folder for the datasets")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", type=Path, help="a python with others' tools")
+    parser.add_argument("--peers", type=Path, help="a python that has the other tools")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -223,9 +240,8 @@ def main() -> None:
                 peers = Peers(arguments.peers, arguments.megatron)
                 tokenize(Path(place), arguments.rounds, peers)
             else:
-                {"reads": reads, "start": start, "write": write}[part](
-                    Path(place), arguments.rounds
-                )
+                measure = {"reads": reads, "start": start, "write": write}[part]
+                measure(Path(place), arguments.rounds)
             print(f"  ({part}: {time.perf_counter() - begun:.0f} s)", flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Time and memory from the start of a process to its first batch, whatever the size of the corpus.
+"""Time and memory from the start of a process to its first batch, by the size of the corpus.
 
-Shards are sparse files, whose tokens are all 0 and take no place on the disk; where there are many,
-they are names of one file.
+Shards are sparse files, whose tokens are 0 and take no space on the disk; many shards are links to
+one file.
 """
 
 import json
@@ -32,7 +32,10 @@ dataset = Dataset(sys.argv[1])
 samples = dataset.samples(1024)
 order = SampleOrder([Part(samples, "1")], seed=1)
 step = int(float(sys.argv[2]) * samples) // 8
-microbatch = TrainBatches([dataset], order, 1024, 8, 1, 0, 1).step(step)[0]
+batches = TrainBatches(
+    [dataset], order, 1024, global_size=8, micro_size=1, data_rank=0, data_size=1
+)
+microbatch = batches.step(step)[0]
 assert microbatch.inputs.shape == (1, 1024)
 status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
 print(json.dumps({name: int(status[name].split()[0]) // 1024 for name in ("VmHWM", "RssAnon")}))
@@ -41,12 +44,14 @@ NOTHING = "import h5py, numpy"
 
 
 def sparse_shard(path: Path, tokens: int) -> None:
+    """Write a shard as a sparse file."""
     with h5py.File(path, "w") as file:
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plan.set_layout(h5py.h5d.CONTIGUOUS)
         plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        kind, space = h5py.h5t.py_create(np.dtype("<u2")), h5py.h5s.create_simple((tokens,))
+        kind = h5py.h5t.py_create(np.dtype("<u2"))
+        space = h5py.h5s.create_simple((tokens,))
         h5py.h5d.create(file.id, b"tokens", kind, space, plan)
         file.create_dataset("documents", data=np.array([0, tokens], "<u8"))
         file.attrs.update(zip(VOCABULARY_NAMES, VOCABULARY, strict=True))
@@ -54,7 +59,8 @@ def sparse_shard(path: Path, tokens: int) -> None:
 
 
 def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool = True) -> Path:
-    """Shards and, where they are to be listed, what `ptdmpi-data tokenize` leaves beside them."""
+    """Write a dataset of sparse shards; if `listed`, with the list of shards that `ptdmpi-data
+    tokenize` writes. Return the directory."""
     directory.mkdir(parents=True)
     paths: list[Path] = []
     for number, start in enumerate(range(0, tokens, shard_tokens)):
@@ -64,7 +70,8 @@ def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool
         else:
             sparse_shard(paths[-1], min(shard_tokens, tokens - start))
     if listed:
-        first, last = read_header(paths[0]), read_header(paths[-1])
+        first = read_header(paths[0])
+        last = read_header(paths[-1])
         headers = [replace(first, path=path) for path in paths[:-1]] + [last]
         text = json.dumps({"shards": listing(headers)}, indent=1)
         (directory / SUMMARY).write_text(text)
@@ -72,7 +79,7 @@ def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool
 
 
 def start(folder: Path, rounds: int) -> None:
-    """Print seconds and memory of each case."""
+    """Print the seconds and the memory of each case."""
     cases = {
         "10^8 tokens, 1 shard": (10**8, 10**8),
         "10^10 tokens, 1 shard": (10**10, 10**10),
@@ -97,7 +104,7 @@ def start(folder: Path, rounds: int) -> None:
             )
             if number:
                 times[name].append(time.perf_counter() - begun)
-            memory[name] = json.loads(done.stdout) if done.stdout else {}
+            memory[name] = json.loads(done.stdout or "{}")
     print("\nstart: process start to first batch")
     for name, measured in times.items():
         sizes = "  ".join(f"{key} {value} MiB" for key, value in memory[name].items())

@@ -1,14 +1,14 @@
-"""How fast text becomes tokens: this project's tool, the bare tokenizer and other projects' tools.
+"""The speed of tokenizing: this project's tool, the bare tokenizer and other projects' tools.
 
-Two comparisons on text that every machine has, the sources of Python's standard library, under a
+Both comparisons use text that every machine has, the sources of Python's standard library, and a
 BPE tokenizer that is trained on a part of it:
 
-- one process, everything loaded and warm: `ptdmpi-data tokenize` beside the bare `encode_batch` and
-  `encode_batch_fast` on texts that are in memory already;
-- whole commands on all cores, whose rate is taken between two corpora, so that what a start costs
-  (imports, the tokenizer's file, processes) drops out: it stands in a column of its own. Tools that
-  take no time for these get a longer one as well. The bare calls are run there by as many processes
-  as there are cores, each on its share.
+- one process with everything loaded and warm: `ptdmpi-data tokenize` against the bare
+  `encode_batch` and `encode_batch_fast` on texts in memory;
+- whole commands on all cores. A rate is taken between two corpora of different length, so that the
+  time of a start (imports, the tokenizer's file, processes) cancels; the whole time has a column of
+  its own. Fast tools get a longer corpus, too. The bare calls run in one process per core, each on
+  its share.
 """
 
 import json
@@ -29,30 +29,36 @@ from benchmarks.turns import Side, compare, show
 VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
-LONG_BYTES, SHORT_SHARE = 12_000_000, 4  # the short corpus has a quarter of the long one
-LONGEST_TIMES = 10  # the longest is the long one so many times
+LONG_BYTES = 12_000_000
+SHORT_SHARE = 4  # the short corpus has a quarter of the long one
+LONGEST_TIMES = 10  # the longest corpus is the long one so many times
 OURS = "ptdmpi-data tokenize"
-GROUP_TEXTS = 256  # that the bare calls are given at a time
+GROUP_TEXTS = 256  # texts of a bare call
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Other projects' tools. Those without what they need are skipped, in one line each."""
+    """Other projects' tools. A tool that lacks something is skipped with a line."""
 
     python: Path | None  # an interpreter that has datatrove, gigatoken, or what Megatron needs
     megatron: Path | None  # a checkout of Megatron-LM
 
 
 def stdlib_texts(size_bytes: int) -> list[str]:
-    """Python's own sources, about so many bytes: over again where there are not enough."""
+    """Return Python's own sources, about `size_bytes` bytes; repeated if there are fewer."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    texts, total = [], 0
-    for path in (path for path in paths if "site-packages" not in path.parts):
+    texts = []
+    total = 0
+    for path in paths:
+        if "site-packages" in path.parts:
+            continue
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # sources that test other encodings
-        texts += [text] if text else []  # tools differ in what an empty document is
+        if not text:
+            continue  # tools treat empty documents differently
+        texts.append(text)
         total += len(text.encode())
         if total >= size_bytes:
             return texts
@@ -60,7 +66,8 @@ def stdlib_texts(size_bytes: int) -> list[str]:
 
 
 def write_corpus(folder: Path, texts: list[str], files: int) -> Path:
-    """The texts as so many `.jsonl` files in a folder, and as `all.jsonl` beside it."""
+    """Write the texts as `files` `.jsonl` files into a folder, and as FOLDER.jsonl. Return the
+    folder."""
     folder.mkdir(parents=True)
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     for number in range(files):
@@ -70,7 +77,7 @@ def write_corpus(folder: Path, texts: list[str], files: int) -> Path:
 
 
 def learn(folder: Path) -> Path:
-    """A tokenizer of the corpus."""
+    """Train a tokenizer on a part of the corpus, and return its file."""
     from data_prep.vocabulary import train_bpe
 
     path = folder / "tokenizer.json"
@@ -79,7 +86,7 @@ def learn(folder: Path) -> Path:
 
 
 def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
-    """One process, one core, everything warm."""
+    """Compare in one process on one core, with everything warm."""
     import tokenizers
 
     from data_prep.corpus import OutputOptions, make_shards
@@ -92,7 +99,9 @@ def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
     bare = tokenizers.Tokenizer.from_file(str(tokenizer))
     bare.encode_special_tokens = True
     groups = [texts[n : n + GROUP_TEXTS] for n in range(0, len(texts), GROUP_TEXTS)]
-    tokens = sum(len(one.ids) + 1 for group in groups for one in bare.encode_batch_fast(group))
+    tokens = sum(
+        len(encoded.ids) + 1 for group in groups for encoded in bare.encode_batch_fast(group)
+    )
 
     def calls(encode: Callable) -> Side:
         def side() -> float:
@@ -156,23 +165,25 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that makes tokens of a corpus. `words` takes the corpus, the folder to write to and
-    the number of cores; `written` finds the files of 2 bytes a token in that folder."""
+    """A command that tokenizes a corpus. `words` returns it for a corpus, an output folder and a
+    number of cores; `written` is the pattern of its output files with 2 bytes a token."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
-    shares: bool = False  # is run once per core, each time with another file of the corpus
-    quick: bool = False  # is given the longest corpus too
+    shares: bool = False  # runs once per core, each with its own file of the corpus
+    quick: bool = False  # gets the longest corpus, too
 
 
 def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
-    here, there = sys.executable, str(peers.python)
-    model = folder / "hf-tokenizer"  # what transformers loads
+    """Return the tools that are here, by their names in the table."""
+    here = sys.executable
+    there = str(peers.python)
+    model = folder / "hf-tokenizer"  # in the format of transformers
     model.mkdir()
     shutil.copy(tokenizer, model / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    script = folder / "run_datatrove.py"  # a file, for its processes import it
+    script = folder / "run_datatrove.py"  # a file, because its processes import it
     script.write_text(DATATROVE)
 
     def bare(name: str) -> Tool:
@@ -216,10 +227,8 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
 
 
 def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | None]:
-    """Seconds of a tool, and how many tokens it wrote (None: it writes none, or no such files).
-
-    Raises RuntimeError with its last line if it fails.
-    """
+    """Return the seconds of a tool and the number of tokens that it wrote (None: it writes no files
+    of 2 bytes a token). Raises RuntimeError with its last line if it fails."""
     shutil.rmtree(out, ignore_errors=True)
     environ = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
     environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
@@ -227,28 +236,32 @@ def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | 
     begun = time.perf_counter()
     runs = [
         subprocess.Popen(
-            tool.words(one, out, cores), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, env=environ,
+            tool.words(text, out, cores),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environ,
         )
-        for one in inputs
-    ]  # fmt: skip
-    said = [run.communicate(timeout=600)[0] for run in runs]
+        for text in inputs
+    ]
+    printed = [run.communicate(timeout=600)[0] for run in runs]
     seconds = time.perf_counter() - begun
     if any(run.returncode for run in runs):
-        lines = [line for line in "".join(said).splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else "it says nothing")
+        lines = [line for line in "".join(printed).splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else "it printed nothing")
     if tool.written is None:
         return seconds, None
     return seconds, sum(path.stat().st_size for path in out.rglob(tool.written)) // 2
 
 
 def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
-    """Whole commands on all cores; the first one's rates are what the ratios are to."""
+    """Compare whole commands on all cores; ratios are relative to the first tool."""
     cores = len(os.sched_getaffinity(0))
     texts = stdlib_texts(LONG_BYTES)
     sizes = (texts[::SHORT_SHARE], texts, texts * LONGEST_TIMES)
     corpora = [write_corpus(folder / f"corpus{n}", part, cores) for n, part in enumerate(sizes)]
-    tools, wrong = _tools(folder, tokenizer, peers), {}
+    tools = _tools(folder, tokenizer, peers)
+    wrong: dict[str, str] = {}
     table = folder / "tokens"
     words = [sys.executable, "-m", "data_prep.cli", "inspect", "--json", str(table)]
     tokens = []
@@ -276,12 +289,12 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
     for name, reason in wrong.items():
         print(f"  {name:<42} {reason[:100]}")
     if peers.python is None or peers.megatron is None:
-        print("  (others' tools: --peers PYTHON, for Megatron's also --megatron DIR)")
+        print("  (other tools: --peers PYTHON, for Megatron's also --megatron DIR)")
 
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
-    """Tokens per second of each round, between the shortest corpus and the longest that the tool
-    was given. None where the times of these two differ by no more than they scatter."""
+    """Return the tokens per second of each round, between the shortest corpus of the tool and its
+    longest. None if their times differ by no more than they scatter."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):
@@ -290,13 +303,14 @@ def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] 
 
 
 def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
-    """A ratio is that of one round; a dash: no rate, see `rates_between`."""
+    """Print a table. A ratio is that of one round; a dash means no rate (see `rates_between`)."""
     rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")
     print(f"  {'':<42} {'tokens/s':>12} {'ratio':>20} {'whole command':>14}")
     for name, mine in rates.items():
-        rate, spread = "-", "-"
+        rate = "-"
+        spread = "-"
         if mine is not None:
             rate = f"{statistics.median(mine):,.0f}"
         if mine is not None and plain is not None:

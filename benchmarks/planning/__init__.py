@@ -1,1 +1,1 @@
-"""Predictions beside published and measured runs."""
+"""Predictions compared with published and with measured runs."""

@@ -1,10 +1,11 @@
-"""`make calibrate`: what software reaches of the data sheets, from published files alone.
+"""`make calibrate`: the efficiency of software relative to data sheets, from published files only.
 
-Writes `src/ptdmpi/presets/efficiency.toml`. Links come from NCCL's all-reduce times within a node;
-products and memory from the times of one layer (Korthikanti et al. 2022, Table 4), of a small model
-on one GPU (Narayanan et al. 2021, Figure 7) and of products on an A100 (those beside Anthony et al.
-2024, arXiv 2401.14489); other devices from what their best products reach (Bekman); attention from
-FlashAttention-2's own measurements on A100 and H100. `FILES` are all that is read.
+Writes `src/ptdmpi/presets/efficiency.toml`. Links are fitted to NCCL's all-reduce times within a
+node. Products and memory are fitted to the times of a layer (Korthikanti et al. 2022, Table 4), of
+a small model on one GPU (Narayanan et al. 2021, Figure 7) and of products on an A100 (published
+with Anthony et al. 2024, arXiv 2401.14489). Other devices are scaled by their best products
+(Bekman). Attention is fitted to FlashAttention-2's own measurements on A100 and H100. Only `FILES`
+are read.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from ptdmpi.plan.machine.kernels import Machine
 OUTPUT = ROOT / "src/ptdmpi/presets/efficiency.toml"
 RINGS = "vtrain_nccl_allreduce_lut_sample"
 LAYERS = "korthikanti2022_table4_layer"
-SMALL = "narayanan2021_figures"  # of which Figure 7 alone is looked at
+SMALL = "narayanan2021_figures"  # only its Figure 7 is used
 PRODUCTS = "eleutherai_cookbook_gemm"
 DEVICES = "bekman_matmul_flops"
 ATTENTION = "flash_attention2"
@@ -36,10 +37,11 @@ HEADER = """\
 
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
-    """Least squares, relative to the times: T = c + 2 (n - 1) (step + S / (n rate)).
+    """Return the values of T = c + 2 (n - 1) (step + S / (n rate)), fitted by least squares of
+    relative errors.
 
-    With `known` start and step times only the rate is found, of eight GPUs: the V100 file stems
-    from a machine without a switch, where fewer GPUs do not use all links.
+    With `known` start and step times, only the rate of eight GPUs is fitted: the V100 file is from
+    a machine without a switch, where fewer GPUs do not use all links.
     """
     rows = [row for row in read(RINGS) if row["gpu"] == gpu]
     if known:
@@ -61,21 +63,18 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
 
 
 def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
+    """Return the cluster with these values of its section [efficiency]."""
     return cluster.model_copy(update={"efficiency": Efficiency(**values)})
 
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """(name, predicted, measured) of Table 4: the program of 2022 hides the sums in front of the
-    column-parallel linears behind their weight gradients."""
+    """Yield (name, predicted, measured) of Table 4. The program of 2022 overlaps the sums of the
+    column-parallel linears' input gradients with their weight gradients."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
         parallel = "Sequence" in row["experiment"]
-        mode = "none"
-        if "ecompute" in row["experiment"] and "no recompute" not in row["experiment"]:
-            mode = "full" if "full" in row["experiment"] else "selective"
-        elif "Selective" in row["experiment"]:
-            mode = "selective"
+        mode = _recomputation(row["experiment"])
         layout = Layout(
             int(row["t"]),
             1,
@@ -92,9 +91,16 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
         yield f"{name}, backward", backward.total, float(row["backward_ms"]) * 1e-3
 
 
+def _recomputation(experiment: str) -> str:
+    """Return the mode of recomputation by the name of an experiment of Table 4."""
+    if "ecompute" in experiment and "no recompute" not in experiment:
+        return "full" if "full" in experiment else "selective"
+    return "selective" if "Selective" in experiment else "none"
+
+
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
-    """(name, predicted, measured) of Figure 7. It does not say whether its FLOP/s count what is
-    recomputed: `recomputation` is "counted", as the file takes it, or "not counted"."""
+    """Yield (name, predicted, measured) of Figure 7. The paper does not say whether its FLOP/s
+    include recomputation: `recomputation` is "counted", as in the file, or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer(cluster, row.model, row.batch, "fp16").price(row.layout)
@@ -105,7 +111,7 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
 
 
 def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """(name, predicted, measured) of products of matrices."""
+    """Yield (name, predicted, measured) of products of matrices."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(PRODUCTS):
         batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
@@ -114,12 +120,14 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
-    """(name, predicted, measured) of causal FlashAttention-2, forward and backward, of 16,384
-    tokens and heads of 2,048 in all. Its rate counts seven products of half of the scores."""
+    """Yield (name, predicted, measured) of causal FlashAttention-2, forward and backward, for
+    16,384 tokens and heads of 2,048 in total. Its rate counts seven products of half of the
+    scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):
         if row["section"] == section:
-            length, size = int(row["seq_length"]), int(row["head_size"])
+            length = int(row["seq_length"])
+            size = int(row["head_size"])
             rows = 16384 * 2048 // size
             measured_s = 7 * rows * length * size / (float(row["tflops"]) * 1e12)
             predicted_s = sum(machine.flash_s(rows, length, size, count) for count in (2, 5))
@@ -128,7 +136,7 @@ def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float,
 
 
 def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[str, float]:
-    """`values` and the fraction of the products' rate that attention has."""
+    """Return `values` with `attention_fraction`, attention's fraction of the products' rate."""
 
     def of(fraction: float) -> dict[str, float]:
         return {**values, "attention_fraction": fraction}
@@ -141,6 +149,7 @@ def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[
 
 
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
+    """Return (name, predicted, measured) of all that products and memory are fitted to."""
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
     return [*layer_rows(newer), *small_rows(cluster, recomputation), *product_rows(cluster)]
@@ -149,7 +158,8 @@ def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float,
 def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
-    """(root mean square error, fractions of products and memory) under one reading of Figure 7."""
+    """Return the root mean square error and the fractions of products and memory, for a `reading`
+    of Figure 7."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
@@ -163,33 +173,37 @@ def kernels(
 
 
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
-    """(sections of the file, what Figure 7 counts). What the papers leave open is shown beside its
-    alternative; of `gradient_bytes`, which the scripts of the runs tell, for comparison."""
-    cluster, volta = load_cluster("selene"), load_cluster("v100-dgx2")
+    """Return the sections of the file, and the reading of Figure 7 that fits better.
+
+    Prints the errors of both readings, and for comparison those of other `gradient_bytes` than the
+    scripts of the runs state.
+    """
+    cluster = load_cluster("selene")
+    volta = load_cluster("v100-dgx2")
     ring = links("a100", cluster.node.link_bytes_per_s, {})
     known = {key: ring[key] for key in ("collective_s", "link_step_s")}
-    found = {}
+    fits = {}
     for reading in ("counted", "not counted"):
         for size in (2, 4):
             software = cluster.software.model_copy(update={"gradient_bytes": size})
             other = cluster.model_copy(update={"software": software})
-            found[reading, size] = kernels(other, ring, reading)
+            fits[reading, size] = kernels(other, ring, reading)
             print(
                 f"Figure 7, recomputation {reading}, gradients of {size} bytes: "
-                f"root mean square error {found[reading, size][0]:.2%}"
+                f"root mean square error {fits[reading, size][0]:.2%}"
             )
     size = cluster.software.gradient_bytes
-    reading = min(("counted", "not counted"), key=lambda reading: found[reading, size][0])
-    fitted = found[reading, size][1]
+    reading = min(("counted", "not counted"), key=lambda reading: fits[reading, size][0])
+    fitted = fits[reading, size][1]
     values = attention(cluster, "a100", fitted)
     older = {**values, **links("v100", volta.node.link_bytes_per_s, known)}
-    # newer devices have cuDNN's attention by default, of which no rates are in the files
+    # newer devices use cuDNN's attention by default, whose rates are not in the files
     return {"a100": values, "v100": older, **others(fitted)}, reading
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Devices of which no layer is published: what the best products reach there of their peak, set
-    beside what they reach on an A100, is what a layer's products do."""
+    """Return the values of devices without a published layer. Their `gemm_fraction` is that of an
+    A100 times the ratio of the best products' fractions of the peak."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }
@@ -201,6 +215,7 @@ def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    """Write the file, and print it with the errors of all rows."""
     sections, reading = calibrate()
     text = HEADER
     for name, values in sections.items():

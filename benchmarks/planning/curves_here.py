@@ -1,9 +1,9 @@
 """`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18) on this machine.
 
-A small GPT, predicted beside measured, at two and four ranks: bubbles over the batch, the three
-axes against each other, microbatch sizes, recomputation, scatter/gather. The machine is probed with
-as many ranks as train. Four ranks on fewer cores share them, so that a rank that waits lets others
-run faster than the probe, in which all work at once, has seen.
+A small GPT, predicted and measured, on two and four ranks: bubbles over the batch, the three axes
+against each other, microbatch sizes, recomputation, scatter/gather. The machine is probed with as
+many ranks as train. Four ranks share fewer cores: while a rank waits, the others run faster than in
+the probe, in which all ranks work at once.
 """
 
 import statistics
@@ -27,7 +27,7 @@ Point = tuple[str, TimedCase]  # its place on the horizontal axis
 
 @dataclass(frozen=True)
 class Curve:
-    """One panel: which figure of the paper it repeats, and its series by name."""
+    """A panel: the figure of the paper that it repeats, and its series by name."""
 
     figure: str
     title: str
@@ -41,7 +41,7 @@ def _over_batch(layout: Layout) -> tuple[Point, ...]:
 
 
 def _axes(first: str, second: str, ranks: int, batch: int) -> tuple[Point, ...]:
-    """All ways of giving `ranks` ranks to two axes."""
+    """Return all divisions of `ranks` ranks between two axes."""
     points = []
     for size in (1, 2, 4):
         sizes = {"tensor": 1, "pipeline": 1, "data": 1} | {first: size, second: ranks // size}
@@ -113,29 +113,34 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Found:
-    """A case's step times, measured by round, and predicted."""
+class CaseTimes:
+    """A case's step times: measured, by round, and predicted."""
 
     measured_s: Sequence[float]
     predicted_s: float
 
     @property
     def median_s(self) -> float:
+        """The median of the measured ones."""
         return statistics.median(self.measured_s)
 
     @property
     def error(self) -> float:
+        """The relative error of the prediction."""
         return self.predicted_s / self.median_s - 1
 
 
-def find(ranks: int) -> dict[TimedCase, Found]:
-    """Every case of the curves of so many ranks; each is measured once."""
-    every = (point for curve in CURVES if curve.ranks == ranks for point in curve.series.values())
-    cases = list(dict.fromkeys(case for points in every for _, case in points))
-    cluster, model = probed(ranks, TURNS.precision), load_model(TURNS.model)
+def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
+    """Measure and predict every case of the curves of `ranks` ranks, each once."""
+    series = [
+        points for curve in CURVES if curve.ranks == ranks for points in curve.series.values()
+    ]
+    cases = list(dict.fromkeys(case for points in series for _, case in points))
+    cluster = probed(ranks, TURNS.precision)
+    model = load_model(TURNS.model)
     measured = measured_steps(ranks, cases, TURNS)
     return {
-        case: Found(
+        case: CaseTimes(
             times,
             Pricer(cluster, model, case.batch, TURNS.precision).price(case.layout).step_time_s,
         )
@@ -143,35 +148,37 @@ def find(ranks: int) -> dict[TimedCase, Found]:
     }
 
 
-def table(curve: Curve, found: dict[TimedCase, Found]) -> list[list[str]]:
+def table(curve: Curve, by_case: dict[TimedCase, CaseTimes]) -> list[list[str]]:
+    """Return a curve's table of sequences per second."""
     rows = [[f"Figure {curve.figure}: {curve.title}", "measured", "spread", "predicted", "error"]]
     for name, points in curve.series.items():
         for place, case in points:
-            one = found[case]
-            spread = (max(one.measured_s) - min(one.measured_s)) / one.median_s
+            times = by_case[case]
+            spread = (max(times.measured_s) - min(times.measured_s)) / times.median_s
             rows.append(
                 [
                     f"{name}, {place}",
-                    f"{case.batch / one.median_s:.1f} sequences/s",
+                    f"{case.batch / times.median_s:.1f} sequences/s",
                     f"{spread:.0%}",
-                    f"{case.batch / one.predicted_s:.1f}",
-                    f"{1 / (1 + one.error) - 1:+.0%}",
+                    f"{case.batch / times.predicted_s:.1f}",
+                    f"{1 / (1 + times.error) - 1:+.0%}",
                 ]
             )
     return rows
 
 
-def draw(by_ranks: dict[int, dict[TimedCase, Found]]) -> None:
-    """Measured points as circles, predictions as crosses on a line, one panel a curve."""
+def draw(by_ranks: dict[int, dict[TimedCase, CaseTimes]]) -> None:
+    """Draw a panel for each curve: measured points as circles, predictions as crosses on a
+    line."""
     from matplotlib.figure import Figure
 
     canvas = Figure(figsize=(10.4, 11.2), dpi=100, layout="constrained")
     for axes, curve in zip(canvas.subplots(4, 2).flat, CURVES, strict=True):
-        found = by_ranks[curve.ranks]
+        times = by_ranks[curve.ranks]
         for (name, points), color in zip(curve.series.items(), COLORS, strict=False):
             at = range(len(points))
-            measured = [case.batch / found[case].median_s for _, case in points]
-            guesses = [case.batch / found[case].predicted_s for _, case in points]
+            measured = [case.batch / times[case].median_s for _, case in points]
+            guesses = [case.batch / times[case].predicted_s for _, case in points]
             axes.plot(at, measured, "o", color=color, label=f"{name}, measured")
             axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{name}, predicted")
         places = [place for place, _ in next(iter(curve.series.values()))]
@@ -191,12 +198,13 @@ def draw(by_ranks: dict[int, dict[TimedCase, Found]]) -> None:
 
 
 def main() -> None:
-    by_ranks = {ranks: find(ranks) for ranks in sorted({curve.ranks for curve in CURVES})}
+    """Measure, and print tables and draw the picture."""
+    by_ranks = {ranks: measure(ranks) for ranks in sorted({curve.ranks for curve in CURVES})}
     print(f"{TURNS.model}, {TURNS.precision}, one thread per rank")
     for curve in CURVES:
         print("\n".join(lines(table(curve, by_ranks[curve.ranks]))), end="\n\n")
-    for ranks, found in by_ranks.items():
-        errors = [abs(one.error) for one in found.values()]
+    for ranks, by_case in by_ranks.items():
+        errors = [abs(times.error) for times in by_case.values()]
         print(
             f"{ranks} ranks, {len(errors)} cases: median error of the step "
             f"{statistics.median(errors):.1%}, largest {max(errors):.1%}"

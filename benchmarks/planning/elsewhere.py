@@ -1,7 +1,8 @@
-"""Runs of other programs and machines, by source: how far off the planner is where nobody tuned it.
+"""Predictions of runs of other programs on other machines, by source: the planner's error where it
+was not tuned.
 
-Each source is a file of `published/` with one row a run, and a mapping: the machine as far as it is
-stated, and what was chosen where it is not. Nothing reads these rows to choose a constant.
+A source is a file of `published/` with a row for each run, and a mapping: the machine as far as it
+is stated, and our choice where it is not. No constant is chosen by these rows.
 """
 
 import statistics
@@ -9,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.planning.rows import read
 from ptdmpi.config.choices import default_schedule
@@ -29,7 +30,7 @@ from ptdmpi.plan.machine.cluster import (
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # DGX-1V: six NVLinks of 25 GB/s each way; one EDR adapter
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# What torchtitan does as this trainer does: FlashAttention, gradients summed in float32, by layers
+# torchtitan shares with this trainer: FlashAttention, float32 sums of gradients by layer
 OURS = TRAINER.model_dump()
 # `make calibrate`, from FlashAttention-2's own measurements on an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
@@ -39,10 +40,10 @@ SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden":
 
 @dataclass(frozen=True)
 class MappedSource:
-    """A file of runs and how they are mapped. `device`, `node`, `software` and `efficiency` replace
-    parts of the preset `cluster`; `layout` and `model` are what all rows have in common; `chosen`
-    says what the source leaves open. `open_sizes`: v, b and recomputation are not stated either,
-    and are taken as is predicted fastest of what fits."""
+    """A file of runs and their mapping. `device`, `node`, `software` and `efficiency` replace parts
+    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes our choices for
+    what the source does not state. With `open_sizes` it does not state v, b and recomputation, and
+    the fastest prediction that fits is taken."""
 
     title: str
     file: str
@@ -57,8 +58,8 @@ class MappedSource:
     open_sizes: bool = False
 
     def machine(self, row: Mapping[str, str]) -> Cluster:
-        """The cluster of a row: gradients of 4 bytes where the row says bf16 (its program adds them
-        in float32), and stages with a part of the embedding where it says so."""
+        """Return the cluster of a row. Gradients have 4 bytes if the row's group says bf16, because
+        its program adds them in float32; stages share the embedding if the group says so."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:
@@ -77,11 +78,12 @@ class MappedSource:
         )
 
     def model_of(self, row: Mapping[str, str]) -> Model:
+        """Return the model of a row."""
         sizes = {name: int(row[short]) for short, name in SHAPES.items() if row.get(short)}
         return model_of("", {**self.model, **sizes})
 
     def layout_of(self, row: Mapping[str, str]) -> Layout:
-        """The layout as far as the row and `layout` state it."""
+        """Return the layout as far as the row and `layout` state it."""
         sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
         schedule = row.get("schedule") or "1f1b"
         stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
@@ -162,7 +164,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class MappedRun:
-    """A row beside its prediction. `ranked`: what runs must have in common to be ranked."""
+    """A row and its prediction. Runs with the same `ranked` are ranked among each other."""
 
     layout: Layout
     ranked: tuple[str, ...]
@@ -171,25 +173,30 @@ class MappedRun:
 
     @property
     def error(self) -> float:
+        """The relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """The quickest of what fits, at every v, b and recomputation that are legal."""
-    config, batch = pricer.model.config, pricer.batch
-    chunks = range(1, config.layers // stated.pipeline + 1) if stated.pipeline > 1 else (1,)
-    found = (
+    """Return the fastest prediction of the layouts that are legal and fit, with every v, b and mode
+    of recomputation."""
+    config = pricer.model.config
+    batch = pricer.batch
+    most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
+    layouts = (
         stated.changed(virtual=v, micro_size=b, schedule=default_schedule(v), recompute=mode)
-        for v in chunks
+        for v in range(1, most_chunks + 1)
         for b in range(1, batch // stated.data + 1)
         for mode in ("none", "selective", "full")
     )
-    fitting = (one for one in found if is_legal(one, config, batch) and pricer.fits(one))
+    fitting = [
+        layout for layout in layouts if is_legal(layout, config, batch) and pricer.fits(layout)
+    ]
     return min(map(pricer.price, fitting), key=lambda price: price.step_time_s)
 
 
 def runs(source: MappedSource) -> Iterator[MappedRun]:
-    """Every run of a source, in the order of its file."""
+    """Yield every run of a source, in the order of its file."""
     for row in read(source.file):
         pricer = Pricer(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
         layout = source.layout_of(row)
@@ -198,48 +205,58 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
         yield MappedRun(price.layout, same, float(row["step_time_s"]), price.step_time_s)
 
 
-def rank_correlation(found: list[MappedRun]) -> tuple[float, int, float]:
-    """(Kendall's tau, pairs, mean regret) over runs of one model, batch, day and number of ranks.
+class Ranking(NamedTuple):
+    """The agreement of predicted and measured order: Kendall's tau over `pairs` of runs, and the
+    mean regret, the slowdown of the layout predicted fastest relative to the fastest one."""
 
-    Regret: how much slower the layout is that was predicted fastest than the one that was.
-    """
+    tau: float
+    pairs: int
+    regret: float
+
+
+def rank_correlation(mapped: list[MappedRun]) -> Ranking:
+    """Return the ranking over runs of the same model, batch, day and number of ranks; zeros if no
+    two runs can be compared."""
     groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
-    for run in found:
+    for run in mapped:
         groups[run.ranked].append(run)
-    agree = pairs = 0
+    signs = []
     regrets = []
     for group in groups.values():
         if len({run.layout for run in group}) < 2:
             continue
-        for one, other in combinations(group, 2):
-            sign = (one.measured_s - other.measured_s) * (one.predicted_s - other.predicted_s)
-            if one.layout != other.layout and sign:
-                pairs += 1
-                agree += 1 if sign > 0 else -1
-        taken = min(group, key=lambda run: run.predicted_s)
-        regrets.append(taken.measured_s / min(run.measured_s for run in group) - 1)
-    return agree / pairs if pairs else 0.0, pairs, statistics.fmean(regrets) if regrets else 0.0
+        for run, other in combinations(group, 2):
+            product = (run.measured_s - other.measured_s) * (run.predicted_s - other.predicted_s)
+            if run.layout != other.layout and product:
+                signs.append(1 if product > 0 else -1)
+        chosen = min(group, key=lambda run: run.predicted_s)
+        regrets.append(chosen.measured_s / min(run.measured_s for run in group) - 1)
+    return Ranking(
+        tau=statistics.fmean(signs or [0]),
+        pairs=len(signs),
+        regret=statistics.fmean(regrets or [0.0]),
+    )
 
 
 def source_table() -> list[list[str]]:
-    """One line a source."""
+    """Return a table of the errors, a row for each source."""
     head = ["source", "runs", "MAPE", "median", "bias", "tau", "pairs", "regret", "worst", "chosen"]
     rows = [head]
     for source in SOURCES:
-        found = list(runs(source))
-        errors = [run.error for run in found]
-        worst = max(found, key=lambda run: abs(run.error))
-        tau, pairs, regret = rank_correlation(found)
+        mapped = list(runs(source))
+        errors = [run.error for run in mapped]
+        worst = max(mapped, key=lambda run: abs(run.error))
+        ranking = rank_correlation(mapped)
         rows.append(
             [
                 source.title,
-                str(len(found)),
+                str(len(mapped)),
                 f"{statistics.fmean(map(abs, errors)):.1%}",
                 f"{statistics.median(map(abs, errors)):.1%}",
                 f"{statistics.fmean(errors):+.1%}",
-                f"{tau:.2f}",
-                str(pairs),
-                f"{regret:.1%}",
+                f"{ranking.tau:.2f}",
+                str(ranking.pairs),
+                f"{ranking.regret:.1%}",
                 f"{worst.error:+.0%} {worst.layout}",
                 source.chosen,
             ]
@@ -248,14 +265,14 @@ def source_table() -> list[list[str]]:
 
 
 def by_size_table() -> list[list[str]]:
-    """The bias of each source by one size of the layout: where it is wrong, and which way."""
+    """Return a table of the bias of each source by one size of the layout."""
     rows = [["source", "bias by t", "bias by p", "bias by b"]]
     for source in SOURCES:
-        found = list(runs(source))
+        mapped = list(runs(source))
         row = [source.file]
         for name in ("tensor", "pipeline", "micro_size"):
             groups: dict[int, list[float]] = defaultdict(list)
-            for run in found:
+            for run in mapped:
                 groups[getattr(run.layout, name)].append(run.error)
             row.append(
                 ", ".join(f"{k}: {statistics.fmean(v):+.0%}" for k, v in sorted(groups.items()))

@@ -14,7 +14,8 @@ COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b")
 
 @dataclass(frozen=True)
 class Figure:
-    """What the paper's figure has on its horizontal axis, and what its series are."""
+    """A figure of the paper: its title, its horizontal axis, and the place and the series of a
+    run."""
 
     number: int
     title: str
@@ -78,7 +79,7 @@ FIGURES = (
 
 
 def value(row: PublishedRun, figure: Figure) -> float:
-    """The prediction in the figure's unit."""
+    """Return the prediction in the figure's unit."""
     price = predicted(row)
     if figure.number == 17:
         return row.batch / price.step_time_s
@@ -86,7 +87,8 @@ def value(row: PublishedRun, figure: Figure) -> float:
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Published points as circles, predictions as crosses on a line, one color per series."""
+    """Draw published points as circles and predictions as crosses on a line, a color for each
+    series."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(5.2, 3.4), dpi=110, layout="constrained")
@@ -111,6 +113,7 @@ def draw(figure: Figure, path: Path) -> None:
 
 
 def main() -> None:
+    """Draw all figures."""
     for figure in FIGURES:
         path = OUTPUT / f"figure-{figure.number}.png"
         draw(figure, path)

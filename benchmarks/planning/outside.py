@@ -1,7 +1,7 @@
-"""Runs published elsewhere than in `published/`, beside predictions: `outside.csv`.
+"""Predictions of published runs outside `published/`, those of `outside.csv`.
 
-Nothing was calibrated on them, nor any term of the model chosen by them. Those of 2022 ran a newer
-program, which hides sums over the tensor axis behind weight gradients.
+No value was calibrated on them, and no term of the model was chosen by them. Those of 2022 ran a
+newer program, which overlaps sums over the tensor axis with weight gradients.
 """
 
 import csv
@@ -22,7 +22,7 @@ def _cluster(name: str, year: str) -> Cluster:
 
 
 def runs() -> Iterator[tuple[dict[str, str], Price]]:
-    """(row of the file, prediction)."""
+    """Yield each row of the file with its prediction."""
     with open(RUNS, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             layout = complete(
@@ -38,11 +38,13 @@ def runs() -> Iterator[tuple[dict[str, str], Price]]:
 
 
 def outside_table() -> list[list[str]]:
+    """Return a table of the runs."""
     rows = [["run", "layout", "batch", "published", "predicted", "error", "source"]]
     for row, price in runs():
         published_s = float(row["step_time_s"])
         size = f"{row['model']} {row['recompute']}"
-        size += ", sequence parallel" if row["sequence_parallel"] == "yes" else ""
+        if row["sequence_parallel"] == "yes":
+            size += ", sequence parallel"
         rows.append(
             [
                 size,

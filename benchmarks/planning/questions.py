@@ -15,28 +15,29 @@ from benchmarks.launch import ROOT
 from ptdmpi.commands.ask import command
 
 PAGE = ROOT / "docs/explanation/questions.md"
-# a command as an indented line, and the block of its answer behind it
+# a command as an indented line, and the block of its answer after it
 EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
 
 
 def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
-    """The page with the answers that its commands give, or those of the questions `only`; pictures
-    go to `pictures`."""
+    """Return the page with new answers of its commands, or of the questions `only`; their pictures
+    go into the folder `pictures`."""
 
     def answer(example: re.Match[str]) -> str:
         arguments = shlex.split(example["question"])
         if only and arguments[0] not in only:
             return example[0]
         picture = pictures / f"ask-{arguments[0]}.png"
-        told = CliRunner().invoke(command, [*arguments, "--png", str(picture)])
-        if told.exception is not None:
-            raise told.exception
-        return f"    ptdmpi ask {example['question']}\n\n```\n{told.stdout}```\n"
+        result = CliRunner().invoke(command, [*arguments, "--png", str(picture)])
+        if result.exception is not None:
+            raise result.exception
+        return f"    ptdmpi ask {example['question']}\n\n```\n{result.stdout}```\n"
 
     return EXAMPLE.sub(answer, page)
 
 
 def main() -> None:
+    """Write the page and its pictures."""
     text = answered(PAGE.read_text(encoding="utf-8"), ROOT / "docs/pictures", sys.argv[1:])
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)} and its pictures")

@@ -1,8 +1,7 @@
 """The published measurements of `benchmarks/planning/published/` as layouts and step times.
 
-A row of the papers' tables and figures states a model, a layout, a batch and a time. What it leaves
-open is settled here once: v = 1 where it is not stated, no overlap where none is stated, even
-stages.
+A row of the papers' tables and figures states a model, a layout, a batch and a time. For all that
+it does not state, this module assumes v = 1, no overlap, and stages of equal size.
 """
 
 import csv
@@ -20,7 +19,7 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One published run. `dataset` is the table or figure; `value` stands on its vertical axis."""
+    """A published run. `dataset` is its table or figure, `value` its value on the vertical axis."""
 
     dataset: str
     model: Model
@@ -32,17 +31,19 @@ class PublishedRun:
 
     @property
     def calibrates(self) -> bool:
+        """True if the planner was calibrated on it."""
         return self.dataset == "Figure 7"
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """The rows of a file as they stand there."""
+    """Return the rows of a file as they are."""
     with open(PUBLISHED / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def published(*names: str) -> Iterator[PublishedRun]:
-    """Every run of Narayanan et al. 2021 whose layout is stated, or those of files by `names`."""
+    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only those of the files
+    `names`."""
     for name in names or JUDGED:
         for raw in read(name):
             if raw["t"] and raw["table_ref"].startswith(("Table", "Fig")):

@@ -1,6 +1,6 @@
-"""Steps of layouts on this machine, timed in turn: one launch of ranks, round by round.
+"""Step times of layouts on this machine, measured round by round in one launch of ranks.
 
-All cases are timed round by round, so that a disturbance meets several of them.
+Each round times all cases, so that a disturbance does not affect only one of them.
 """
 
 import json
@@ -21,7 +21,7 @@ from ptdmpi.plan.machine.cluster import load_model
 
 @dataclass(frozen=True)
 class TimedCase:
-    """A layout that trains with a global batch of so many sequences."""
+    """A layout, and its global batch in sequences."""
 
     layout: Layout
     batch: int
@@ -29,7 +29,8 @@ class TimedCase:
 
 @dataclass(frozen=True)
 class Turns:
-    """How often: `rounds` of all cases, each of so many steps, the first of which warms up."""
+    """The model, and the number of rounds and of steps in each; the first step of a round warms
+    up."""
 
     model: str
     precision: str
@@ -38,14 +39,17 @@ class Turns:
 
 
 def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
-    """Median step time in seconds of each case, by round, on `ranks` ranks of one thread each; a
-    case of fewer ranks has the first of them. Ends the program where the ranks fail."""
+    """Return the median step time of each case in seconds, by round, on `ranks` ranks with one
+    thread each. A case of fewer ranks runs on the first of them. The program exits if ranks fail.
+    """
     job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
-    return json.loads(answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)]))
+    text = answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)])
+    times: list[list[float]] = json.loads(text)
+    return times
 
 
 def _measure(text: str) -> None:
-    """On each rank: rounds of all cases; rank 0 prints the step times of each, by round."""
+    """Measure all cases on a rank; rank 0 prints the step times of each, by round."""
     from ptdmpi.comm import launch
 
     launch.prepare()
@@ -75,7 +79,7 @@ def _measure(text: str) -> None:
 
 
 def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
-    """Median step of one case on fresh weights."""
+    """Return the median step time of a case with new weights."""
     import time
 
     import torch

@@ -1,14 +1,16 @@
-"""`make validate-plan-here`: predictions for this machine beside measured steps.
+"""`make validate-plan-here`: compare predictions for this machine with measured steps.
 
-Probes the machine on two ranks, then times the steps of sixteen layouts of one and two ranks and
-compares; their order counts only where they differ by more than the spread of their rounds.
+Probes the machine on two ranks, then times the steps of sixteen layouts of one and two ranks. The
+order of two layouts counts only if they differ by more than the spread of their rounds.
 """
 
 import itertools
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.launch import answer
 from benchmarks.planning.steps_here import TimedCase, Turns, measured_steps
@@ -17,7 +19,9 @@ from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model
 from ptdmpi.plan.show.table import lines
 
-RANKS, BATCH, PRECISION = 2, 8, "fp32"
+RANKS = 2
+BATCH = 8
+PRECISION = "fp32"
 MODEL = "l=6,h=384,a=6,s=256,V=2048"
 LAYOUTS = (
     Layout(1, 1, 1, micro_size=2),
@@ -39,12 +43,19 @@ LAYOUTS = (
 )
 
 
-def kendall(
-    predicted: Sequence[float], measured: Sequence[Sequence[float]]
-) -> tuple[float, int, int]:
-    """(tau, pairs that count, near-ties): a near-tie is a pair whose medians differ by no more than
-    the larger spread of its rounds."""
-    signs, ties = [], 0
+class Order(NamedTuple):
+    """The agreement of predicted and measured order: Kendall's tau (NaN without pairs) over
+    `pairs`, without `ties`, pairs whose medians differ by at most the larger spread of rounds."""
+
+    tau: float
+    pairs: int
+    ties: int
+
+
+def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
+    """Return the agreement of predictions with step times measured by round."""
+    signs = []
+    ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):
         gap = statistics.median(measured[i]) - statistics.median(measured[j])
         spread = max(max(times) - min(times) for times in (measured[i], measured[j]))
@@ -52,17 +63,21 @@ def kendall(
             ties += 1
             continue
         signs.append(1 if gap * (predicted[i] - predicted[j]) > 0 else -1)
-    return (statistics.fmean(signs) if signs else float("nan")), len(signs), ties
+    return Order(statistics.fmean(signs or [math.nan]), len(signs), ties)
 
 
 def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> str:
+    """Return a table of the layouts with the errors of their predictions."""
     rows = [["layout", "measured", "spread", "predicted", "error", ""]]
     errors = []
     for layout, guess, times in zip(LAYOUTS, predicted, measured, strict=True):
         median = statistics.median(times)
         errors.append(guess / median - 1)
-        extra = ", sequence parallel" if layout.sequence_parallel else ""
-        extra += f", {layout.sharding}" if layout.sharding else ""
+        notes = [layout.schedule, f"recompute {layout.recompute}"]
+        if layout.sequence_parallel:
+            notes.append("sequence parallel")
+        if layout.sharding:
+            notes.append(layout.sharding)
         rows.append(
             [
                 str(layout),
@@ -70,23 +85,24 @@ def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> 
                 f"{(max(times) - min(times)) / median:.1%}",
                 f"{guess:.3f} s",
                 f"{errors[-1]:+.1%}",
-                f"{layout.schedule}, recompute {layout.recompute}{extra}",
+                ", ".join(notes),
             ]
         )
-    tau, pairs, ties = kendall(predicted, measured)
+    order = kendall(predicted, measured)
     return "\n".join(
         [
             *lines(rows),
             "",
             f"median error {statistics.median(map(abs, errors)):.1%} (goal 8 %), "
             f"largest {max(map(abs, errors)):.1%} (goal 20 %)",
-            f"Kendall tau {tau:.2f} over {pairs} pairs, {ties} near-ties left out (goal 0.9)",
+            f"Kendall tau {order.tau:.2f} over {order.pairs} pairs, {order.ties} near-ties left "
+            "out (goal 0.9)",
         ]
     )
 
 
 def probed(ranks: int, precision: str) -> Cluster:
-    """This machine as `ptdmpi probe` measures it on `ranks` ranks; prints what it says."""
+    """Return this machine as `ptdmpi probe` measures it on `ranks` ranks, and print its report."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "here.toml")
         print(answer(ranks, ["-m", "ptdmpi", "probe", "--output", path, "--precision", precision]))
@@ -94,6 +110,7 @@ def probed(ranks: int, precision: str) -> Cluster:
 
 
 def main() -> None:
+    """Probe, predict and measure, and print the table."""
     pricer = Pricer(probed(RANKS, PRECISION), load_model(MODEL), BATCH, PRECISION)
     cases = [TimedCase(layout, BATCH) for layout in LAYOUTS]
     measured = measured_steps(RANKS, cases, Turns(MODEL, PRECISION))

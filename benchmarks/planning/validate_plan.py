@@ -1,8 +1,9 @@
-"""`make validate-plan`: predictions beside every published run, by data set.
+"""`make validate-plan`: compare predictions with all published runs, by data set.
 
-The error of a row is predicted over published step time, less one: less than 0 is too optimistic.
-The same of the throughput, which weighs such rows more, stands beside it. Rows that calibrated are
-listed and never counted, runs that two figures show are counted once in the sum of the figures.
+The error of a run is its predicted over its published step time, less one: below 0 the prediction
+is too optimistic. The error of the throughput, which weighs such runs more, is listed, too. Runs of
+the calibration are listed but not counted; runs that two figures show are counted once in the sum
+of the figures.
 """
 
 import statistics
@@ -16,30 +17,33 @@ from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.show.table import lines
 
-CLUSTER, PRECISION = "selene", "fp16"
+CLUSTER = "selene"
+PRECISION = "fp16"
 GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 to 18": 8}
-# What each figure varies, at each of its batch sizes.
+# the sizes that a figure varies, at each of its batch sizes
 BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figure 16": "b"}
 
 
 def predicted(row: PublishedRun) -> Price:
+    """Return the prediction of a published run."""
     return Pricer(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
 
 
 def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
-    """Data set -> (relative error of the step time, row) of each published run."""
-    found: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
+    """Return (relative error of the step time, run) of each published run, by data set."""
+    by_dataset: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
     figures: dict[str, tuple[float, PublishedRun]] = {}
     for row in published():
         entry = (predicted(row).step_time_s / row.step_time_s - 1, row)
-        found[row.dataset].append(entry)
+        by_dataset[row.dataset].append(entry)
         if row.dataset.startswith("Figure") and not row.calibrates:
             figures[f"{row.name} {row.layout.recompute} {row.layout.scatter_gather}"] = entry
-    found["Figures 11 to 18"] = list(figures.values())
-    return found
+    by_dataset["Figures 11 to 18"] = list(figures.values())
+    return by_dataset
 
 
 def error_table() -> list[list[str]]:
+    """Return a table of the errors, a row for each data set."""
     rows = [["data set", "runs", "MAPE", "bias", "of throughput", "goal", "worst run"]]
     for dataset, entries in errors().items():
         if entries[0][1].calibrates:
@@ -62,7 +66,7 @@ def error_table() -> list[list[str]]:
 
 
 def best_table() -> list[list[str]]:
-    """For each figure and batch: the layout that was best, and the one predicted as best."""
+    """Return a table of the published and the predicted best layout, by figure and batch."""
     rows = [["figure", "batch", "varied", "published best", "predicted best", ""]]
     for figure, varied in BEST_OF.items():
         runs = [row for row in published() if row.dataset == figure]
@@ -76,7 +80,8 @@ def best_table() -> list[list[str]]:
 
 
 def memory_table() -> list[list[str]]:
-    """What was run must fit; Figure 17 says of one series where it ends."""
+    """Return a table of predicted memory: runs that were run must fit, and two limits that the
+    paper states must be met."""
     runs = [row for row in published() if not row.calibrates]
     prices = [(row, predicted(row)) for row in runs]
     fitting = sum(price.fits for _, price in prices)
@@ -93,7 +98,7 @@ def memory_table() -> list[list[str]]:
                 f"predicted {price.memory.total / 1e9:.1f} of {price.capacity_bytes / 1e9:.0f} GB",
             ]
         )
-    # Table 2: on 560 GPUs a microbatch of 4 did not fit, on 640 it ran
+    # Table 2: a microbatch of 4 did not fit on 560 GPUs, and ran on 640
     (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
@@ -109,9 +114,10 @@ def memory_table() -> list[list[str]]:
 
 
 def main() -> None:
-    tables = (error_table(), best_table(), memory_table(), outside_table(), source_table())
-    for table in (*tables, by_size_table()):
-        print("\n".join(lines(table)), end="\n\n")
+    """Print all tables."""
+    tables = (error_table, best_table, memory_table, outside_table, source_table, by_size_table)
+    for table in tables:
+        print("\n".join(lines(table())), end="\n\n")
 
 
 if __name__ == "__main__":

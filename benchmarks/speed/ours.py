@@ -110,8 +110,8 @@ class OurTrainer:
 
 def _settled(row: Row, world: World) -> HostChoice:
     """Return the kernels that `ptdmpi train` takes on this machine for such a run."""
-    device, dtype = torch.device("cpu"), data_types(row.precision).compute
-    memory = Memory(row.config, row.case.vocab_size, world, device)
+    dtype = data_types(row.precision).compute
+    memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
     settled = memory.settle(measured_choice(dtype, {}), lambda line: None)
     assert isinstance(settled, HostChoice), "the host's"
     return settled
@@ -139,17 +139,17 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
-    """Least time of causal attention, there and back."""
+    """Return the least time of causal attention, forward and backward."""
     if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
     dy = torch.randn(shape).to(dtype)
     core = AttentionCore(Scores(shape[-1] ** -0.5), Kernels(HostChoice(attention=way)))
 
-    def there_and_back() -> None:
+    def forward_and_backward() -> None:
         torch.autograd.grad(core(q, k, v), (q, k, v), dy)
 
-    return min(_time_s(there_and_back) for _ in range(REPEATS))
+    return min(_time_s(forward_and_backward) for _ in range(REPEATS))
 
 
 def _time_s(work: Callable[[], object]) -> float:

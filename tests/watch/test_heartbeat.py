@@ -97,7 +97,9 @@ def test_rank_0_is_missed_too(tmp_path):
 def test_rank_0_is_missed_from_the_start_on(comm, tmp_path):
     """By rank 1 alone, and though rank 0 stops before its first beat."""
     axes, ranks = World(comm).split(training_grid(data=3)), Ranks(training_grid(data=3), [HOST] * 3)
-    heart = Heartbeat(axes, ranks, Place(), StopRequest(), tmp_path, None, 60.0)
+    heart = Heartbeat(
+        axes, ranks, Place(), StopRequest(), directory=tmp_path, judge=None, stall_s=60.0
+    )
     assert heart.start()
     missed = heart.deputy.replaces(time.monotonic() + 61.0)
     heart.close()
@@ -109,7 +111,9 @@ def test_an_end_waits_for_nobody_who_has_said_goodbye(comm, tmp_path):
     """Rank 1 is done first, and rank 0's thread hears it while rank 0 still trains."""
     grid, host = training_grid(data=2), [HOST] * 2
     axes, one = World(comm).split(grid), judge(60.0)[0] if comm.rank == 0 else None
-    heart = Heartbeat(axes, Ranks(grid, host), Place(), StopRequest(), tmp_path, one, 60.0)
+    heart = Heartbeat(
+        axes, Ranks(grid, host), Place(), StopRequest(), directory=tmp_path, judge=one, stall_s=60.0
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat, "COLLECT_S", math.inf)  # the test's own limit ends it instead
         assert heart.start()
@@ -233,7 +237,9 @@ def test_a_rank_in_a_collective_is_told_by_its_group(comm, tmp_path, shards, gro
     """And waits for those of the group, on the data axis as a whole or on one of its two."""
     world, grid = World(comm), training_grid(data=4, shards=shards)
     axes, ranks = world.split(grid), Ranks(grid, [HOST] * 4)
-    heart = Heartbeat(axes, ranks, Place(), StopRequest(), tmp_path, None, 1.0)
+    heart = Heartbeat(
+        axes, ranks, Place(), StopRequest(), directory=tmp_path, judge=None, stall_s=1.0
+    )
     elsewhere = {rank: Seen(report(1.0), 0.0) for rank in range(4)}
     told: list[Report] = []
     axes[group].timed("all_gather", lambda: told.append(heart._report()))

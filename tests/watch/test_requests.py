@@ -187,7 +187,7 @@ def test_the_time_limit_leaves_one_step(comm, tmp_path):
 
 
 def test_room_is_left_for_a_step_and_the_save(tmp_path):
-    requests = Requests(StopRequest(), tmp_path, ["a"], 10.0)
+    requests = Requests(StopRequest(), tmp_path, ["a"], max_minutes=10.0)
     requests.stepped(20.0)
     limit = 600.0 - 1.5 * 20.0
     for save_s, room in ((0.0, 30.0), (5.0, 10.0), (60.0, 120.0)):
@@ -205,7 +205,7 @@ def test_the_age_of_a_process_includes_its_start():
 
 
 def test_the_most_urgent_reason_and_its_lowest_rank_are_told(tmp_path):
-    requests = Requests(StopRequest(), tmp_path, ["a", "b", "c"], 0.0)
+    requests = Requests(StopRequest(), tmp_path, ["a", "b", "c"], max_minutes=0.0)
     (tmp_path / "STOP").touch()
     assert requests.reason(requests.mine(0)[0]) == "file STOP"
     votes = [requests.mine(0)[0]]
@@ -219,7 +219,7 @@ def test_the_most_urgent_reason_and_its_lowest_rank_are_told(tmp_path):
 def test_a_save_is_due_by_the_clock(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    requests = Requests(StopRequest(), tmp_path, ["a"], 0.0, 15.0)
+    requests = Requests(StopRequest(), tmp_path, ["a"], max_minutes=0.0, save_minutes=15.0)
     votes = []
     for now in (101.0, 999.0, 1000.0, 1001.0):
         clock[0] = now
@@ -234,7 +234,7 @@ def test_a_save_is_due_by_the_clock(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["SAVE", "STOP"])
 def test_a_directory_is_no_request(tmp_path, name):
-    requests = Requests(StopRequest(), tmp_path, ["a"], 0.0)
+    requests = Requests(StopRequest(), tmp_path, ["a"], max_minutes=0.0)
     (tmp_path / name).mkdir()
     assert requests.mine(0) == (0, Save.NO)
     requests.obeyed(name)  # as after a save that was due by itself
@@ -245,7 +245,7 @@ def test_a_directory_is_no_request(tmp_path, name):
 def test_a_run_directory_that_is_gone_or_another(tmp_path, again):
     folder = tmp_path / "run"
     folder.mkdir()
-    requests = Requests(StopRequest(), folder, ["a"], 0.0)
+    requests = Requests(StopRequest(), folder, ["a"], max_minutes=0.0)
     assert requests.reason(requests.mine(0)[0]) == ""
     folder.rename(tmp_path / "moved")
     if again:
@@ -262,7 +262,7 @@ def test_nobody_reads_what_is_printed():
         "from ptdmpi.watch.requests import Requests, StopRequest\n"
         "signals = StopRequest()\n"
         "for _ in range(20000): signals.show('a line')\n"
-        "requests = Requests(signals, Path('.'), ['a'], 0.0)\n"
+        "requests = Requests(signals, Path('.'), ['a'], max_minutes=0.0)\n"
         "sys.stderr.write(requests.reason(requests.mine(0)[0]))\n"
     )
     command = f'{sys.executable} -c "$0" | head -n 1; exit ${{PIPESTATUS[0]}}'

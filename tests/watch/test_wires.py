@@ -28,7 +28,9 @@ RANKS = Ranks(GRID, [socket.gethostname()] * 2)
 def watched(comm, folder) -> tuple[Axes, Heartbeat]:
     """A tensor axis of two ranks on the stand-in, and a heart that does not beat yet."""
     axes = World(comm).split(GRID, Wire(StandInCommunicator))
-    return axes, Heartbeat(axes, RANKS, Place(), StopRequest(), folder, None, 60.0)
+    return axes, Heartbeat(
+        axes, RANKS, Place(), StopRequest(), directory=folder, judge=None, stall_s=60.0
+    )
 
 
 @parallel(ranks=[2])
@@ -80,7 +82,7 @@ def test_a_connection_that_fails_while_the_host_waits_ends_the_wait(comm, tmp_pa
             while heart._report().failure is None:
                 time.sleep(0.01)
             heart.close()
-        assert heart._report().failure[1].endswith("what has failed: tensor: RemoteError")
+        assert heart._report().failure[1].endswith("after a failure: tensor: RemoteError")
         heart.failed(found.value)
         assert heart._report().failure[1] == "WireError: tensor: RemoteError"
         heart.failed(WireError("aborted"))  # what comes of the abort says why it was

@@ -1,4 +1,4 @@
-"""Rank 1's watch over rank 0, which hears all others and whom nobody else would miss."""
+"""Rank 1's watch over rank 0: rank 0 watches all other ranks, and no other rank watches it."""
 
 import contextlib
 import math
@@ -9,19 +9,21 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
 class Deputy:
-    """When rank 0 was heard last, and what follows from its silence.
+    """The time at which rank 0 was last heard, and what follows from its silence.
 
-    Every rank has one; rank 1 alone listens, from the heart's start on, and what was never heard
-    is never missed, so on all other ranks nothing comes of it. `stall_s` 0: it warns, and no more.
+    Every rank has one, but only rank 1 hears rank 0, from the start of the heartbeat on. A deputy
+    that never hears it never misses it. With `stall_s` 0 it warns, but never ends the job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:
-        self.ranks, self.directory, self.stall_s = ranks, directory, stall_s
+        self.ranks = ranks
+        self.directory = directory
+        self.stall_s = stall_s
         self._heard_s = math.inf
-        self._missed_s: float | None = None  # since when it is missed, once that was said
+        self._missed_s: float | None = None  # since when it is missed, once a warning says so
 
     def hear(self, now_s: float) -> None:
-        """Rank 0 says that it is alive."""
+        """Take note that rank 0 is alive."""
         self._heard_s = now_s
         if self._missed_s is not None:
             away_s = now_s - self._missed_s
@@ -29,12 +31,12 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """This process itself was stopped: nobody could be heard meanwhile."""
+        """Take note that this process itself was stopped, and could hear nobody meanwhile."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
     def replaces(self, now_s: float) -> bool:
-        """Whether the job is to be ended in its place; a shorter silence is warned of, once."""
+        """Return True if rank 1 must end the job for rank 0; warn once of a shorter silence."""
         silent_s = now_s - self._heard_s
         if self.stall_s and silent_s > max(self.stall_s, LEAST_SILENCE_S):
             return True
@@ -45,8 +47,10 @@ class Deputy:
         return False
 
     def pronounce(self, now_s: float) -> None:
-        """Say what holds the job up: rank 0 does not even say where it is, so its process is
-        stopped, or sits in a call that lets no thread run."""
+        """Print why the job is ended.
+
+        Rank 0 is silent, so its process is stopped, or is in a call that lets no thread run.
+        """
         self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
             "its process is stopped, or hangs in a call that lets no thread of it run; stacks of "
@@ -54,7 +58,7 @@ class Deputy:
         )
 
     def _tell(self, line: str) -> None:
-        """Rank 1 speaks where rank 0 does not; the log gets it too, if it can."""
+        """Print a line for rank 0, and add it to the log if that can be written."""
         print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
             log.write(line + "\n")

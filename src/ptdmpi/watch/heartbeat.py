@@ -1,8 +1,8 @@
-"""A thread of each rank that tells rank 0 where the rank is, whatever its main thread hangs in.
+"""A thread of each rank that reports the rank's progress to rank 0, even if the main thread hangs.
 
-Rank 0 holds the table of all ranks. When nobody has begun anything for too long, or a rank has
-failed, it prints who is where and who holds up whom, has every rank write its stacks, and ends all.
-Rank 1 listens for rank 0, which nobody else would miss (`deputy`).
+Rank 0 has the table of all ranks. In a stall, or after a failure, it prints what each rank does and
+which ranks hold up the others, has every rank write its stacks, and ends the job. Rank 1 watches
+rank 0 (`deputy`).
 """
 
 import atexit
@@ -41,20 +41,20 @@ from ptdmpi.watch.whereabouts import (
 )
 from ptdmpi.watch.wires import Wires
 
-# A stall is at least so many steps long, and in a save, a validation or the start-up (where ranks
-# rightly sit for long in one thing) this many times longer.
+# A stall is at least STALL_STEPS steps long. In a save, a validation or the start-up, where one
+# thing may rightly take long, it is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice; after this long a second one is a second wish.
+# Launchers deliver a signal twice; a second one after this time is a second request.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # signals that follow each other on one rank faster are one
+DUPLICATE_S = 0.5  # signals on one rank that follow each other faster count as one
 # For the stacks of all ranks, once the verdict is there.
 COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
 
 
 class Heartbeat:
-    """The thread and what it needs to know. Made by all ranks together, `start`ed by each."""
+    """The thread and its knowledge. All ranks make it together; each one calls `start`."""
 
     def __init__(
         self,
@@ -62,12 +62,17 @@ class Heartbeat:
         ranks: Ranks,
         place: Place,
         signals: StopRequest,
+        *,
         directory: Path,
         judge: "Judge | None",
         stall_s: float,
     ) -> None:
-        self.axes, self.ranks, self.place = axes, ranks, place
-        self.signals, self.judge, self.wires = signals, judge, Wires(axes)
+        self.axes = axes
+        self.ranks = ranks
+        self.place = place
+        self.signals = signals
+        self.judge = judge
+        self.wires = Wires(axes)
         self.deputy = Deputy(ranks, directory, stall_s)
         self.mailbox = Mailbox(axes.world.control)
         self._beat_s = time.monotonic()
@@ -76,49 +81,49 @@ class Heartbeat:
         self._shown = False
         self._ended = threading.Event()
         self._due_s = 0.0
-        # a daemon: where it hangs in MPI itself, it must not keep the process from ending
+        # a daemon: if it hangs in MPI itself, the process must still be able to end
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
-        """False if this MPI does not let a thread of its own call it: then no heart beats."""
+        """Start the thread; return False if this MPI does not let a second thread call it."""
         if not Mailbox.works_in_a_thread():
             return False
-        # MPI is finalised at exit, and no thread may call it then
+        # MPI is finalised at exit; no thread may call it after that
         atexit.register(self.close)
         if self.axes.world.rank == 1:
-            # rank 0 made this with all others: it is missed from now on, not from its first beat on
+            # rank 0 is alive now, because all ranks made this together
             self.deputy.hear(time.monotonic())
         self._thread.start()
         return True
 
     def failed(self, error: BaseException) -> None:
-        """Have rank 0 print the table of all ranks and end them; returns if it does not."""
+        """Let rank 0 print the table of all ranks and end them; return if it does not."""
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        wires = self.wires.failed  # of which this came
-        behind = f"; {wires}" if wires not in first else ""
-        self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{behind}")
+        wires = self.wires.failed  # the cause of this error, if its wires were ended
+        cause = f"; {wires}" if wires not in first else ""
+        self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")
         if self._thread.is_alive():
             self.signals.wake()
             self._thread.join(COLLECT_S + 3 * BEAT_S)
 
     def finish(self) -> None:
-        """The orderly end, on all ranks: rank 0 hears every rank's last report."""
+        """End in order, on all ranks: rank 0 waits for every rank's last report."""
         if not self._thread.is_alive():
             return
         self.close()
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # the thread may have heard some while this rank was still training
+        # the thread may have received some while this rank was still training
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:
-        """End the thread, without a word to the other ranks. May be called more than once."""
+        """End the thread without a message to the other ranks; may be repeated."""
         self._ended.set()
         if self._thread.is_alive():
             self.signals.wake()
@@ -131,19 +136,20 @@ class Heartbeat:
             try:
                 self._beat()
             except MPI.Exception:
-                # A rank was lost: whoever trains on makes a new world, with a heartbeat of its own.
-                # The main thread may wait for its device, and that for what the lost one does not
-                # send.
+                # A rank was lost. Ranks that continue make a new world, with a new heartbeat. The
+                # main thread may wait for its device, which waits for the lost rank.
                 self.axes.abort()
                 return
-            except Exception as error:  # a device that has failed answers each question so
+            except Exception as error:  # a device that has failed raises at each question
                 if self.wires.deaf:
                     raise
-                self._goes_deaf(error)
+                self._ignore_device(error)
 
-    def _goes_deaf(self, error: Exception) -> None:
-        """Tell what the device, or the library that connects it, answered when it was asked; from
-        now on only the host is. The main thread hears of it by itself, or hangs."""
+    def _ignore_device(self, error: Exception) -> None:
+        """Report the error of the device, or of its library, and ask only the host from now on.
+
+        The main thread gets the error, too, or hangs.
+        """
         self.wires.deaf = True
         self.place.forget_device()
         if not self._failure:
@@ -152,6 +158,7 @@ class Heartbeat:
         self.axes.abort()
 
     def _beat(self) -> None:
+        """Wait for a signal or the next beat; then report, receive messages and judge."""
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()
@@ -162,7 +169,7 @@ class Heartbeat:
             if not self._noted or now_s - self._noted[-1][1] > DUPLICATE_S:
                 self._noted.append((int(number), now_s))
         if not self._failure and (stuck := self.wires.stuck(now_s)):
-            self._failure = (time.time(), f"its device hangs behind what has failed: {stuck}")
+            self._failure = (time.time(), f"its device hangs after a failure: {stuck}")
         if came or (self._failure and not self._shown) or now_s >= self._due_s:
             self._due_s = now_s + self.ranks.beat_s
             self.mailbox.send(self._report(), 0)
@@ -170,7 +177,7 @@ class Heartbeat:
                 self.mailbox.send(ALIVE, 1)
         for rank, message in self.mailbox.receive():
             if isinstance(message, Report):
-                if self.judge is not None:  # reports go to rank 0, which has it
+                if self.judge is not None:  # only rank 0 gets reports, and it has a judge
                     self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
                 self.deputy.hear(now_s)
@@ -184,15 +191,16 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job in place of rank 0, the stacks of all others written."""
+        """End the job in place of rank 0, after all others have written their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
         self._write_stacks()
-        time.sleep(1.5 * BEAT_S)  # until the others have written theirs
+        time.sleep(1.5 * BEAT_S)  # the others write theirs meanwhile
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
+        """Do what the judge has decided, on rank 0."""
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
                 self.mailbox.send(WRITE_STACKS, rank)
@@ -200,13 +208,16 @@ class Heartbeat:
             self.mailbox.abort(STOPPED_EXIT_CODE)
         if judge.verdict is not None and judge.complete(now_s):
             judge.pronounce(self.deputy.directory)
-            time.sleep(0.2)  # the launcher forwards the lines before it hears of the abort
+            time.sleep(0.2)  # the launcher forwards the lines before it learns of the abort
             self.mailbox.abort(1)
 
     def _report(self, leaves: bool = False) -> Report:
-        doing, now_s = self.place.now(), time.monotonic()
+        doing = self.place.now()
+        now_s = time.monotonic()
         axis, collective = self.wires.inside()
-        known = len(self.place.compute_s) == COMPUTE_STEPS
+        compute_s = 0.0
+        if len(self.place.compute_s) == COMPUTE_STEPS:
+            compute_s = statistics.median(tuple(self.place.compute_s))
         return Report(
             phase=self.place.phase,
             step=self.place.step,
@@ -216,7 +227,7 @@ class Heartbeat:
             axis=axis,
             collective=collective,
             age_s=time.perf_counter() - doing.since_s,
-            compute_s=statistics.median(tuple(self.place.compute_s)) if known else 0.0,
+            compute_s=compute_s,
             signals=tuple((number, now_s - at_s) for number, at_s in self._noted),
             failure=self._failure,
             shown=self._shown,
@@ -224,7 +235,7 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
-        """Best effort: a full disk must not keep the table from being told."""
+        """Write the stacks if possible: a full disk must not prevent the table."""
         with contextlib.suppress(OSError):
             self._write_stack_file(self.deputy.directory / "stacks")
 
@@ -232,32 +243,36 @@ class Heartbeat:
         world = self.axes.world
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"rank-{world.rank:05d}.txt", "w", encoding="utf-8") as file:
-            name, doing = self.ranks.name(world.rank), describe(self._report())
+            name = self.ranks.name(world.rank)
+            doing = describe(self._report())
             file.write(f"{name}, process {os.getpid()}, step {self.place.step}: {doing}\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
 
 class Judge:
-    """Rank 0's table and what follows from it. `say` prints a line and keeps it in the log.
+    """Rank 0's table of reports, and its verdict. `say` prints and logs a line.
 
     `stall_s` 0: nothing is a stall. `step_s` is the longest of the last steps.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
-        self.ranks, self.stall_s, self.say = ranks, stall_s, say
+        self.ranks = ranks
+        self.stall_s = stall_s
+        self.say = say
         self.step_s = 0.0
         beginning = Seen(Report("start-up", 0, "", "", None, "", "", 0.0), time.monotonic())
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False
-        self.stopping = False  # the training itself has said that it stops
+        self.stopping = False  # the training itself has printed that it stops
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
-        self._told_silent: dict[int, float] = {}  # rank -> when it was last heard of
+        self._called_silent: dict[int, float] = {}  # rank -> time of its last report
         self._next_look_s = 0.0
-        self._looked_s, self._awake_s = math.inf, 0.0
+        self._looked_s = math.inf
+        self._awake_s = 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
         """Take a report into the table."""
@@ -269,13 +284,13 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Whether the stacks of all ranks are wanted now: something has gone wrong."""
+        """Look for failures and stalls; return True once, when all ranks must write stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was stopped, with its job perhaps: what is known is old
+            # this process was stopped, perhaps with its job: all reports are old
             self._awake_s = now_s + LEAST_SILENCE_S
-            self._told_silent.clear()
+            self._called_silent.clear()
         self._looked_s = now_s
         if self._failed:
             self.verdict = "a rank failed"
@@ -283,14 +298,14 @@ class Judge:
             self._next_look_s = now_s + self.ranks.beat_s
             if now_s < self._awake_s:
                 return False
-            self._tell_silent(now_s)
+            self._warn_of_silence(now_s)
             if self._stalls(now_s):
                 self.verdict = "no rank gets on"
         self._deadline_s = now_s + COLLECT_S
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Every rank that is heard of has written its stacks, or has had the time."""
+        """Return True if every rank that reports has written its stacks, or has had the time."""
         begun_s = self._deadline_s - COLLECT_S
         missed_s = MISSED_BEATS * self.ranks.beat_s
         shown = all(
@@ -299,7 +314,7 @@ class Judge:
         return shown or now_s > self._deadline_s
 
     def pronounce(self, directory: Path) -> None:
-        """Print the table, the culprits first; the whole of it also goes to a file."""
+        """Print the table, the ranks at fault first; write all of it to a file, too."""
         now_s = time.monotonic()
         first = self._failed or culprits(self.table, self.ranks, now_s)
         headings = []
@@ -314,7 +329,7 @@ class Judge:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "\n".join([*headings, *lines]) + "\n")
-        except OSError as error:  # the terminal has it
+        except OSError as error:  # the terminal has the table
             headings.append(f"{path}: {error.strerror}")
         if len(lines) > TERMINAL_ROWS + 1:
             lines = [*lines[: TERMINAL_ROWS + 1], f"... all {len(self.table)} ranks: {path}"]
@@ -325,7 +340,7 @@ class Judge:
         sys.stdout.flush()
 
     def compute_s(self) -> dict[int, float]:
-        """Each rank's own work of a step; empty while one has not reported it yet."""
+        """Return the seconds of each rank's own work; empty until all have reported them."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 
@@ -333,6 +348,7 @@ class Judge:
         return self.table[rank].report.failure or (0.0, "")
 
     def _stalls(self, now_s: float) -> bool:
+        """Return True if no rank has begun anything for too long."""
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
         quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
         frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)
@@ -341,12 +357,13 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # who sits in one thing for long, and rightly, is heard of; a frozen rank's phase is old
+        # a rank that rightly does one thing for long still reports; a frozen rank's phase is old
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
     def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
+        """Acknowledge the first signal; stop the job at once after a later one."""
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
@@ -354,18 +371,21 @@ class Judge:
                 self.say(f"{who}: stops after this step; one more from 5 s on stops it at once")
         elif came_s - self._acknowledged_s >= SECOND_SIGNAL_S and not self.stop_at_once:
             self.stop_at_once = True
-            self.say(f"{who}, again: stopped at once; the same command goes on from what is saved")
+            self.say(
+                f"{who}, again: stopped at once; the same command resumes from the last checkpoint"
+            )
 
-    def _tell_silent(self, now_s: float) -> None:
-        silent = {r for r, seen in self.table.items() if self.ranks.silent(seen, now_s)}
-        for rank in sorted(silent - self._told_silent.keys()):
+    def _warn_of_silence(self, now_s: float) -> None:
+        """Warn once of each silent rank, and say when it reports again."""
+        silent = {rank for rank, seen in self.table.items() if self.ranks.silent(seen, now_s)}
+        for rank in sorted(silent - self._called_silent.keys()):
             seen = self.table[rank]
             self.say(
                 f"warning: {self.ranks.name(rank)} was not heard of for {now_s - seen.at_s:.0f} s; "
                 f"last in step {seen.report.step}: {describe(seen.report)}"
             )
-        for rank in sorted(self._told_silent.keys() - silent):
-            away_s = now_s - self._told_silent.pop(rank)
+        for rank in sorted(self._called_silent.keys() - silent):
+            away_s = now_s - self._called_silent.pop(rank)
             self.say(f"{self.ranks.name(rank)} is heard of again, after {away_s:.0f} s")
         for rank in silent:
-            self._told_silent.setdefault(rank, self.table[rank].at_s)
+            self._called_silent.setdefault(rank, self.table[rank].at_s)

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""The lock of a run directory: one run at a time."""
 
 import time
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from pathlib import Path
 from ptdmpi.config import InputError
 from ptdmpi.data.lock import FileLock
 
-# A job that is requeued starts while its predecessor dies; NFS lets go of a dead node's locks
+# A requeued job may start before its predecessor has ended; NFS releases the locks of a dead node
 # after 90 s.
 WAIT_S = 100.0
 POLL_S = 0.5
 
 
 class RunLock:
-    """Holds `lock` in a run directory until it is closed or the process ends; the file says who.
+    """The file `lock` in a run directory, locked until `close` or the end of the process.
 
-    A file system without locks lets everyone in. Raises InputError if another run holds it for
-    `wait_s` seconds on end, or the directory cannot be written.
+    The file names its holder. A file system without locks excludes nobody. Raises InputError if
+    another run holds the lock for `wait_s` seconds, or if the directory cannot be written.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None], wait_s: float = WAIT_S) -> None:
@@ -26,17 +26,18 @@ class RunLock:
             self._lock = FileLock(directory / "lock")
         except OSError as error:
             raise InputError(f"run.dir = {directory}: {error}") from None
-        end, told = time.monotonic() + wait_s, False
+        end_s = time.monotonic() + wait_s
+        announced = False
         while not self._lock.take():
             holder = f"run.dir = {directory} is in use by {self._lock.holder()}"
-            if time.monotonic() >= end:
+            if time.monotonic() >= end_s:
                 self.close()
                 raise InputError(f"{holder}; legal: another run.name, or end that run first")
-            if not told:
+            if not announced:
                 say(f"{holder}; waiting up to {wait_s:.0f} s for its end")
-                told = True
+                announced = True
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         self._lock.close()

@@ -16,8 +16,9 @@ MEMORY_EVENTS = 100_000  # of a GPU's snapshot, the newest
 
 
 class Profile:
-    """The profiler of one rank: `run.profile_steps` "10:12" covers steps 10 to 12. Its files go
-    into `profile/` of the run directory; one that cannot be made is told of, and the run goes on.
+    """The profiler of one rank: `run.profile_steps` "10:12" covers steps 10 to 12.
+
+    It writes into `profile/` of the run directory. If it cannot, it says so, and the run continues.
     """
 
     def __init__(
@@ -25,13 +26,15 @@ class Profile:
     ) -> None:
         wanted = run.profile_ranks == "all" or rank in run.profile_ranks
         self._steps = run.profiled if wanted else range(0)
-        self._rank, self._device, self._say = rank, device, say
+        self._rank = rank
+        self._device = device
+        self._say = say
         self._folder = Path(run.dir) / FOLDER
         self._running: torch.profiler.profile | None = None
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around the work of step `step` (from 1)."""
+        """Profile the work inside the `with` if `step` (from 1) is among the profiled ones."""
         if step in self._steps and self._running is None:
             self._begin()
         yield
@@ -49,7 +52,8 @@ class Profile:
         self._running.start()
 
     def _end(self) -> None:
-        profiler, self._running = self._running, None
+        profiler = self._running
+        self._running = None
         if profiler is None:
             return
         profiler.stop()
@@ -65,8 +69,11 @@ class Profile:
         self._say(f"profiled steps {self._steps[0]} to {self._steps[-1]}: {trace}, {memory}")
 
     def _keep_memory(self, name: str, trace: Path) -> Path:
-        """What memory was taken when: the GPU's own snapshot (for pytorch.org/memory_viz), on a CPU
-        the bytes that tensors hold after each allocation, from the trace."""
+        """Write the history of memory and return its path.
+
+        On a GPU it is the device's snapshot (for pytorch.org/memory_viz), on a CPU the bytes that
+        tensors hold after each allocation in the trace.
+        """
         if self._device.type == "cuda":
             path = self._folder / f"memory-{name}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
@@ -78,11 +85,11 @@ class Profile:
 
 
 def memory_events(trace: Path) -> list[dict[str, Any]]:
-    """Each allocation and release in a trace, in order: microseconds, bytes, and the total then."""
+    """Return each allocation and release of a trace, in order: microseconds, bytes, new total."""
     events = json.loads(trace.read_bytes())["traceEvents"]
-    found = [
-        {"us": one["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}
-        for one in events
-        if one.get("name") == "[memory]" and (args := one.get("args", {}))
+    memory = [
+        {"us": event["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}
+        for event in events
+        if event.get("name") == "[memory]" and (args := event.get("args", {}))
     ]
-    return sorted(found, key=lambda one: one["us"])
+    return sorted(memory, key=lambda event: event["us"])

@@ -1,7 +1,7 @@
 """Requests to stop or to save: signals, files in the run directory, the time limit.
 
-Each rank takes notes; at the end of a step all ranks vote, in one small message, so that they stop
-after the same step.
+Each rank notes the requests that reach it. After each step all ranks vote, in one small message, so
+that they stop after the same step.
 """
 
 import contextlib
@@ -15,40 +15,50 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from ptdmpi.config import SharedInputError
 
-# EX_TEMPFAIL: stopped on request after saving; the same command again goes on
+# EX_TEMPFAIL: stopped on request after saving; the same command resumes
 STOPPED_EXIT_CODE = 75
-# Ctrl-C and a closed terminal too: where a launcher stands between, they reach only that.
+# Ctrl-C and a closed terminal, too: under a launcher, only the launcher gets these two.
 SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-# Rank 0 looks for files at most this often: on a parallel file system a look is a message.
+# Seconds between two looks for files, on rank 0: on a parallel file system a look is a message.
 LOOK_S = 1.0
-# Of `max_minutes`, for saving, while no save has shown yet how long one takes.
+# Share of `max_minutes` that is left for a save while none has been timed.
 FIRST_SAVE_SHARE = 0.05
 
-# What a vote can say, the most urgent last; between them the signals in their order.
-_STOP_FILE, _TIME_LIMIT, _NO_READER, _FIRST_SIGNAL = 1, 2, 3, 4
+# Reasons to stop, as numbers of a vote: the greatest wins. From _FIRST_SIGNAL on, the signals.
+_STOP_FILE = 1
+_TIME_LIMIT = 2
+_NO_READER = 3
+_FIRST_SIGNAL = 4
 _GONE = _FIRST_SIGNAL + len(SIGNALS)
 _RANKS = 1 << 32
+# reason -> words, for those that do not come from a rank
+_WORDS = {
+    0: "",
+    _STOP_FILE: "file STOP",
+    _TIME_LIMIT: "run.max_minutes",
+    _NO_READER: "nobody reads the output",
+}
 
 
 class Save(IntEnum):
-    """What a vote can say of saving."""
+    """A rank's wish for a save; the greatest of all ranks wins."""
 
     NO = 0
-    DUE = 1  # by the clock: as at a multiple of `every_steps`
-    NOW = 2  # somebody asks for it, and waits
+    DUE = 1  # by the clock: like a multiple of `every_steps`
+    NOW = 2  # on request, and somebody waits for it
 
 
 class StopRequest:
-    """Remembers which of SIGNALS came to this process while it is in the `with`; after it they are
-    ignored. What the process ignores anyway (nohup, a shell's background) stays so.
+    """A context in which this process notes SIGNALS instead of obeying them.
 
-    A handler in Python runs only when the main thread is back from MPI, which may be never, so
-    each signal also leaves a byte in a pipe, where another thread can wait for it.
+    After it they are ignored. A signal that the process ignores already (by nohup, or in a shell's
+    background) stays ignored. A handler in Python runs only after the main thread has returned from
+    MPI, which it may never do, so each signal also leaves a byte in a pipe for another thread.
     """
 
     def __init__(self) -> None:
@@ -62,7 +72,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         for number in SIGNALS:
-            # SIGUSR1 and SIGTERM in any case: nohup and shells ignore only the two between
+            # SIGUSR1 and SIGTERM in any case: nohup and shells ignore only the other two
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
         return self
@@ -73,7 +83,7 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # The process ends: a late duplicate must not change its exit code.
+        # the process ends now, and a late duplicate must not change its exit code
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
@@ -82,8 +92,11 @@ class StopRequest:
         self.received = self.received or signal.Signals(number)
 
     def show(self, line: str) -> None:
-        """Print a line. Where nobody reads any more (`| head`), the run is asked to stop, and what
-        is printed from then on goes nowhere."""
+        """Print a line.
+
+        If nobody reads the output any more (`| head`), ask the run to stop and discard all further
+        output.
+        """
         try:
             print(line, flush=True)
         except BrokenPipeError:
@@ -93,8 +106,10 @@ class StopRequest:
             os.close(nowhere)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
-        """The signals that came since the last call; waits for one for up to `limit_s`, or until
-        `wake`. For one thread other than the main one."""
+        """Return the signals since the last call; wait for one up to `limit_s`, or until `wake`.
+
+        One thread may call it, but not the main one.
+        """
         select.select([self._out], [], [], limit_s)
         try:
             numbers = os.read(self._out, 4096)
@@ -103,25 +118,39 @@ class StopRequest:
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 
     def wake(self) -> None:
-        """Have `wait` return now."""
+        """Let `wait` return now."""
         os.write(self._in, b"\0")
+
+
+class Ballot(NamedTuple):
+    """The numbers of one rank in a vote; the greatest of all ranks win."""
+
+    stop: int
+    save: int
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the ranks agreed on. `stop` says why, and is empty if nobody asked."""
+    """The result of a vote. `stop` is the reason to stop, or empty if there is none."""
 
     stop: str
     save: Save
     peak_memory_bytes: int
 
 
+class _Files(NamedTuple):
+    """Whether the files STOP and SAVE are in the run directory."""
+
+    stop: bool
+    save: bool
+
+
 class Requests:
-    """What this rank has to say in a vote; rank 0 also looks at the clock and for files.
+    """The requests that have reached this rank; rank 0 also checks the clock and looks for files.
 
     `STOP` and `SAVE` are files in the run directory. `max_minutes` (0: no limit) counts from the
-    start of the process; the run stops early enough for one more step and a save. Every
-    `save_minutes` (0: never) a save is due.
+    start of the process; the run stops early enough for one more step and a save. A save is due
+    every `save_minutes` (0: never).
     """
 
     def __init__(
@@ -129,6 +158,7 @@ class Requests:
         signals: StopRequest,
         directory: Path,
         hosts: Sequence[str],
+        *,
         max_minutes: float,
         save_minutes: float = 0.0,
     ) -> None:
@@ -139,70 +169,92 @@ class Requests:
         self.save_s = save_minutes * 60
         self._saved_s = time.monotonic()
         self.began_s = time.monotonic() - process_age_s()
-        self.steps = 0  # by this process
+        self.steps = 0  # of this process
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
         self._looked_s = -LOOK_S
-        self._files = (False, False)
+        self._files = _Files(stop=False, save=False)
         self._gone = False
         self._place: tuple[int, int] | None = None  # device and inode of the directory
 
-    def mine(self, rank: int) -> tuple[int, int]:
-        """(stop, save) of this rank; the greatest of all ranks is the answer."""
-        received, save = self.signals.received, Save.NO
-        code = 0 if received is None else _FIRST_SIGNAL + SIGNALS.index(received)
+    def mine(self, rank: int) -> Ballot:
+        """Return the vote of this rank."""
+        save = Save.NO
+        reasons = [0]
+        if self.signals.received is not None:
+            reasons.append(_FIRST_SIGNAL + SIGNALS.index(self.signals.received))
         if rank == 0:
-            stop, now = self._look()
-            due = 0 < self.save_s <= time.monotonic() - self._saved_s
-            save = Save.NOW if now else Save.DUE if due else Save.NO
-            unread = self.signals.unread
-            code = max(code, _STOP_FILE * stop, _TIME_LIMIT * self._late(), _NO_READER * unread)
-            code = max(code, _GONE * self._gone)
-        # of equal reasons the lowest rank's is told
-        return code * _RANKS + (_RANKS - 1 - rank if code else 0), int(save)
+            files = self._look()
+            if files.save:
+                save = Save.NOW
+            elif 0 < self.save_s <= time.monotonic() - self._saved_s:
+                save = Save.DUE
+            reasons += self._reasons_of_rank_0(files.stop)
+        code = max(reasons)
+        if code == 0:
+            return Ballot(0, int(save))
+        # for the same reason on several ranks, the lowest rank has the greatest number
+        return Ballot(code * _RANKS + _RANKS - 1 - rank, int(save))
+
+    def _reasons_of_rank_0(self, stop_file: bool) -> list[int]:
+        """Return the reasons to stop that only rank 0 looks for."""
+        reasons = {
+            _STOP_FILE: stop_file,
+            _TIME_LIMIT: self._late(),
+            _NO_READER: self.signals.unread,
+            _GONE: self._gone,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
 
     def reason(self, stop: int) -> str:
-        """The greatest `stop` in words. Raises SharedInputError, on every rank, where there is no
-        run directory any more."""
+        """Return the greatest `stop` of all ballots in words.
+
+        Raise SharedInputError, on every rank, if the run directory does not exist any more.
+        """
         code, rest = divmod(stop, _RANKS)
         rank = _RANKS - 1 - rest
         if code == _GONE:
             raise SharedInputError(
                 f"run.dir = {self.directory} was deleted or replaced while the run was going on: "
-                "stopped, for nothing of it can be kept"
+                "stopped, because nothing of it can be saved"
             )
         if code >= _FIRST_SIGNAL:
             name = SIGNALS[code - _FIRST_SIGNAL].name
             return f"{name} on rank {rank} ({self.hosts[rank]})"
-        words = {_STOP_FILE: "file STOP", _TIME_LIMIT: "run.max_minutes"}
-        return {0: "", _NO_READER: "nobody reads the output", **words}[code]
+        return _WORDS[code]
 
     def stepped(self, elapsed_s: float) -> None:
+        """Take note of a step that took `elapsed_s` seconds."""
         self.steps += 1
         self.longest_step_s = max(self.longest_step_s, elapsed_s)
 
     def saved(self, elapsed_s: float) -> None:
+        """Take note of a save that took `elapsed_s` seconds."""
         self.longest_save_s = max(self.longest_save_s, elapsed_s)
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """Rank 0 removes the file, so that it counts once. Something else of that name, such as a
-        directory, is no request and stays."""
+        """Remove the file `name`, on rank 0, so that it counts once.
+
+        Anything else of that name, such as a directory, is no request and is kept.
+        """
         with contextlib.suppress(OSError):
             (self.directory / name).unlink()
         self._looked_s = -LOOK_S
 
-    def _look(self) -> tuple[bool, bool]:
-        now = time.monotonic()
-        if now - self._looked_s >= LOOK_S:
-            self._looked_s = now
-            stop, save = ((self.directory / name).is_file() for name in ("STOP", "SAVE"))
-            self._files = (stop, save)
+    def _look(self) -> "_Files":
+        """Look for the files and for the directory itself, once per LOOK_S."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S:
+            self._looked_s = now_s
+            self._files = _Files(
+                stop=(self.directory / "STOP").is_file(), save=(self.directory / "SAVE").is_file()
+            )
             try:
                 status = self.directory.stat()
             except FileNotFoundError:
                 self._gone = True
-            except OSError:  # of a file system that fails for a while
+            except OSError:  # the file system fails for a while
                 return self._files
             else:
                 place = (status.st_dev, status.st_ino)
@@ -211,9 +263,9 @@ class Requests:
         return self._files
 
     def _late(self) -> bool:
-        """Whether one more step, with a save after it, could end after the limit.
+        """Return True if one more step, with a save after it, could end after the limit.
 
-        The first step is always made: a run that is started again and again gets on.
+        The first step is always made, so that a run that is started again and again makes progress.
         """
         if not self.limit_s or not self.steps:
             return False
@@ -223,7 +275,7 @@ class Requests:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started (Linux: proc(5), field 22 of /proc/PID/stat)."""
+    """Return the seconds since this process started (proc(5): field 22 of /proc/PID/stat)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

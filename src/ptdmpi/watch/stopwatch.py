@@ -1,4 +1,4 @@
-"""Spans of what a rank does, and the place where it is, for its heartbeat to tell."""
+"""Spans of the work of a rank, and its place at this moment for the heartbeat."""
 
 import time
 from collections import deque
@@ -7,11 +7,14 @@ from typing import NamedTuple
 from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
 
-COMPUTE_STEPS = 20  # own work is judged by the median of so many steps
+COMPUTE_STEPS = 20  # the median of so many steps judges a rank's own work
 
 
 class Doing(NamedTuple):
-    """`kind` and `op` as in a Span; `peer`: the pipeline rank whose message is waited for."""
+    """The work of a rank at one moment.
+
+    `kind` and `op` are as in a Span. `peer`: the pipeline rank whose message it waits for.
+    """
 
     kind: str
     op: str
@@ -20,7 +23,7 @@ class Doing(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """Work that was handed to a device: `doing` as the host saw it, and its two marks."""
+    """Work handed to a device: `doing` as the host saw it, and the marks around it."""
 
     doing: Doing
     begin: Mark
@@ -28,9 +31,9 @@ class _UnderWay(NamedTuple):
 
 
 class Place:
-    """Where a rank is: written by the thread that trains, read by the heartbeat's.
+    """The place of a rank in its run; the main thread writes it, the heartbeat's thread reads it.
 
-    `doing` is what the host does, and is replaced as a whole, so a reader never sees half of it.
+    `doing` is the work of the host; it is replaced as a whole, so a reader never sees half of it.
     `phase` is "start-up", "training", "validation", "saving" or "ending"; `step` counts from 1;
     `compute_s` are the seconds of this rank's own work in each of the last steps.
     """
@@ -43,16 +46,18 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """The host has gone on from a span; its device may not have."""
+        """Keep the marks of a span that the host has left, while its device has not finished it."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
             self._under_way.append(_UnderWay(doing, begin, end))
 
     def now(self) -> Doing:
-        """What is done in truth: the oldest work that the device has not finished, else what the
-        host does. For any thread: it asks marks, and waits for none."""
-        # a copy, in one operation of the interpreter: the other thread changes it meanwhile
+        """Return the oldest work that the device has not finished, else the work of the host.
+
+        Any thread may call it; it waits for no mark.
+        """
+        # a copy, in one operation of the interpreter: the main thread changes it meanwhile
         for doing, begin, end in list(self._under_way):
             if not end.done():
                 since_s = begin.at_s() if begin.done() else doing.since_s
@@ -60,16 +65,17 @@ class Place:
         return self.doing
 
     def forget_device(self) -> None:
-        """From now on what the host does counts alone."""
+        """Take only the work of the host into account from now on."""
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
+        """Begin a phase, in which nothing is being done yet."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 
 
 class Spanned:
-    """The inside of a span. Not a generator: a rank has thousands of these in a second."""
+    """The context of a span; no generator, because a rank has thousands of spans a second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 
@@ -82,31 +88,33 @@ class Spanned:
         self._begin = self._watch.clock.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # what raises leaves no span, and the place says for the table where it was
+        # an exception ends without a span; the place still says where it was raised
         if kind is None:
             self._watch.ended(self._doing, self._begin)
 
 
 class Stopwatch:
-    """Collects the spans of one rank, by the clock of the device that does the work."""
+    """The spans of one rank, by the clock of the device that does the work."""
 
     def __init__(self, rank: int, place: Place, clock: Clock) -> None:
-        self.rank, self.place, self.clock = rank, place, clock
+        self.rank = rank
+        self.place = place
+        self.clock = clock
         self._marked: list[tuple[str, str, Mark, Mark]] = []
 
     def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
-        """What is done inside is one span. The place is the host's: where it hangs, if it does."""
+        """Return the context of a span; the work inside it is also the host's place."""
         return Spanned(self, kind, op, peer)
 
     def ended(self, doing: Doing, begin: Mark) -> None:
-        """A span is over; its host goes on."""
+        """End a span, whose work the device may not have finished."""
         end = self.clock.mark()
         self._marked.append((doing.kind, doing.op, begin, end))
         self.place.handed_over(doing, begin, end)
 
     @property
     def spans(self) -> list[Span]:
-        """All spans so far, in the order in which they ended; once their marks are done."""
+        """Return all spans in the order of their ends; call it when their marks are done."""
         return [
             Span(self.rank, kind, op, begin.at_s(), end.at_s())
             for kind, op, begin, end in self._marked
@@ -114,5 +122,5 @@ class Stopwatch:
 
     @property
     def compute_s(self) -> float:
-        """Seconds in ops of the schedule, once their marks are done."""
+        """Return the seconds in ops of the schedule; call it when their marks are done."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -12,7 +12,7 @@ from ptdmpi.cli import group as trainer_group
 PROGRAMS: dict[str, click.Group] = {"ptdmpi": trainer_group, "ptdmpi-data": data_group}
 # Parameters that every command has; the page explains them once.
 EVERYWHERE = ("help", "version", "quiet")
-# How a paragraph of help begins that is a command to type.
+# The beginning of a paragraph of help that is a command to type.
 EXAMPLE = re.compile(r"(mpirun|srun|ptdmpi(-data)?|eval) .*[^.,;:]$", re.DOTALL)
 
 

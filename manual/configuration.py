@@ -29,9 +29,9 @@ TABLES: dict[str, type[BaseModel]] = {
     "optimizer.groups": RateGroup,
     "data.train": TrainDataConfig,
 }
-# How a refusal ends that a function returns: with what would be legal.
+# The end of a refusal that a function returns: the legal values.
 LEGAL = re.compile(r"; legal(\b| nearby)")
-# What a change of a key means when a run resumes, for the table.
+# The meaning of a change of a key when a run resumes, for the table.
 RESUME_WORDS = {
     OnResume.BOUND: "refused",
     OnResume.BOUND_ORDER: "refused \\*",

@@ -8,7 +8,7 @@ BLUE, GREEN, GREY, INK, PALE = "#4f86c6", "#57a773", "#9a9aa5", "#24292f", "#eef
 
 
 class Style(NamedTuple):
-    """How a text is drawn: its size in pixels, its colour, its weight and its anchor."""
+    """The look of a text: its size in pixels, its colour, its weight and its anchor."""
 
     size: float = 13.0
     color: str = INK

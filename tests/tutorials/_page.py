@@ -20,7 +20,7 @@ BLOCK = re.compile(
     r"(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-# What a reader has in the project's folder.
+# The folders of the project that a reader has.
 FOLDERS = ("docs", "jobs", "src", "data_prep")
 PROGRAMS = {"ptdmpi": "ptdmpi", "ptdmpi-data": "data_prep.cli"}
 

@@ -42,7 +42,7 @@ PARTS = (
             "model/stage.py",
             "model/transformer.py",
             "model/tensor_parallel.py",
-            "model/loss.py",
+            "model/output/cross_entropy.py",
             "model/parameters.py",
         ),
     ),

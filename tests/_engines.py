@@ -16,7 +16,7 @@ from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Batch, MicrobatchPass
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
 from ptdmpi.plan.layout.grid import grid_of
@@ -66,6 +66,11 @@ def microbatches(
             batch = as_masked(batch, config.model)
         batches.append(batch)
     return batches
+
+
+def passes(batches: Iterable[Batch], step: int | None = 0) -> list[MicrobatchPass]:
+    """The batches as microbatches of a step, of losses that are summed."""
+    return [MicrobatchPass(number, batch, step) for number, batch in enumerate(batches)]
 
 
 def as_classified(batch: Batch, config: Config) -> Batch:

@@ -18,7 +18,7 @@ from ptdmpi.model.kernels import USUAL, agreement
 from ptdmpi.model.kernels.activation import gated
 from ptdmpi.model.kernels.norm import rms_norm
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import rotary_table
 from ptdmpi.plan.layout.grid import training_grid

@@ -45,7 +45,8 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
     import torch
 
     from ptdmpi.config import resolve
-    from ptdmpi.engine.engine import Engine, Sums
+    from ptdmpi.engine.engine import Engine
+    from ptdmpi.model.output.losses import TASK, SummedLoss
     from ptdmpi.plan.cost.methods import sent_bytes, told_of
     from ptdmpi.plan.layout.grid import grid_of
     from ptdmpi.train.feed import Feed
@@ -66,10 +67,10 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             group = result.traffic.tallies["data"]
             sent += sum(group.sent_bytes.values())
     engine.policy.settle()
-    total = Sums()
+    total = SummedLoss()
     with engine.replicas.averaged():
         for _, group in feed.validation():
-            total += engine.evaluate(feed.place(group))
+            total = total.plus(engine.evaluate(feed.place(group))[TASK])
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
     # the second use of a tied table has a gradient, but no weights and no code of its own
@@ -80,7 +81,7 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
     return {
         "name": case.name,
         "losses": losses,
-        "validation_loss": total.loss / total.tokens,
+        "validation_loss": total.mean,
         "apart": apart,
         "sent_bytes": statistics.mean(every) / steps,
         "foreseen_bytes": sent_bytes(config.data_parallel, numbers, world.size),

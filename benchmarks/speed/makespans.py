@@ -20,7 +20,7 @@ from mpi4py import MPI
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.world import World
 from ptdmpi.engine.runner import Runner
-from ptdmpi.model.stage import Boundary
+from ptdmpi.model.boundary import Boundary
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layout.grid import Grid
 from ptdmpi.plan.schedule.orders import build
@@ -51,19 +51,22 @@ class Sleeper:
             time.sleep(times * self.op_s)
         return None if silent else self.output
 
-    def forward_microbatch(self, microbatch: int, x: object) -> torch.Tensor | None:
+    def begin_step(self) -> None:
+        """Nothing is left of the last step."""
+
+    def forward_microbatch(self, microbatch: object, x: object) -> torch.Tensor | None:
         """Stand for F."""
         return self._slept(1, self.last)
 
-    def backward_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+    def backward_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
         """Stand for B."""
         return self._slept(2, self.first)
 
-    def input_microbatch(self, microbatch: int, dy: object) -> torch.Tensor | None:
+    def input_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
         """Stand for I."""
         return self._slept(1, self.first)
 
-    def weight_microbatch(self, microbatch: int, nothing: object) -> None:
+    def weight_microbatch(self, microbatch: object, nothing: object) -> None:
         """Stand for W."""
         self._slept(1, True)
 
@@ -107,7 +110,7 @@ def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
                 watch = Stopwatch(comm.rank, Place(), axes.clock)
                 comm.Barrier()
                 began_s = time.perf_counter()
-                runner.run(schedule, program, watch)
+                runner.run(schedule, program, range(MICROBATCHES), watch)
                 own_s = time.perf_counter() - began_s
                 taken[op_s] = min(taken[op_s], comm.allreduce(own_s, MPI.MAX))
         simulated_s = simulate(schedule, Costs(OP_S, 2 * OP_S)).makespan_s

@@ -20,6 +20,7 @@ from tests._engines import (
     load,
     measured,
     microbatches,
+    passes,
     steps_of,
     train,
     whole_gradients,
@@ -115,9 +116,10 @@ def kept_of(engine: Engine) -> tuple[int, int]:
     batches = microbatches(engine.config, 0, 0)
     steps_of(engine, 1)
     (stage,) = engine.stages.values()
-    stage.begin_step(0, batches, 1.0)
-    left, _ = measured(lambda: stage.forward_microbatch(0, None))
-    stage.backward_microbatch(0, None)
+    given = passes(batches)
+    stage.begin_step()
+    left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
+    stage.backward_microbatch(given[0], None)
     return left, memory.kept_bytes(engine.config.layout, 0)
 
 
@@ -134,7 +136,10 @@ def test_activations_are_those_of_the_account(comm, mode):
         assert 0.9 * foreseen < left <= 1.01 * foreseen, (first, left, foreseen)
         memory = MemoryModel.of(engine.config, engine.vocab_size)
         watch = engine.stopwatch()
-        _, peak = measured(lambda e=engine, w=watch: e.runner.run(e.schedule, e.program, w))
+        given = passes(microbatches(engine.config, 0, 0))
+        _, peak = measured(
+            lambda e=engine, g=given, w=watch: e.runner.run(e.schedule, e.program, g, w)
+        )
         peaks = memory.peak(engine.config.layout, 0, engine.config.microbatches)
         assert 0.7 * (peaks.activations + peaks.working) < peak
         assert peak < 1.1 * (peaks.activations + peaks.working), (first, peak, peaks)

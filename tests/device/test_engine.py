@@ -9,7 +9,7 @@ import torch
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Placing
+from ptdmpi.model.batch import MicrobatchPass, Placing
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.layout.grid import grid_of
@@ -216,11 +216,12 @@ def launches(kind: str, layers: int) -> dict[str, int]:
         engine = engine_on(MPI.COMM_SELF, changes, device)
         (batch,) = Placing(device).place(microbatches(engine.config, 0, 0, masked=False))
         (stage,) = engine.stages.values()
-        stage.begin_step(0, [batch], 1.0)
+        given = MicrobatchPass(0, batch, 0)
+        stage.begin_step()
         found = {}
         for part, work in {
-            "forward": lambda: stage.forward_microbatch(0, None),
-            "backward": lambda: stage.backward_microbatch(0, None),
+            "forward": lambda: stage.forward_microbatch(given, None),
+            "backward": lambda: stage.backward_microbatch(given, None),
             "norm": engine.reduction.global_norm,
             "update": lambda: engine.optimizer.step(1e-3, 1.0),
         }.items():

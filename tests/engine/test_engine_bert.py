@@ -177,7 +177,7 @@ def check_logits(engine: Engine, batch: Batch, expected: Expected) -> None:
         (stage,) = engine.stages.values()
         with torch.no_grad():
             x = stage.hidden(batch, None, None)
-            order = stage.sentence(select_positions(x, batch.masked[:1] * 0, stage.axis)[0])
+            order = stage.output.sentence(select_positions(x, batch.masked[:1] * 0, stage.axis)[0])
         assert difference(order, expected.orders[: len(order)]) < 1e-5
     found = logits_of(engine, batch)  # [k, b, V]
     if found is not None:
@@ -210,13 +210,14 @@ def check(world, where, shape, given, expected: Expected) -> None:
     if not engine.config.parallel.sequence_parallel:
         check_logits(engine, batches[0], expected)
     found = engine.evaluate(batches)
-    assert (found.tokens, found.orders) == (int((given[3] >= 0).sum()), len(given[4]))
-    assert found.loss == pytest.approx(expected.summed, rel=1e-5)
-    order = expected.loss - expected.summed / found.tokens
-    assert found.order_loss / found.orders == pytest.approx(order, rel=1e-5)
+    assert found["task"].count == int((given[3] >= 0).sum())
+    assert found["order"].count == len(given[4])
+    assert found["task"].sum == pytest.approx(expected.summed, rel=1e-5)
+    order = expected.loss - expected.summed / found["task"].count
+    assert found["order"].mean == pytest.approx(order, rel=1e-5)
     result = engine.step(0, batches)
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert result.order_loss == pytest.approx(order, rel=1e-5)
+    assert result.losses["order"].mean == pytest.approx(order, rel=1e-5)
     gradients = dict(expected.gradients)
     ours = whole_gradients(engine)
     assert ours.keys() == gradients.keys()

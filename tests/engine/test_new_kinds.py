@@ -27,7 +27,7 @@ def trained(comm, schedule: str, virtual: int, **changes) -> tuple:
     config = config.model_copy(update={"parallel": parallel_section})
     engine = Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
     results = [engine.step(k, microbatches(config, k, 0)) for k in range(STEPS)]
-    valid = engine.evaluate(microbatches(config, STEPS, 0)).loss
+    valid = engine.evaluate(microbatches(config, STEPS, 0))["task"].sum
     kinds = {span.kind for span in results[-1].spans}
     assert all(stage.in_flight == 0 for stage in engine.stages.values())
     assert engine.runner.most_in_flight == 0  # of the validation

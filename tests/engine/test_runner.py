@@ -8,6 +8,7 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.runner import OpHook
+from ptdmpi.model.batch import MicrobatchPass
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of
 from tests.parallel import parallel
@@ -89,6 +90,6 @@ def test_a_hook_goes_with_its_context_whatever_happens_in_it(comm):
 
 
 def steps_of_without_messages(engine) -> None:
-    for stage in engine.stages.values():
-        stage.begin_step(0, microbatches(engine.config, 0, 0), 1.0)
-    engine.runner.run(engine.schedule, engine.program, engine.stopwatch())
+    given = microbatches(engine.config, 0, 0)
+    passes = [MicrobatchPass(number, batch, 0) for number, batch in enumerate(given)]
+    engine.runner.run(engine.schedule, engine.program, passes, engine.stopwatch())

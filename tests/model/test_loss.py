@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model import loss as losses
-from ptdmpi.model.loss import cross_entropy, token_log_probabilities
+from ptdmpi.model.output.cross_entropy import cross_entropy, token_log_probabilities
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.shape import chunks
 from tests._engines import measured

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from ptdmpi.model.batch import Batch
-from ptdmpi.model.stage import Boundary, Stage
+from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.boundary import Boundary
+from ptdmpi.model.stage import Stage
 from tests import _reference as reference
 from tests._configs import small
 from tests._layers import CPU, TOLERANCES, Placed, difference, random_tensor, tensor_axis
@@ -44,17 +45,17 @@ def test_whole_model_matches_serial(comm, precision, sequence_parallel, name):
     model = config.model
     placed = whole_model(comm, SHAPES[name], precision, sequence_parallel)
     stage, data = placed.layer, batch(model.seq_length, 2)
-    stage.begin_step(0, [data], 0.125)
-    assert stage.forward_microbatch(0, None) is None
+    microbatch = MicrobatchPass(0, data, 0, scale=0.125)
+    assert stage.forward_microbatch(microbatch, None) is None
     assert stage.in_flight == 1
-    assert stage.backward_microbatch(0, None) is None
+    assert stage.backward_microbatch(microbatch, None) is None
     assert stage.in_flight == 0
 
     serial = reference.leaves(placed.whole)
     rows = (data.inputs.t(), data.labels.t(), data.weights.t())
     loss = reference.summed_loss(serial, model, *rows)
     (loss * 0.125).backward()
-    assert difference(stage.losses[0], loss) < TOLERANCES[precision]
+    assert difference(microbatch.total, loss) < TOLERANCES[precision]
     placed.check_gradients(serial, precision)
 
 
@@ -64,9 +65,9 @@ def test_tied_contributions_are_kept_apart(comm):
     untied = whole_model(comm, SHAPES["gpt-untied"], "fp64", False)
     untied.layer.head.weight.data.copy_(untied.layer.embedding.word.weight.data)
     for placed in (tied, untied):
-        placed.layer.begin_step(0, [batch(16, 2)], 1.0)
-        placed.layer.forward_microbatch(0, None)
-        placed.layer.backward_microbatch(0, None)
+        microbatch = MicrobatchPass(0, batch(16, 2), 0)
+        placed.layer.forward_microbatch(microbatch, None)
+        placed.layer.backward_microbatch(microbatch, None)
     name = "embedding.word.weight"
     assert torch.equal(
         tied.buffer.entries[name].view(tied.buffer.gradients),
@@ -84,18 +85,16 @@ def test_tied_contributions_are_kept_apart(comm):
 def test_evaluation_holds_nothing_and_drops_nothing(comm):
     placed = whole_model(comm, {"model.dropout": 0.5}, "fp64", False)
     stage, data = placed.layer, batch(16, 2)
-    stage.begin_step(None, [data], 1.0)
+    evaluated = MicrobatchPass(0, data)
     with torch.no_grad():
-        stage.forward_microbatch(0, None)
+        stage.forward_microbatch(evaluated, None)
     assert stage.in_flight == 0
-    evaluated = stage.losses[0]
     plain = whole_model(comm, {}, "fp64", False).layer
-    plain.begin_step(0, [data], 1.0)
-    plain.forward_microbatch(0, None)
-    assert torch.equal(plain.losses[0], evaluated)
-    stage.begin_step(0, [data], 1.0)
-    stage.forward_microbatch(0, None)
-    assert not torch.equal(stage.losses[0], evaluated)
+    trained, dropped = MicrobatchPass(0, data, 0), MicrobatchPass(0, data, 0)
+    plain.forward_microbatch(trained, None)
+    assert torch.equal(trained.total, evaluated.total)
+    stage.forward_microbatch(dropped, None)
+    assert not torch.equal(dropped.total, evaluated.total)
 
 
 @parallel(ranks=[1, 2, 4])

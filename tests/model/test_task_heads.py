@@ -9,6 +9,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.output.losses import SummedLoss
 from tests._configs import layout
 from tests._engines import build, from_root, load, whole_gradients, whole_weights
 from tests._layers import difference
@@ -125,11 +126,11 @@ def test_bert_heads_equal_transformers(comm, kind):
                 found = [stage.scores(one, stage.hidden(one, None, None), None) for one in some]
             assert difference(torch.cat(found), logits) < 1e-5
         sums = engine.evaluate(some)
-        assert sums.loss / sums.tokens == pytest.approx(loss, rel=1e-5)
+        assert sums["task"].mean == pytest.approx(loss, rel=1e-5)
         right = (
             logits.argmax(-1) == given(kind, shape["seq_length"], shape["vocab_size"])[3]
         ).sum()
-        assert (sums.right, sums.tokens) == (int(right), len(logits))
+        assert sums["right"] == SummedLoss(int(right), len(logits))
         assert engine.step(0, some).loss == pytest.approx(loss, rel=1e-5)
         for name, gradient in whole_gradients(engine).items():
             their = gradients[name]

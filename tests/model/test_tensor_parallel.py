@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
-from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.tables import VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,

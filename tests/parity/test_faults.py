@@ -13,6 +13,7 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded
 from ptdmpi.engine.gradients import PartialSum, TiedTable
+from ptdmpi.engine.runner import Runner
 from ptdmpi.model import stage
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
@@ -116,9 +117,9 @@ def mean_of_means() -> Iterator[None]:
     right = Stage.backward_microbatch
 
     def wrong(stage, microbatch, dy):
-        weights = stage._batches[microbatch].weights
+        weights = microbatch.batch.weights
         microbatches = GLOBAL_SIZE // weights.shape[1]
-        stage._loss_scale = 1.0 / (float(weights.sum()) * microbatches)
+        microbatch.scale = 1.0 / (float(weights.sum()) * microbatches)
         return right(stage, microbatch, dy)
 
     with patch.object(Stage, "backward_microbatch", wrong):
@@ -146,17 +147,16 @@ def microbatches_off_by_one() -> Iterator[None]:
 @contextlib.contextmanager
 def labels_off_by_one() -> Iterator[None]:
     """The last stage takes the labels of the next microbatch."""
-    right = Stage.begin_step
+    right = Runner.run
 
-    def wrong(stage, step, batches, *scales):
-        alone = stage.first and stage.last
-        right(stage, step, batches if alone else [*batches[1:], batches[0]], *scales)
+    def wrong(runner, schedule, program, passes, watch):
+        if any(stage.last and not stage.first for stage in runner.stages.values()):
+            batches = [one.batch for one in passes]
+            for one, other in zip(passes, [*batches[1:], batches[0]], strict=True):
+                one.batch = other
+        right(runner, schedule, program, passes, watch)
 
-    with patch.object(
-        Stage,
-        "begin_step",
-        lambda stage, *given: wrong(stage, *given) if stage.last else right(stage, *given),
-    ):
+    with patch.object(Runner, "run", wrong):
         yield
 
 

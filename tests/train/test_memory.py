@@ -15,7 +15,7 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.kept import working
 from ptdmpi.plan.cost.memory import MemoryModel
-from tests._engines import build, measured, microbatches
+from tests._engines import build, measured, microbatches, passes
 from tests.parallel import parallel
 
 VOCAB_SIZE = 301  # neither axis divides it
@@ -69,16 +69,17 @@ def check(comm, changes) -> None:
     sampler = engine.axes["data"].rank
     batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
     engine.step(0, batches)  # whatever is made once is there now
+    given = passes(batches)
     for stage in engine.stages.values():
-        stage.begin_step(0, batches, 1.0)
+        stage.begin_step()
     if engine.axes["pipeline"].size == 1 and layout.zero < 2:
         (stage,) = engine.stages.values()
-        left, _ = measured(lambda: stage.forward_microbatch(0, None))
-        stage.backward_microbatch(0, None)
+        left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
+        stage.backward_microbatch(given[0], None)
         assert left == pytest.approx(memory.kept_bytes(layout, 0), rel=KEPT)
     watch = engine.stopwatch()
     let_go_of_units(engine)
-    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, watch))
+    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))
     expected = foreseen.activations + foreseen.working
     # copies in float32 that products of half types take where the processor has no unit for them:
     # a sixth of the little that each of four ranks keeps (seen with AVX2), nothing at t = 2
@@ -235,9 +236,10 @@ def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
     for number, stage in engine.stages.items():
         if stage.first or stage.last:
             continue
-        stage.begin_step(0, microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE), 1.0)
+        first, *_ = passes(microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE))
+        stage.begin_step()
         x = partial(torch.randn, stage.boundary.shape)
-        left, _ = measured(lambda stage=stage, x=x: stage.forward_microbatch(0, x()))
+        left, _ = measured(lambda s=stage, m=first, x=x: s.forward_microbatch(m, x()))
         assert left == memory.kept_bytes(engine.config.layout, number)
 
 

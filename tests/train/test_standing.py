@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from ptdmpi.checkpoint.examine import newest
 from ptdmpi.commands.checkpoint import command
 from ptdmpi.config import InputError
-from ptdmpi.engine.engine import Sums
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import attempts
+from ptdmpi.model.output.losses import TASK, SummedLoss
 from ptdmpi.train.loop import Loop
 from ptdmpi.train.standing import Standing
 from tests import _runs
@@ -35,8 +35,8 @@ def _losses(values: list[float]):
         given: Iterator[float] = iter(values)
         own = loop.world.rank
 
-        def evaluate(batches) -> Sums:
-            return Sums(next(given) + 10.0 * own * loop.concluded, 1.0)
+        def evaluate(batches) -> dict[str, SummedLoss]:
+            return {TASK: SummedLoss(next(given) + 10.0 * own * loop.concluded, 1.0)}
 
         loop.engine.evaluate = evaluate
 

@@ -1,8 +1,8 @@
 """The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -24,12 +24,13 @@ from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
 from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.runner import Runner
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Batch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
 from ptdmpi.model.kernels import compute_by as hand
 from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.output.losses import TASK, SummedLoss, kinds_of, weights
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Stage
@@ -44,18 +45,23 @@ from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
+TOTAL = "total"  # what trains: the weighted sum of all losses
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """`loss` in nats per valid token of the global batch, `grad_norm` before clipping; equal on all
-    ranks. `skipped`: the loss or the gradient is not finite, so nothing was updated; `overflow`:
-    that is fp16's, and a smaller loss scale may mend it. `watch` has this rank's timeline;
-    `compute_s` of it went into its own ops, without the collectives in them (`inside_s`, by group).
-    `order_loss`, part of `loss`: in nats per sentence order, where the model is asked for any.
-    `traffic` is what this rank has sent in the step. `consensus`: how far replicas that differ were
-    apart, before they were mixed (`Replicas.consensus`), in steps where that is asked for.
-    `bits_per_element`: of this rank's codes, where gradients are compressed. `noise`: of data
-    ranks' gradients, in steps where that is asked for; none where one is skipped."""
+    """What came of a step; `loss` and `grad_norm` are equal on all ranks.
+
+    `loss`: in nats per valid token of the global batch, the sum of the means of all losses that
+    train; `losses`: each of them by name. `grad_norm`: before clipping. `skipped`: the loss or the
+    gradient is not finite, so nothing was updated; `overflow`: that is fp16's, and a smaller loss
+    scale may mend it. `watch` has this rank's timeline; `compute_s` of it went into its own ops,
+    without the collectives in them (`inside_s`, by group). `traffic`: what this rank has sent.
+
+    In steps that measure them: `consensus`, how far apart replicas that differ were before they
+    were mixed (`Replicas.consensus`), and `noise`, that of the data ranks' gradients.
+    `bits_per_element`: of this rank's codes, if gradients are compressed.
+    """
 
     loss: float
     grad_norm: float
@@ -63,11 +69,11 @@ class StepResult:
     loss_scale: float
     skipped: bool
     overflow: bool
-    watch: Stopwatch | None
     compute_s: float
-    inside_s: Mapping[str, float]
-    traffic: Traffic
-    order_loss: float | None = None
+    watch: Stopwatch | None = None
+    inside_s: Mapping[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    losses: Mapping[str, SummedLoss] = field(default_factory=dict)
     consensus: float | None = None
     bits_per_element: float | None = None
     noise: GradientNoise | None = None
@@ -76,23 +82,6 @@ class StepResult:
     def spans(self) -> list[Span]:
         """This rank's timeline, once its device is done with the step."""
         return [] if self.watch is None else self.watch.spans
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Losses in nats, summed over all data ranks' microbatches, and over how many: of tokens (or of
-    samples that are classified), and of sentence orders; `right`: samples that were classified
-    right."""
-
-    loss: float = 0.0
-    tokens: float = 0.0
-    order_loss: float = 0.0
-    orders: int = 0
-    right: float = 0.0
-
-    def __add__(self, other: "Sums") -> "Sums":
-        mine, more = astuple(self), astuple(other)
-        return Sums(*(a + b for a, b in zip(mine, more, strict=True)))
 
 
 class Engine:
@@ -106,51 +95,41 @@ class Engine:
         device: torch.device | str = "cpu",
         place: Place | None = None,
     ) -> None:
+        """`place` says where the rank is for whoever watches it. Raises SharedInputError, on all
+        ranks, where the configuration asks for what this layout or machine cannot do."""
         self.config, self.axes, self.vocab_size = config, axes, vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
-        model, pipeline = config.model, axes["pipeline"]
-        precision = data_types(config.precision.compute)
-        axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
+        _require_exact(config, axes)
+        pipeline = axes["pipeline"]
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
-        # by the schedule's own placement, so that no two places say which rank holds what
-        first = config.layout.first_layers
-        layers = split_model(model, vocab_size, self.schedule.placement, first=first)
-        self.stages = {
-            number: Stage(config, vocab_size, layers[number], axis)
-            for number in self.schedule.stages_of(pipeline.rank)
-        }
-        portion = Portion(axis.rank, axis.size, config.parallel.zero, axes["shard"])
-        # the sum of all alone is begun place by place: other methods have their state as one
-        begun = config.data_parallel.method == "all_reduce" and axes[LOSSES].overlaps
-        # one rank may be what is left of several: it takes their state as it stands
-        shrinks = config.run.on_failure == "shrink"
-        overlaps = begun and (axes[LOSSES].size > 1 or shrinks)
-        buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps)
+        self.stages = _stages(config, axes, vocab_size, self.schedule)
+        self.losses = kinds_of(config.model)  # by name
+        tensor = axes["tensor"]
+        portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
+        overlaps = _sums_early(config, axes)
+        buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps=overlaps)
         self.buffer = with_room(axes.world, config, buffer)
         self.buffer.initialise(config.run.seed, trained_alone=config.adapt.base != "")
         for stage in self.stages.values():
-            stage.place_tables(model, self.device)
+            stage.place_tables(config.model, self.device)
         _compile(config, self.stages, axes.world, self.device)
         self.program = _program(pipeline, self.schedule)
-        self.runner = Runner(self.stages, pipeline, precision.compute, self.device)
+        compute = data_types(config.precision.compute).compute
+        self.runner = Runner(self.stages, pipeline, compute, self.device)
         if portion.shards_gradients:
             self.runner.inside["shard"] = axes["shard"]
-        _require_exact(config, axes)
         policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
-        # a tied table on two ranks is one parameter: the first stage's counts
-        tied = any(stage.tied for stage in self.stages.values())
-        first = any(stage.first for stage in self.stages.values())
-        borrowed = [TIED_NAME] if tied and not first else []
+        borrowed = _borrowed(self.stages)
         held = partial(_state, config, self.buffer, borrowed, policy)
         self.state = policy.state = with_room(axes.world, config, held)
         self.state.settle = policy.settle
         self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
         require_groups(config.optimizer, pipeline, self.buffer)
-        self.optimizer = Optimizer(config.optimizer, self.state, axes["tensor"])
+        self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         # how many steps the state has behind it; None while it is being changed
         self.steps_done: int | None = 0
@@ -177,53 +156,57 @@ class Engine:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
         watch, before = self.stopwatch(), self.axes.traffic()
         scale = self.loss_scale.value
-        valid, orders = self.accumulate(step, batches, watch)
+        counts, passes = self.accumulate(step, batches, watch)
+        valid = counts[TASK] or 1.0
         with watch.span("reduce"):
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
             # the norm, and so clipping, is of the gradients without fp16's loss scale
             self.optimizer.expect(scale)
-            asked = self._arriving(*own, self.reduction.global_norm())
+            arriving = self._arriving(passes, *own, self.reduction.global_norm())
             # The one place of a step where the host waits for the device: what it decides now
             # needs loss and norm. Before the update, which must not run on what an abort has left.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
-            *losses, norm = asked.tolist()
-            mine = OwnGradient.of(losses.pop() / scale, batches) if own else None
-            total, order_total, _ = self._summed(losses)
-            loss = total / valid
-            told = self.policy.agreed(norm)
+            *values, norm = arriving.tolist()
+            mine = OwnGradient.of(values.pop() / scale, batches) if own else None
+            sums = self._summed(values)
+            loss = sums.pop(TOTAL) / valid
+            agreed_norm = self.policy.agreed(norm)
             # every rank sees the same loss and norm, so every rank skips the same steps
-            skipped = not (math.isfinite(loss) and math.isfinite(told))
+            skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
             # from here on equal replicas send nothing: a rank updates as a whole or not at all,
             # and what survives the loss of another one is never half a step
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
-            apart = None if skipped else self.replicas.measured(step)
+            consensus = None if skipped else self.replicas.measured(step)
             self.policy.after_update(step, skipped)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
-            # behind it: weights follow from masters, whoever goes on with these
+            # after it: weights follow from masters, whoever goes on with these
             self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
+        noise = None
+        if mine is not None and not skipped:
+            noise = mine.noise(self.axes["data"], norm, valid)
         return StepResult(
-            loss,
-            told,
-            rate,
-            scale,
-            skipped,
-            overflow,
-            watch,
-            compute_s,
-            inside_s,
-            self.axes.traffic().since(before),
-            order_total / orders if orders else None,
-            apart,
-            self.policy.bits_per_element,
-            None if mine is None or skipped else mine.noise(self.axes["data"], norm, valid),
+            loss=loss,
+            grad_norm=agreed_norm,
+            learning_rate=rate,
+            loss_scale=scale,
+            skipped=skipped,
+            overflow=overflow,
+            compute_s=compute_s,
+            watch=watch,
+            inside_s=inside_s,
+            traffic=self.axes.traffic().since(before),
+            losses=_named(sums, counts),
+            consensus=consensus,
+            bits_per_element=self.policy.bits_per_element,
+            noise=noise,
         )
 
     def stopwatch(self) -> Stopwatch:
@@ -232,73 +215,127 @@ class Engine:
 
     def accumulate(
         self, step: int, batches: Sequence[Batch], watch: Stopwatch
-    ) -> tuple[float, int]:
+    ) -> tuple[dict[str, float], list[MicrobatchPass]]:
         """Forward and backward of all microbatches; this rank's sums are left in the buffer.
 
-        Returns the valid tokens and the sentence orders of the global batch.
+        Returns how many of the global batch each loss counts, by name, and the microbatches, with
+        their losses where this rank has the last stage.
         """
         # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
         # microbatches with unequal numbers of tokens need no weights of their own in any sum
         # (a batch without any: its loss is 0, not 0 / 0)
-        valid = self._valid_tokens(batches) or 1.0
-        orders = self._valid_orders(batches)
+        counts = self._counts(batches)
+        scale = self.loss_scale.value / (counts[TASK] or 1.0)
+        by_name = weights(counts)
+        passes = [
+            MicrobatchPass(number, batch, step, scale, by_name)
+            for number, batch in enumerate(batches)
+        ]
         self.policy.begin_step()
         self.buffer.gradients.zero_()
-        for stage in self.stages.values():
-            # the step's loss is the mean over tokens plus the mean over sentence orders
-            order_weight = valid / orders if orders else 0.0
-            stage.begin_step(step, list(batches), self.loss_scale.value / valid, order_weight)
-        self.runner.run(self.schedule, self.program, watch)
-        return valid, orders
+        self.runner.run(self.schedule, self.program, passes, watch)
+        return counts, passes
 
-    def evaluate(self, batches: Sequence[Batch]) -> Sums:
-        """The losses of all data ranks' `batches`, without training; equal on all ranks. `loss` is
-        that of tokens alone, so that its exponential is a perplexity."""
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, SummedLoss]:
+        """The losses of all data ranks' `batches` by name, without training; equal on all ranks.
+        The task's is that of tokens alone, so that the exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
-        for stage in self.stages.values():
-            stage.begin_step(None, list(batches), 1.0)
+        program = _program(self.axes["pipeline"], schedule)
+        passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
         with torch.no_grad():
-            self.runner.run(schedule, _program(self.axes["pipeline"], schedule), self.stopwatch())
-        asked = self._arriving()
+            self.runner.run(schedule, program, passes, self.stopwatch())
+        arriving = self._arriving(passes)
         self.axes.settle()
-        loss, order_loss, right = self._summed(asked.tolist())
-        tokens, orders = self._valid_tokens(batches), self._valid_orders(batches)
-        return Sums(loss, tokens, order_loss, orders, right)
+        sums = self._summed(arriving.tolist())
+        return _named(sums, self._counts(batches))
 
-    def _valid_tokens(self, batches: Sequence[Batch]) -> float:
-        """Valid tokens (weights, where labels have some) of the global batch; equal on all
-        ranks."""
-        return sum(self.axes[LOSSES].all_gather_object(sum(batch.tokens for batch in batches)))
+    def _counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """How many of the global batch each loss is a sum over, by name; equal on all ranks."""
+        mine = {
+            name: sum(kind.count(batch) for batch in batches) for name, kind in self.losses.items()
+        }
+        every = self.axes[LOSSES].all_gather_object(mine)
+        return {name: sum(counts[name] for counts in every) for name in self.losses}
 
-    def _valid_orders(self, batches: Sequence[Batch]) -> int:
-        """Samples of the global batch that have a sentence order."""
-        if not self.config.model.sentence_order:
-            return 0
-        return sum(self.axes[LOSSES].all_gather_object(sum(batch.orders for batch in batches)))
-
-    def _arriving(self, *more: Tensor) -> Tensor:
-        """The losses of this rank's microbatches in their order, then those of their sentence
-        orders and their numbers of right answers, and `more`: on their way to the host by one
-        copy."""
-        last = self.stages.get(self.schedule.stages - 1)
-        kept = [] if last is None else [last.losses, last.order_losses, last.right]
-        found = [losses[i] for losses in kept for i in sorted(losses)]
-        values = [*found, *more]
+    def _arriving(self, passes: Sequence[MicrobatchPass], *more: Tensor) -> Tensor:
+        """The total losses of this rank's microbatches in their order, then those by name, and
+        `more`: on their way to the host by one copy."""
+        values = [*self._values(passes), *more]
         return on_its_way(torch.stack(values)) if values else torch.empty(0)
 
-    def _summed(self, losses: Sequence[float]) -> tuple[float, float, float]:
-        """What counts as loss, the sentence orders' alone, and right answers, added up in order of
-        the global batch's microbatches; `losses` are those of `_arriving`."""
+    def _values(self, passes: Sequence[MicrobatchPass]) -> Iterator[Tensor]:
+        if self.schedule.stages - 1 not in self.stages:
+            return
+        for one in passes:
+            assert one.total is not None, "the last stage has left it"
+            yield one.total
+        for name in self.losses:
+            for one in passes:
+                yield one.losses[name]
+
+    def _summed(self, values: Sequence[float]) -> dict[str, float]:
+        """The total loss and those by name, added up in order of the global batch's microbatches;
+        `values` are those of `_values`."""
         last_stage = self.schedule.stages - 1
-        last = self.stages.get(last_stage)
-        sums = (0.0, 0.0, 0.0)
-        if last is not None:
-            one, two = len(last.losses), len(last.losses) + len(last.order_losses)
-            parts = (losses[:one], losses[one:two], losses[two:])
-            every = self.axes[LOSSES].all_gather_object(parts)
-            sums = _added(every, 0), _added(every, 1), _added(every, 2)
+        sums: dict[str, float] = {}
+        if last_stage in self.stages:
+            names = (TOTAL, *self.losses)
+            each = len(values) // len(names)
+            mine = {name: values[n * each : (n + 1) * each] for n, name in enumerate(names)}
+            every = self.axes[LOSSES].all_gather_object(mine)
+            sums = {name: _added(every, name) for name in names}
         # only the rank with the last stage has seen losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
+
+
+def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
+    """The losses of which there are any, by name; the task's always."""
+    return {
+        name: SummedLoss(sums[name], count)
+        for name, count in counts.items()
+        if count or name == TASK
+    }
+
+
+def _require_exact(config: Config, axes: Axes) -> None:
+    """Raise SharedInputError if a run is to be reproducible and its wire's sums are not."""
+    if config.run.reproducible and not axes.exact:
+        raise SharedInputError(
+            "run.reproducible = true needs sums in ascending rank order, which "
+            f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
+        )
+
+
+def _stages(
+    config: Config, axes: Axes, vocab_size: int, schedule: schedules.Schedule
+) -> dict[int, Stage]:
+    """The stages of this rank by number, as the schedule places them, so that no two places say
+    which rank holds what."""
+    axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
+    layers = split_model(
+        config.model, vocab_size, schedule.placement, first=config.layout.first_layers
+    )
+    return {
+        number: Stage(config, vocab_size, layers[number], axis)
+        for number in schedule.stages_of(axes["pipeline"].rank)
+    }
+
+
+def _sums_early(config: Config, axes: Axes) -> bool:
+    """Whether sums of gradients are begun place by place: the sum of all alone, for other methods
+    have their state as one."""
+    if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
+        return False
+    # one rank may be what is left of several: it takes their state as it stands
+    return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
+
+
+def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
+    """The names of this rank's parameters that another rank counts: a tied table on two ranks is
+    one parameter, the first stage's."""
+    tied = any(stage.tied for stage in stages.values())
+    first = any(stage.first for stage in stages.values())
+    return [TIED_NAME] if tied and not first else []
 
 
 def _method(replica: Replica) -> DataParallel:
@@ -321,21 +358,12 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
     return post_early(program) if pipeline.posts_early else program
 
 
-def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if a run is to be reproducible whose wire does not keep the order of
-    sums."""
-    if config.run.reproducible and not axes.exact:
-        raise SharedInputError(
-            "run.reproducible = true needs sums in ascending rank order, which "
-            f'comm.wire = "{config.comm.wire}" does not keep; legal: comm.wire = "mpi"'
-        )
-
-
 def _buffer(
     stages: Mapping[int, Stage],
     config: Config,
     device: torch.device,
     portion: Portion,
+    *,
     overlaps: bool,
 ) -> ParameterBuffer:
     """The parameters of a rank's stages, and what these do where some of it is sharded; `overlaps`:
@@ -396,11 +424,11 @@ def _state(
     return State(buffer, kinds, borrowed, policy.differs, scales, policy.data)
 
 
-def _added(every: Iterable[Sequence[Sequence[float]]], kind: int) -> float:
-    """The sum of all ranks' losses of one kind, one after the other, in the same order on every
+def _added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
+    """The sum of all ranks' losses of one name, one after the other, in the same order on every
     layout."""
     total = 0.0
     for of_rank in every:
-        for loss in of_rank[kind]:
+        for loss in of_rank[name]:
             total += loss
     return total

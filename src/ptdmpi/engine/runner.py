@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ptdmpi.comm.clock import Total
 from ptdmpi.comm.communicator import Communicator, Handle
+from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
@@ -56,16 +57,27 @@ class Runner:
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
         self._watch: Stopwatch | None = None
+        self.microbatches: Sequence[MicrobatchPass] = ()  # of the last program
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
         self._leaving: list[tuple[Handle, Tensor, int]] = []
 
-    def run(self, schedule: Schedule, program: Sequence[Action], watch: Stopwatch) -> None:
-        """Execute `program`, this rank's part of `schedule`; `watch` takes what happens when.
+    def run(
+        self,
+        schedule: Schedule,
+        program: Sequence[Action],
+        microbatches: Sequence[MicrobatchPass],
+        watch: Stopwatch,
+    ) -> None:
+        """Execute `program`, this rank's part of `schedule`, on the microbatches that its ops are
+        numbered by; these have the losses afterwards. `watch` takes what happens when.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
         self._watch = watch
+        self.microbatches = microbatches
+        for stage in self.stages.values():
+            stage.begin_step()
         self._inside = {group: Total() for group in self.inside}
         # a group of one exchanges nothing
         self._counted = [(c, self._inside[group]) for group, c in self.inside.items() if c.size > 1]
@@ -134,7 +146,7 @@ class Runner:
             return self.boundary.unpack(buffer)
 
     def _compute(self, op: Op, given: Tensor | None) -> None:
-        work: Callable[[int, Tensor | None], Tensor | None] = getattr(
+        work: Callable[[MicrobatchPass, Tensor | None], Tensor | None] = getattr(
             self.stages[op.stage], op.row.method
         )
         for hook in self.hooks:
@@ -143,7 +155,7 @@ class Runner:
             comm.count(waits)
         try:
             with self._span(op.row.span, str(op)):
-                result = work(op.microbatch, given)
+                result = work(self.microbatches[op.microbatch], given)
         finally:
             for comm, _ in self._counted:
                 comm.count(None)

@@ -31,7 +31,7 @@ from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
-from ptdmpi.model.loss import token_log_probabilities
+from ptdmpi.model.output.cross_entropy import token_log_probabilities
 from ptdmpi.model.parameters import DataTypes, data_types
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State

@@ -1,15 +1,12 @@
-"""A microbatch as tensors: its way to the device, in one piece, beside what computes; and the two
-ends of the graph that a stage makes of it."""
+"""A microbatch as tensors: its way to the device, in one piece, while the device computes, and its
+way through the stages of a rank."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.model.documents import Documents
@@ -58,6 +55,36 @@ class Batch:
         if self.documents is not None:
             object.__setattr__(changed, "documents", self.documents.each(change))
         return changed
+
+
+@dataclass(eq=False)
+class MicrobatchPass:
+    """One microbatch on its way through the stages of a rank: what ops are given, what they leave.
+
+    `number`: its place in the schedule. `step`: that of training, from which dropout is drawn;
+    None: evaluation, nothing drops. `scale` multiplies the total loss before its gradient is taken:
+    1 over the valid tokens of the global batch, times fp16's factor. `weights`: what each named
+    loss besides the first counts in the total.
+
+    The last stage leaves the `losses`, summed over the microbatch, by name, and their `total`.
+    """
+
+    number: int
+    batch: Batch
+    step: int | None = None
+    scale: float = 1.0
+    weights: Mapping[str, float] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    total: Tensor | None = None
+
+    def take(self, losses: Mapping[str, Tensor]) -> Tensor:
+        """Keep the values of some losses, and return their weighted sum, with its graph."""
+        total = next(iter(losses.values()))
+        for name, weight in self.weights.items():
+            total = total + weight * losses[name]
+        self.losses = {name: loss.detach() for name, loss in losses.items()}
+        self.total = total.detach()
+        return total
 
 
 @dataclass
@@ -125,57 +152,3 @@ class Placing:
 def _room(memory: Tensor, like: Tensor, stop: int) -> Tensor:
     """The bytes of `memory` up to `stop` as a tensor like another."""
     return memory[stop - like.nbytes : stop].view(like.dtype).view(like.shape)
-
-
-class Arrival:
-    """A stage's input as its graph has it: nothing of the input, and in the end its gradient."""
-
-    gradient: Tensor | None = None
-
-    def begin(self, x: Tensor) -> Tensor:
-        """The input as a value of the stage's own graph. As a leaf it would stay until its gradient
-        is there, and so in vain where a first layer keeps but a share of it."""
-        arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
-        return arrived
-
-
-class _Arrive(Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
-        ctx.arrival = arrival
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[None, None, None]:
-        ctx.arrival.gradient = dx
-        return None, None, None
-
-
-class Departure:
-    """A stage's output as its graph has it: nothing of the output, which can go once it has been
-    passed on."""
-
-    gradient: Tensor | None = None
-
-    def __init__(self, y: Tensor) -> None:
-        self._end: GradientEdge | None = get_gradient_edge(_Depart.apply(y, self))
-
-    def backward(self, dy: Tensor | None) -> None:
-        """Run the graph back from the output's gradient. As an argument of torch's own call it
-        would have SymPy imported, to compare two shapes: a second of every rank's start."""
-        assert self._end is not None, "a graph runs back once"
-        # the graph knows this object: knowing it in turn would keep both until someone collects
-        end, self._end, self.gradient = self._end, None, dy
-        torch.autograd.backward(end)
-
-
-class _Depart(Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:
-        ctx.departure = departure
-        return y.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, None]:
-        dy, ctx.departure.gradient = ctx.departure.gradient, None
-        return dy, None

@@ -2,11 +2,15 @@
 what the model is built from."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from torch import nn
+
+from ptdmpi.config import ModelConfig
 from ptdmpi.model.adapters.low_rank import LowRankAdapter
 from ptdmpi.model.adapters.scales import ScaleAdapter
-from ptdmpi.model.parameters import Split
+from ptdmpi.model.parameters import Parameter, Split
 from ptdmpi.model.tables import Table, VocabularyEmbedding
 from ptdmpi.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -15,6 +19,8 @@ from ptdmpi.model.tensor_parallel import (
     TensorAxis,
     VocabularyHead,
 )
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.plan.shape.parameters import LowRankPair, Part, Parts, Scale, as_linear, as_table
 
 
@@ -83,3 +89,39 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
     (vocab_size,) = linear.outputs
     sizes = (vocab_size, linear.inputs, linear.init_std)
     return VocabularyHead(axis, *sizes, linear.bias, softcap)
+
+
+def declare_as_described(
+    stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
+) -> None:
+    """Declare of a stage's parameters what the table says besides their shapes: which do not train,
+    and which products take in few bits (the weights of the layers' linears)."""
+    for prefix, parts in _described(model, vocab_size, layers):
+        for name, part in parts.items():
+            if not part.trains:
+                for weight in _declared(stage.get_submodule(prefix + name)):
+                    weight.declaration = replace(weight.declaration, trains=False)
+    form = LowBit.of(model.quantize)
+    for number in layers:
+        for name, part in parameters.layer(model).items():
+            if isinstance(part, parameters.Linear):
+                linear = stage.get_submodule(f"layers.{number}.{name}")
+                weight = next(_declared(linear))
+                weight.declaration = replace(weight.declaration, low_bit=form)
+
+
+def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
+    """The tables of a stage with these layers, each with what the names in it begin with."""
+    for number in layers:
+        yield f"layers.{number}.", parameters.layer(model, number)
+    if layers.start == 0:
+        yield "embedding.", parameters.embedding(model, vocab_size)
+    if layers.stop == model.layers:
+        yield "", parameters.head(model, vocab_size)
+
+
+def _declared(module: nn.Module) -> Iterator[Parameter]:
+    """The parameters of a module itself, the weight first."""
+    for name, weight in module.named_parameters(recurse=False):
+        assert isinstance(weight, Parameter), f"{name} is not declared"
+        yield weight

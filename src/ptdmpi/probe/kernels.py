@@ -15,7 +15,7 @@ from ptdmpi.model.kernels import activation
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
 from ptdmpi.model.kernels.norm import rms_norm
-from ptdmpi.model.loss import cross_entropy
+from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench

@@ -18,7 +18,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Batch, MicrobatchPass
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
@@ -196,19 +196,20 @@ class Layers:
         engine = Engine(config, axes, case.vocab_size, self.bench.device)
         engine.compute_by(self.bench.kernels.choice)
         batch = self._batch(case)
+        microbatch = MicrobatchPass(0, batch, step=0)
         stage = engine.stages[0]
         clock = self.bench.clock if tensor == 1 else time.perf_counter
 
         def forward() -> None:
             """Compute the forward pass."""
-            stage.begin_step(0, [batch], 1.0)
-            stage.forward_microbatch(0, None)
+            stage.begin_step()
+            stage.forward_microbatch(microbatch, None)
 
         def update() -> None:
             """Update the weights."""
             engine.optimizer.step(1e-4, float(engine.reduction.global_norm()))
 
-        works = (forward, lambda: stage.backward_microbatch(0, None), update)
+        works = (forward, lambda: stage.backward_microbatch(microbatch, None), update)
         times = [self._each_s(works, clock) for _ in range(STEPS)][1:]
         forward_s, backward_s, optimizer_s = (
             self.bench.median(statistics.median(column)) for column in zip(*times, strict=True)

@@ -135,7 +135,7 @@ def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | No
                     watching.enter_context(module.uncompiled())
                 # not the head: the logits of a padded vocabulary are minus infinity, and the loss
                 # is tested too
-                if name and module is not stage.head:
+                if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)
         # gradients are accumulated, but neither reduced nor used for an update: weights stay
@@ -218,7 +218,7 @@ class _Watcher(OpHook):
     def look_at_gradients(self, number: int, microbatch: int) -> None:
         """Test the loss and the gradients of a backward pass through stage `number`."""
         stage: Stage = self.engine.stages[number]
-        if stage.last and not self._has(ValueKind.LOSS) and not _finite(stage.losses[microbatch]):
+        if stage.last and not self._has(ValueKind.LOSS) and not _finite(self._loss(microbatch)):
             self._add(ValueKind.LOSS, microbatch, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):
             return
@@ -229,6 +229,11 @@ class _Watcher(OpHook):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 self._add(ValueKind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")
                 return
+
+    def _loss(self, microbatch: int) -> Tensor:
+        total = self.engine.runner.microbatches[microbatch].total
+        assert total is not None, "the last stage has left it"
+        return total
 
     def _has(self, kind: ValueKind) -> bool:
         return any(finding.kind == kind for finding in self.findings)

@@ -1,12 +1,13 @@
 """The validations of a run: when they are due, their values, and the tasks that follow them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ptdmpi.config import Config
-from ptdmpi.engine.engine import Engine, Sums
+from ptdmpi.engine.engine import Engine
+from ptdmpi.model.output.losses import RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.standing import Standing
 from ptdmpi.train.tasks import Tasks
@@ -85,18 +86,19 @@ class Validation:
 
     def _validate(self, step: int) -> Asked:
         place = self.engine.place
-        sums = [Sums() for _ in self.feed.valid]
+        losses: list[dict[str, SummedLoss]] = [{} for _ in self.feed.valid]
         place.enter("validation")
         asked = Asked("", Save.NO, 0)
         for number, group in self.feed.validation():
-            sums[number] += self.engine.evaluate(self.feed.place(group))
+            measured = self.engine.evaluate(self.feed.place(group))
+            losses[number] = summed([losses[number], measured])
             # a vote after each group: a validation may take longer than a signal leaves time for
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} broken off")
                 return asked
         paths = self.config.data.valid_paths
-        values, text = validation_record(paths, sums, self.config.model.classifies)
+        values, text = validation_record(paths, losses)
         if self.bigram_pending:
             loss = self.feed.bigram_loss()
             values["bigram_validation_loss"] = loss
@@ -115,31 +117,30 @@ class Validation:
 
 
 def validation_record(
-    paths: Sequence[str], sums: Sequence[Sums], classifies: bool = False
+    paths: Sequence[str], losses: Sequence[Mapping[str, SummedLoss]]
 ) -> tuple[dict[str, Any], str]:
-    """Return a validation's record and its line, from the sums of each dataset in `paths`.
+    """Return a validation's record and its line, from the losses of each dataset in `paths`.
 
-    `classifies`: each sample has one right class, and an accuracy is reported instead of a
-    perplexity. Losses are means over all tokens, in nats; several datasets have one each, too.
+    If samples are classified, an accuracy is reported instead of a perplexity. Losses are means
+    over all tokens, in nats; several datasets have one each, too.
     """
-    whole = sum(sums, Sums())
-    mean = whole.loss / whole.tokens
+    whole = summed(list(losses))
+    mean = whole[TASK].mean
     values: dict[str, Any] = {"validation_loss": mean}
     text = f"validation loss {mean:.4f}"
-    if classifies:
-        accuracy = whole.right / whole.tokens
+    if RIGHT in whole:
+        accuracy = whole[RIGHT].mean
         values["validation_accuracy"] = accuracy
         text += f"  accuracy {accuracy:.2%}"
     else:
         perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 is no float64 any more
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"
-        if whole.orders:
-            order = whole.order_loss / whole.orders
-            values["validation_sentence_order_loss"] = order
-            text += f"  sentence order loss {order:.4f}"
+    for key, more in recorded(whole).items():
+        values[f"validation_{key}"] = more
+        text += f"  {key.replace('_', ' ')} {more:.4f}"
     if len(paths) > 1:
-        means = {path: part.loss / part.tokens for path, part in zip(paths, sums, strict=True)}
+        means = {path: of_file[TASK].mean for path, of_file in zip(paths, losses, strict=True)}
         values["validation_losses"] = means
         text += f"  ({', '.join(f'{path} {loss:.4f}' for path, loss in means.items())})"
     return values, text

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import click
 import pytest
 
-from ptdmpi.base.traffic import Traffic
 from ptdmpi.engine.engine import StepResult
 from ptdmpi.terminal.say import QUIET
 from ptdmpi.train.live import Completed
@@ -25,7 +24,15 @@ def test_quiet_keeps_steps_off_the_terminal_but_for_the_last_one(tmp_path, quiet
     with click.Context(click.Command("train")) as context:
         context.meta[QUIET] = quiet
         for step in (1, 2, 3):
-            result = StepResult(4.0, 1.0, 1e-3, 1.0, False, False, None, 0.1, 0.0, Traffic())
+            result = StepResult(
+                loss=4.0,
+                grad_norm=1.0,
+                learning_rate=1e-3,
+                loss_scale=1.0,
+                skipped=False,
+                overflow=False,
+                compute_s=0.1,
+            )
             journal.step(Completed(step, result, 0.5), 0.5)
         journal.say("warning: printed as ever")
     first_words = [line.partition("/")[0] for line in shown]

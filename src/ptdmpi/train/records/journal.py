@@ -8,6 +8,7 @@ from typing import Any
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import StepResult
+from ptdmpi.model.output.losses import recorded
 from ptdmpi.terminal.say import quiet
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
@@ -57,7 +58,7 @@ class Journal:
         self.keep(
             step=done.step,
             loss=result.loss,
-            **_optional(sentence_order_loss=result.order_loss),
+            **recorded(result.losses),
             grad_norm=result.grad_norm,
             **_optional(
                 consensus_distance=result.consensus,

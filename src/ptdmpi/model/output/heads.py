@@ -1,0 +1,170 @@
+"""The outputs of a model: what its last stage makes of the activations of the last layer.
+
+Each output has modules, whose names are those of the stage's parameters, and turns activations into
+losses by name. A rank of the tensor axis has its part of the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.model import built
+from ptdmpi.model.batch import Batch
+from ptdmpi.model.output.cross_entropy import cross_entropy
+from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
+from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
+from ptdmpi.model.transformer import Classes, Context, MaskedTransform, Norm, SentenceOrder
+from ptdmpi.plan.shape import parameters
+from ptdmpi.plan.shape.parameters import Parts
+
+
+class Output(ABC):
+    """What follows the last layer. `modules` are registered by the stage under their names."""
+
+    def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.modules: dict[str, nn.Module] = {}
+        self.final_norm = Norm(model) if "final_norm" in parts else None
+        if self.final_norm is not None:
+            self.modules["final_norm"] = self.final_norm
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return the activations [s, b, h] after the final norm, if the model has one."""
+        return x if self.final_norm is None else self.final_norm(x)
+
+    @abstractmethod
+    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+        """Return the losses of a microbatch, each summed, of the normalized activations; the first
+        is the task's."""
+
+
+class TokenOutput(Output):
+    """The logits of tokens: of the next one at each position."""
+
+    def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
+        super().__init__(model, parts, axis)
+        self._add_transform(model, parts)
+        self.head = built.output_head(parts["head"], self._head_axis(), model.logit_softcap)
+        self.modules["head"] = self.head
+
+    def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
+        """Register what comes before the head."""
+
+    def _head_axis(self) -> TensorAxis:
+        """The axis as the head sees it."""
+        return self.axis
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """Return what the head takes."""
+        return x
+
+    def token_logits(self, x: Tensor) -> Tensor:
+        """Return the logits [..., V/t] of activations [..., h]."""
+        return self.head(self.transformed(x))
+
+    def logits(self, batch: Batch, x: Tensor) -> Tensor:
+        """Return the logits at the positions that have labels: all of them [s, b, V/t]."""
+        return self.token_logits(x)
+
+    def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what each head makes of activations [s, b, h], without sequence parallelism."""
+        return (self.token_logits(x),)
+
+    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+        """The loss of all tokens."""
+        logits = self.token_logits(x)
+        return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
+
+
+class MaskedOutput(TokenOutput):
+    """The logits of masked tokens, and of the order of two segments, if the model judges it."""
+
+    def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
+        super().__init__(model, parts, axis)
+        self.sentence: SentenceOrder | None = None
+        if "sentence.order" in parts:
+            self.sentence = SentenceOrder(parts)
+            self.modules["sentence"] = self.sentence
+
+    def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
+        self.mlm: MaskedTransform | None = None
+        if "mlm.dense" in parts:
+            self.mlm = MaskedTransform(model, parts)
+            self.modules["mlm"] = self.mlm
+
+    def _head_axis(self) -> TensorAxis:
+        # masked positions are few: each rank of the tensor axis takes all of them
+        return TensorAxis(self.axis.comm)
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """BERT's linear, GELU and norm."""
+        return x if self.mlm is None else self.mlm(x)
+
+    def logits(self, batch: Batch, x: Tensor) -> Tensor:
+        """The logits [k, b, V/t] at the masked positions."""
+        if batch.masked is None:
+            return self.token_logits(x)
+        return self.token_logits(select_positions(x, batch.masked, self.axis))
+
+    def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The logits at all positions, and those of a sentence order [b, 2]."""
+        tokens = self.token_logits(x)
+        return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
+
+    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+        """The loss of the masked tokens, and that of the sentence orders."""
+        if batch.masked is None:
+            return super().losses(batch, x, context)
+        first = torch.zeros_like(batch.masked[:1])
+        x = select_positions(x, torch.cat((first, batch.masked)), self.axis)
+        loss = cross_entropy(self.token_logits(x[1:]), batch.labels, batch.weights, self.axis)
+        if self.sentence is None:
+            return {TASK: loss}
+        assert batch.order is not None, "a model that judges the order of segments needs to know it"
+        logits = self.sentence(x[0]).to(loss.dtype)
+        order = F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
+        return {TASK: loss, ORDER: order}
+
+
+class ClassOutput(Output):
+    """The scores of classes, or of candidates, at one position of each sequence."""
+
+    def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
+        super().__init__(model, parts, axis)
+        self.classes = Classes(model, parts, axis)
+        self.modules["sentence"] = self.classes
+
+    def scores(self, batch: Batch, x: Tensor, context: Context) -> Tensor:
+        """Return the scores [samples, n] of each class, or of each candidate, in float32 at
+        least."""
+        assert batch.masked is not None, "says at which position a sequence is judged"
+        x = select_positions(x, batch.masked, self.axis)  # [1, b, h]
+        scores = self.classes(x, context)
+        # the candidates of a sample are neighbours in b
+        scores = scores.view(batch.labels.shape[1], -1)
+        return scores if scores.dtype == torch.float64 else scores.float()
+
+    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+        """The loss of the samples, and how many of them were classified right."""
+        scores = self.scores(batch, x, context)
+        labels = batch.labels[0]
+        losses = F.cross_entropy(scores, labels, reduction="none")
+        right = (scores.argmax(-1) == labels).to(losses.dtype)
+        if batch.weights is not None:
+            weights = batch.weights[0].to(losses.dtype)
+            losses = losses * weights
+            right = right * weights
+        return {TASK: losses.sum(), RIGHT: right.sum()}
+
+
+def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:
+    """Return the output of a model, its modules by the table of parameters."""
+    parts = parameters.head(model, vocab_size)
+    if model.classifies:
+        return ClassOutput(model, parts, axis)
+    if model.masked:
+        return MaskedOutput(model, parts, axis)
+    return TokenOutput(model, parts, axis)

@@ -1,0 +1,91 @@
+"""The losses of a step by name: which models have one, what it counts, and its key in the metrics.
+
+A new loss is a row of `LOSS_KINDS`, and a tensor by its name among the `losses` of an output
+(`ptdmpi.model.output.heads`). Counts, weights, sums and records iterate over the rows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.model.batch import Batch
+
+TASK, ORDER, RIGHT = "task", "order", "right"
+
+
+@dataclass(frozen=True)
+class SummedLoss:
+    """A loss of a global batch, or of many: its sum in nats, and over how many."""
+
+    sum: float = 0.0
+    count: float = 0
+
+    @property
+    def mean(self) -> float:
+        """Nats per token, sample or whatever else is counted; of none it is an error."""
+        return self.sum / self.count
+
+    def plus(self, other: "SummedLoss") -> "SummedLoss":
+        """Both together."""
+        return SummedLoss(self.sum + other.sum, self.count + other.count)
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What is known of a loss besides its name.
+
+    `used_by`: whether a model has it. `count`: over how many of a microbatch it is a sum. `key`:
+    what its mean is called in the records of steps, and behind "validation_" in those of
+    validations; "" if it has no key of its own. `trains`: its mean is added to the task's, and the
+    gradient is that of their sum; without it it is only measured.
+    """
+
+    used_by: Callable[[ModelConfig], bool]
+    count: Callable[[Batch], float]
+    key: str = ""
+    trains: bool = True
+
+
+# The task's loss comes first: per token, or per sample that is classified. `right` is no loss: it
+# counts the samples that were classified right.
+LOSS_KINDS: Mapping[str, LossKind] = {
+    TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
+    ORDER: LossKind(
+        lambda model: model.sentence_order, lambda batch: batch.orders, "sentence_order_loss"
+    ),
+    RIGHT: LossKind(lambda model: model.classifies, lambda batch: batch.tokens, trains=False),
+}
+
+
+def kinds_of(model: ModelConfig) -> dict[str, LossKind]:
+    """Return the losses that a model has, by name; the task's is the first."""
+    return {name: kind for name, kind in LOSS_KINDS.items() if kind.used_by(model)}
+
+
+def weights(counts: Mapping[str, float]) -> dict[str, float]:
+    """Return what each loss besides the task's is multiplied by, given how many of each the global
+    batch has: the loss of a step is the sum of their means, in units of the task's count."""
+    task_count = counts[TASK] or 1.0
+    found: dict[str, float] = {}
+    for name, count in counts.items():
+        if name != TASK and LOSS_KINDS[name].trains:
+            found[name] = task_count / count if count else 0.0
+    return found
+
+
+def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:
+    """Return the means of the losses that have a key of their own, by key; of none nothing."""
+    return {
+        LOSS_KINDS[name].key: loss.mean
+        for name, loss in losses.items()
+        if LOSS_KINDS[name].key and loss.count
+    }
+
+
+def summed(parts: list[Mapping[str, SummedLoss]]) -> dict[str, SummedLoss]:
+    """Return the losses of several batches together, by name."""
+    total: dict[str, SummedLoss] = {}
+    for losses in parts:
+        for name, loss in losses.items():
+            total[name] = total.get(name, SummedLoss()).plus(loss)
+    return total

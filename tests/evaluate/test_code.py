@@ -34,7 +34,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one():
     for n, k in ((1, 1), (5, 1), (5, 3), (7, 7)):
         for c in range(n + 1):
             chosen = list(itertools.combinations(range(n), k))
-            share = Fraction(sum(min(one) < c for one in chosen), len(chosen))
+            share = Fraction(sum(min(subset) < c for subset in chosen), len(chosen))
             assert pass_at_k(n, c, k) == float(share)
     # the numerically stable form of the paper's Figure 3
     n, c, k = 200, 13, 100
@@ -48,9 +48,9 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one():
 
 def test_scores_are_means_over_tasks():
     asking = CodeAsking(2, GREEDY, 8, (1, 2), Sandbox())
-    found = asking.result([PASSED, "AssertionError", TIMEOUT, TIMEOUT])
-    assert (found["pass@1"], found["pass@2"], found["items"]) == (0.25, 0.5, 2)
-    assert found["failures"] == "2 timeout, 1 AssertionError"
+    scores = asking.result([PASSED, "AssertionError", TIMEOUT, TIMEOUT])
+    assert (scores["pass@1"], scores["pass@2"], scores["items"]) == (0.25, 0.5, 2)
+    assert scores["failures"] == "2 timeout, 1 AssertionError"
 
 
 HOSTILE = {
@@ -110,12 +110,12 @@ def test_hostile_programs(tmp_path, monkeypatch):
             for body, _ in HOSTILE.values()
         ]
         programs = [TASK.program(body) for body in bodies]
-        found = dict(zip(HOSTILE, judged(programs, Sandbox(time_s=60.0)), strict=True))
+        outcomes = dict(zip(HOSTILE, judged(programs, Sandbox(time_s=60.0)), strict=True))
     expected = {name: outcome for name, (_, outcome) in HOSTILE.items()}
     if os.geteuid() != 0:  # the same user may write where he may, and has his own network rules
         own = ("writes", "reads private files", "lists private directories", "has capabilities")
-        expected |= {name: found[name] for name in own}
-    assert found == expected
+        expected |= {name: outcomes[name] for name in own}
+    assert outcomes == expected
     assert Sandbox(time_s=0.5).run(TASK.program("    while True: pass\n")) == TIMEOUT
     assert os.geteuid() != 0 or [path.name for path in tmp_path.iterdir()] == ["secret"]
 
@@ -138,9 +138,9 @@ def test_without_a_way_to_cut_the_network_it_is_refused(monkeypatch):
         ({"prompt": "a", "test": "b", "entry_point": "c d"}, "'entry_point' = \"c d\""),
     ],
 )
-def test_a_wrong_line_is_told(tmp_path: Path, line, told):
+def test_a_wrong_line_is_told(tmp_path: Path, line, message):
     (tmp_path / "x.jsonl").write_text(json.dumps(line))
-    with pytest.raises(InputError, match=f"x.jsonl:1: {told}"):
+    with pytest.raises(InputError, match=f"x.jsonl:1: {message}"):
         read(tmp_path / "x.jsonl")
 
 
@@ -166,7 +166,7 @@ def test_a_continuation_keeps_its_indentation(spaces, monkeypatch):
     for name in ("code", "harness", "questions"):
         monkeypatch.setattr(f"ptdmpi.evaluate.{name}.generate", lambda *more: written)
     judge = "ptdmpi.evaluate.code.judged"
-    monkeypatch.setattr(judge, lambda found, sandbox: programs.extend(found) or [PASSED])
+    monkeypatch.setattr(judge, lambda given, sandbox: programs.extend(given) or [PASSED])
     CodeAsking(1, GREEDY, 8, (1,), Sandbox()).ask(model, text, [TASK])
     assert programs == [TASK.program(BODY)]
     harness = Harness(model, text)

@@ -11,7 +11,7 @@ from tests._runs import loop
 from tests._texts import byte_shards
 from tests.parallel import parallel
 
-# One of them does what its name says, and goes on behind its end.
+# The first one is right, and has more text after its end.
 TAUGHT = {
     "add": "def add(a, b):\n    return a + b\nif a: b\n",
     "less": "def less(x, y):\n    return y - x\n",
@@ -57,13 +57,13 @@ def test_a_trained_model_solves_what_it_has_learnt(comm, tmp_path):
     words = ["--code", str(file), "--max-new-tokens", "30", "--json"]
     result = CliRunner().invoke(command, [str(run), *words])
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["code"]
+    (scores,) = json.loads(result.stdout)["code"]
     expected = {"file": str(file), "truncated": 0, "items": 2, "samples": 1, "pass@1": 0.5}
-    assert found == expected | {"failures": "1 AssertionError"}
+    assert scores == expected | {"failures": "1 AssertionError"}
     several = ["--samples", "3", "--temperature", "0.1", "--k", "1", "--k", "3"]
     result = CliRunner().invoke(command, [str(run), *words, *several])
-    (found,) = json.loads(result.stdout)["code"]
-    assert found["pass@3"] == 0.5 and 0 < found["pass@1"] <= 0.5
+    (scores,) = json.loads(result.stdout)["code"]
+    assert scores["pass@3"] == 0.5 and 0 < scores["pass@1"] <= 0.5
 
 
 @pytest.mark.long
@@ -77,5 +77,5 @@ def test_the_same_on_two_data_ranks(comm, tmp_path):
     result = CliRunner().invoke(command, [str(run), *words, "--layout", "d=2"])
     assert result.exit_code == 0, result.output
     if comm.rank == 0:
-        (found,) = json.loads(result.stdout)["code"]
-        assert found["pass@1"] == 0.5 and found["failures"] == "1 AssertionError"
+        (scores,) = json.loads(result.stdout)["code"]
+        assert scores["pass@1"] == 0.5 and scores["failures"] == "1 AssertionError"

@@ -1,4 +1,4 @@
-"""The same scores in every layout, and equal to those of another forward pass."""
+"""The same scores in every layout, equal to those of an independent forward pass."""
 
 import json
 import math
@@ -64,7 +64,8 @@ def reference(folder, ids):
 def expected_of(folder, data, wanted):
     """The log-likelihoods of the requests, and the negative one of the shards for each stride."""
     values = [
-        float(reference(folder, one.ids[-17:])[one.first - len(one.ids) :].sum()) for one in wanted
+        float(reference(folder, request.ids[-17:])[request.first - len(request.ids) :].sum())
+        for request in wanted
     ]
     totals = dict.fromkeys((16, 5), 0.0)
     for stride in totals:
@@ -85,10 +86,10 @@ def test_scores_are_those_of_the_reference_in_every_layout(comm, tmp_path):
     expected = comm.bcast(expected)
     for where in LAYOUTS:
         loaded, _ = open_inference(run, World(comm), where, None)
-        found = score(loaded, wanted)
-        assert [one.tokens for one in found] == [n - first for n, first in REQUESTS]
-        for one, value in zip(found, expected[0], strict=True):
-            assert one.log_likelihood == pytest.approx(value, rel=1e-5)
+        scores = score(loaded, wanted)
+        assert [answer.tokens for answer in scores] == [n - first for n, first in REQUESTS]
+        for answer, value in zip(scores, expected[0], strict=True):
+            assert answer.log_likelihood == pytest.approx(value, rel=1e-5)
         for stride, total in expected[1].items():
             answer = perplexity(loaded, Dataset(data), stride, words=10)
             assert answer["tokens"] == 39 + 16 + 1
@@ -176,12 +177,14 @@ def test_the_command(run_of_bytes):
     words += ["--temperature", "0.9", "--max-new-tokens", "6", "--seed", "2"]
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 0, result.stdout
-    one = json.loads(result.stdout)
-    assert one["layout"] == "t=1,p=1,d=1" and one["step"] == 7
-    assert [task["kind"] for task in one["tasks"]] == ["choice", "answers"]
-    assert [task["shots"] for task in one["tasks"]] == [2, 2] and one["tasks"][1]["samples"] == 3
-    (found,) = one["perplexity"]
-    assert found["tokens"] == 199 and found["words"] == 50
+    printed = json.loads(result.stdout)
+    assert printed["layout"] == "t=1,p=1,d=1" and printed["step"] == 7
+    assert [task["kind"] for task in printed["tasks"]] == ["choice", "answers"]
+    assert [task["shots"] for task in printed["tasks"]] == [2, 2] and printed["tasks"][1][
+        "samples"
+    ] == 3
+    (measured,) = printed["perplexity"]
+    assert measured["tokens"] == 199 and measured["words"] == 50
     shown = CliRunner().invoke(command, [*words[:5], *words[7:9]])
     assert "accuracy per character" in shown.output and "word perplexity" in shown.output
 
@@ -193,8 +196,8 @@ def test_the_average_of_the_weights(run_of_bytes, tmp_path):
     def loss(path, *words):
         data = ["--data", str(run_of_bytes.parent / "data"), "--json"]
         result = CliRunner().invoke(command, [str(path), *data, *words])
-        (one,) = json.loads(result.stdout)["perplexity"]
-        return one["perplexity"]
+        (measured,) = json.loads(result.stdout)["perplexity"]
+        return measured["perplexity"]
 
     assert loss(both, "--ema") == loss(other) != loss(both)
 
@@ -277,7 +280,7 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
     done = mpirun(2, ["-m", "ptdmpi", "evaluate", *words, "--layout", "t=2"], timeout_s=240)
     as_text = mpirun(1, ["-m", "ptdmpi", "evaluate", *words[:-1]], timeout_s=240)
     assert "\nyesno\n" in as_text.stdout and "  acc stderr,none " in as_text.stdout
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    ours, (theirs_,) = found["tasks"][0], found["lm_eval"].values()
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    ours, (theirs_,) = result["tasks"][0], result["lm_eval"].values()
     assert theirs_["acc,none"] == ours["accuracy"]
     assert theirs_["acc_norm,none"] == ours["accuracy_per_character"]

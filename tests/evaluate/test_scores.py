@@ -1,4 +1,4 @@
-"""What is made of log-likelihoods and of generated text; no model."""
+"""Scores of log-likelihoods and of generated texts, without a model."""
 
 import json
 
@@ -54,9 +54,9 @@ def test_accuracies_by_every_measure():
         "against_neutral": [(-1, 1), (-1, 1), (-9, 2), (-12, 2)],
     }
     for measure, pairs in cases.items():
-        found = accuracies([item], scores(*pairs))
+        shares = accuracies([item], scores(*pairs))
         key = "accuracy" if measure == "plain" else f"accuracy_{measure}"
-        assert found[key] == 1.0, measure
+        assert shares[key] == 1.0, measure
     assert accuracies([item], scores(*cases["against_neutral"]))["accuracy"] == 0.0
     assert accuracies([item], scores(*cases["per_character"]))["accuracy_per_token"] == 0.0
     two = accuracies([item, item], scores(*cases["plain"], *cases["against_neutral"]))
@@ -66,14 +66,14 @@ def test_accuracies_by_every_measure():
 
 
 def test_continuations():
-    found = continuation(BYTES, "ab ", "cd")
-    assert bytes(found.ids) == b"ab cd" and found.first == 2  # the space goes with the word
-    found = continuation(BYTES, "", " cd")
-    assert found.ids == [256, *b" cd"] and found.first == 1
-    found = continuation(LLAMA_LIKE, "", "cd")
-    assert found.ids == [1, *b"cd"] and found.first == 1
-    found = continuation(LLAMA_LIKE, "ab", " cd")
-    assert found.ids == [1, *b"ab cd"] and found.first == 3
+    request = continuation(BYTES, "ab ", "cd")
+    assert bytes(request.ids) == b"ab cd" and request.first == 2  # the space belongs to the word
+    request = continuation(BYTES, "", " cd")
+    assert request.ids == [256, *b" cd"] and request.first == 1
+    request = continuation(LLAMA_LIKE, "", "cd")
+    assert request.ids == [1, *b"cd"] and request.first == 1
+    request = continuation(LLAMA_LIKE, "ab", " cd")
+    assert request.ids == [1, *b"ab cd"] and request.first == 3
     assert BYTES.prompt("") == [256] and LLAMA_LIKE.prompt("") == [1]
 
 
@@ -110,9 +110,9 @@ def test_majority_and_matches():
     assert majority(["b", "a", "a", "b", ""]) == "b"  # of equal ones the first
     assert majority(["", ""]) == ""
     items = [TaskItem("q", answers=("Paris", "city of light")), TaskItem("q", answers=("7",))]
-    found = matches(items, [["the Paris", "Rome", "paris."], ["6", "6", "7"]])
-    assert found["exact_match"] == 0.5 and found["exact_match_single"] == 0.5
-    assert found["samples"] == 3 and found["items"] == 2
+    shares = matches(items, [["the Paris", "Rome", "paris."], ["6", "6", "7"]])
+    assert shares["exact_match"] == 0.5 and shares["exact_match_single"] == 0.5
+    assert shares["samples"] == 3 and shares["items"] == 2
 
 
 def test_tasks(tmp_path):
@@ -148,7 +148,7 @@ def test_tasks(tmp_path):
     with pytest.raises(InputError, match=r"t.jsonl:1: half of a UTF-16 pair"):
         read({"context": "\ud800", "answers": ["x"]})
     lines = [{"context": f"a{end}b", "answers": ["x"]} for end in "\u2028\x85"]
-    text = "".join(json.dumps(one, ensure_ascii=False) + "\r\n" for one in lines)
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
     first, second = tasks.read(file)
     assert (first.context, second.context) == ("a\u2028b", "a\x85b")

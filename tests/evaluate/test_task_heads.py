@@ -106,13 +106,15 @@ def trains_and_evaluates(comm, tmp_path: Path) -> None:
         comm.Barrier()
         run = folder / "run"
         kept = records(run)
-        validations = [one for one in kept if "validation_accuracy" in one]
-        assert [one["step"] for one in validations] == [2, 4]
+        validations = [record for record in kept if "validation_accuracy" in record]
+        assert [record["step"] for record in validations] == [2, 4]
         options = OPTIONS | {"tasks": (folder / f"valid-{kind}.jsonl",)}
-        ((one,),) = [evaluate(run, World(comm), **options)["tasks"]]
-        assert one["items"] == 13 and one["accuracy"] == validations[-1]["validation_accuracy"]
-        assert sum(part["items"] for part in one["by_class"].values()) == 13
-        losses = [one["loss"] for one in kept if "loss" in one]
+        ((record,),) = [evaluate(run, World(comm), **options)["tasks"]]
+        assert (
+            record["items"] == 13 and record["accuracy"] == validations[-1]["validation_accuracy"]
+        )
+        assert sum(part["items"] for part in record["by_class"].values()) == 13
+        losses = [record["loss"] for record in kept if "loss" in record]
         comm.Barrier()
         if comm.rank == 0:
             assert "13 samples" in log(run) and "sequences cut by" in log(run)
@@ -127,8 +129,9 @@ def trains_and_evaluates(comm, tmp_path: Path) -> None:
 @parallel(ranks=[2])
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_a_task_begins_from_a_model_of_text(comm, model, tmp_path):
-    """What both have is its own, but for the positions that no sequence reaches; the pooler, too,
-    where it was trained with one. The rest is drawn from the seed, and said."""
+    """The weights that both have are those of the model of text, up to the positions that sequences
+    reach, and the pooler if it was trained with one. The rest is drawn from the seed, and reported.
+    """
     if comm.rank == 0:
         write(tmp_path)
         stored(tmp_path / "text", 260, kind=model, seq_length=32)
@@ -149,25 +152,26 @@ def test_a_task_begins_from_a_model_of_text(comm, model, tmp_path):
 
 def serial(comm, folder: Path, wanted: dict, layout: dict) -> list[float]:
     """The losses of the same run on one rank."""
-    run, found = folder / "serial", None
+    run = folder / "serial"
+    losses = None
     if comm.rank == 0:
         plain = {key: value for key, value in wanted.items() if key not in layout}
         with loop(MPI.COMM_SELF, folder, plain | {"run.dir": str(run)}) as made:
             made.run()
-        found = [one["loss"] for one in records(run) if "loss" in one]
-    return from_root(comm, found)
+        losses = [record["loss"] for record in records(run) if "loss" in record]
+    return from_root(comm, losses)
 
 
 def test_a_class_without_samples_has_no_accuracy():
-    """No number stands for it, in JSON, which has no NaN, nor in the table."""
+    """It is null in JSON, which has no NaN, and a dash in the table."""
     rows = [LabelledRow(np.zeros(1, dtype=np.int32), 1)] * 2
     file = LabelledFile(Path("x"), "t", "0", "0", rows, 1, np.array([0, 0]), 0, 0)
-    found = accuracy(file, np.array([0, 1]), ("no", "yes"))
-    assert found["by_class"]["yes"] == {"items": 0, "accuracy": None}
-    json.dumps(found, allow_nan=False)
-    one = {"file": "x", "kind": "classification", **found}
-    told = {"checkpoint": "c", "step": 1, "layout": "l", "precision": "fp32"}
-    lines = _table({**told, "perplexity": [], "tasks": [one]}).splitlines()
+    scores = accuracy(file, np.array([0, 1]), ("no", "yes"))
+    assert scores["by_class"]["yes"] == {"items": 0, "accuracy": None}
+    json.dumps(scores, allow_nan=False)
+    task = {"file": "x", "kind": "classification", **scores}
+    head = {"checkpoint": "c", "step": 1, "layout": "l", "precision": "fp32"}
+    lines = _table({**head, "perplexity": [], "tasks": [task]}).splitlines()
     assert [line.split() for line in lines[-2:]] == [
         ["accuracy", "of", "no", "0.5000", "of", "2"],
         ["accuracy", "of", "yes", "-", "of", "0"],
@@ -203,14 +207,14 @@ def test_a_question_that_is_too_long_leaves_the_candidate_whole(tmp_path, model)
     path.write_text(json.dumps(line) + "\n")
     config = resolve(tree(changes(tmp_path, "choice", **{"model.kind": model})), 1)
     frame = task_framing(config)
-    found = read(path, config.task, frame)
-    for row, choice in zip(found.rows, line["choices"], strict=True):
-        text = bytes(one for one in row.ids if one < 256).decode().strip("\n")
+    file = read(path, config.task, frame)
+    for row, choice in zip(file.rows, line["choices"], strict=True):
+        text = bytes(token for token in row.ids if token < 256).decode().strip("\n")
         assert len(row.ids) == 24 and text.endswith(f"q\n{choice}") and "p" not in text
-    # of a sequence: what frames it, and the line ends in front of a question and a candidate
+    # special tokens of a sequence, and line ends before a question and a candidate
     frame_tokens, ends = (3, 1) if model == "bert" else (0, 2)
-    whole = sum(3 + 30 + ends + len(one) for one in line["choices"])
-    assert (found.cut, found.lost) == (3, whole - 3 * (24 - frame_tokens))
+    whole = sum(3 + 30 + ends + len(choice) for choice in line["choices"])
+    assert (file.cut, file.lost) == (3, whole - 3 * (24 - frame_tokens))
     line["choices"][1] = 24 * "x"
     path.write_text(json.dumps(line) + "\n")
     with pytest.raises(
@@ -227,10 +231,10 @@ def test_a_question_that_is_too_long_leaves_the_candidate_whole(tmp_path, model)
         ({"context": "a", "choices": ["b", "c", "d"], "answer": 0, "question": 1}, "is not a text"),
     ],
 )
-def test_a_wrong_line_is_told(tmp_path, line, told):
+def test_a_wrong_line_is_told(tmp_path, line, message):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(InputError, match=f"x.jsonl:1: .*{told}"):
+    with pytest.raises(InputError, match=f"x.jsonl:1: .*{message}"):
         items(path, TaskConfig(kind="choice", choices=3))
 
 
@@ -245,7 +249,7 @@ def test_a_search_keeps_candidates_together(tmp_path):
     wanted = tree(changes(tmp_path, "choice"))
     cluster = load_cluster("cpu-avx2")
     prices, _ = choose.choose(choose.bare(wanted), 257, cluster, 2)
-    assert prices and all(one.layout.micro_size % 3 == 0 for one in prices)
+    assert prices and all(price.layout.micro_size % 3 == 0 for price in prices)
 
 
 def test_what_does_not_go_together_is_told(tmp_path):

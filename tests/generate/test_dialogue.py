@@ -68,7 +68,7 @@ def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, monkeypatch, te
     chat, seen = chat_of(trained(tmp_path, template)), []
 
     def generate(model, prompts, sampling, ends):
-        seen.append({chat.writer.text.decode([one]) for one in ends})
+        seen.append({chat.writer.text.decode([token]) for token in ends})
         return [Continuation([*b"ok"], "eod")]
 
     monkeypatch.setattr("ptdmpi.generate.chat.generate", generate)
@@ -130,8 +130,8 @@ def byte_level(texts):
 @pytest.mark.parametrize("source", [PLAIN, OLD, TWO, BLOCKS], ids=["new", "old", "two", "blocks"])
 @pytest.mark.parametrize("made", [byte_level, metaspace, None])
 def test_the_first_token_of_an_answer_counts_and_is_asked_for(tmp_path, made, source):
-    """Also where it begins by a space that the template writes: what is asked by are tokens as in
-    training, and behind them all that counted there."""
+    """Also if it begins with a space that the template writes: the prompt has the tokens of
+    training, and the answer has all tokens that counted there."""
     tokenizer = ByteTokenizer()
     if made is not None:
         said = "user: what is a it\nassistant: yes\nQ: what A: yes; no"
@@ -150,15 +150,15 @@ def test_the_first_token_of_an_answer_counts_and_is_asked_for(tmp_path, made, so
     assert first <= len(prompt) and weights[first : ids.tolist().index(eod) + 1].all()
     written = ids[len(prompt) : ids.tolist().index(eod)].tolist()
     assert dialogue.answer(prompt, written) == "yes"
-    # and so it stands in the next prompt as it stood in training
+    # so it is in the next prompt as it was in training
     again = dialogue.prompt([*lines, "no"])
     assert again[: ids.tolist().index(eod) + 1] == ids[: ids.tolist().index(eod) + 1].tolist()
 
 
 def test_a_text_ends_as_in_the_shards(tmp_path):
-    """Whatever stands beside the tokenizer since."""
+    """The files next to the tokenizer may have changed since."""
     run = trained(tmp_path)
     (tmp_path / "shards/tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     text = chat_of(run).writer.text
     assert text.decode([text.tokenizer.eod_id]) == "<|im_end|>"
-    assert [text.decode([one]) for one in (*text.ends, text.eod)] == ["<|endoftext|>"] * 2
+    assert [text.decode([token]) for token in (*text.ends, text.eod)] == ["<|endoftext|>"] * 2

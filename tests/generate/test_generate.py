@@ -57,11 +57,11 @@ def test_every_layout_writes_the_same(comm, tmp_path, kind):
     prompts = [Prompt(ids, 9 if i else 1, number=i) for i, ids in enumerate(PROMPTS)]
     ends = {0, 7}
     expected = None
-    one = world.first(1)
-    if one is not None:
-        serial, _ = open_inference(run, one, None, None)
+    alone = world.first(1)
+    if alone is not None:
+        serial, _ = open_inference(run, alone, None, None)
         expected = [generate(serial, prompts, sampling, ends) for sampling in samplings]
-        # what is in the batch beside a text does not matter
+        # the other texts of the batch do not matter
         assert expected == [generate(serial, prompts, s, ends, rows=1) for s in samplings]
         reasons = {text.reason for texts in expected for text in texts}
         assert reasons == {"eod", "length"}
@@ -73,7 +73,7 @@ def test_every_layout_writes_the_same(comm, tmp_path, kind):
 
 
 def full_logits(model: InferenceModel, ids: list[int]) -> torch.Tensor | None:
-    """[V] behind the last id, without a cache."""
+    """[V] after the last id, without a cache."""
     x = model.hidden(torch.tensor(ids)[:, None])
     if x is not None:
         head = model.stages[max(model.stages)].head
@@ -96,11 +96,11 @@ def test_cached_logits_are_those_of_the_whole_text(comm, tmp_path, kind):
     positions, last = torch.arange(7)[:, None].expand(7, 4), lengths - 1
     for step in range(4):
         cache.at(positions)
-        found = model.next_logits(ids, cache, last)
+        logits = model.next_logits(ids, cache, last)
         for column, text in enumerate(texts):
             whole = full_logits(model, text)
-            if found is not None:
-                assert difference(found[column], whole) < 1e-5
+            if logits is not None:
+                assert difference(logits[column], whole) < 1e-5
             text.append((column * 7 + step * 3) % V)
         ids, positions = torch.tensor([[text[-1] for text in texts]]), (lengths + step)[None]
         last = torch.zeros(4, dtype=torch.int64)
@@ -119,8 +119,8 @@ def test_equals_transformers(tmp_path, family):
     theirs.save_pretrained(tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "ours")
     model, _ = open_inference(tmp_path / "ours", World(), None, None)
-    found = generate(model, [Prompt(ids, 9) for ids in PROMPTS], GREEDY, {0})
-    for ids, text in zip(PROMPTS, found, strict=True):
+    texts = generate(model, [Prompt(ids, 9) for ids in PROMPTS], GREEDY, {0})
+    for ids, text in zip(PROMPTS, texts, strict=True):
         whole = theirs.generate(
             torch.tensor([ids]), max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=0
         )[0].tolist()
@@ -132,8 +132,8 @@ def test_ends_by_what_a_caller_looks_for(tmp_path):
     _stored.stored(tmp_path / "run", V)
     model, _ = open_inference(tmp_path / "run", World(), None, None)
     (free,) = generate(model, [Prompt([1], 8)], GREEDY, ())
-    (found,) = generate(model, [Prompt([1], 8, finished=lambda ids: len(ids) == 3)], GREEDY, ())
-    assert found.ids == free.ids[:3] and (found.reason, free.reason) == ("finished", "length")
+    (ended,) = generate(model, [Prompt([1], 8, finished=lambda ids: len(ids) == 3)], GREEDY, ())
+    assert ended.ids == free.ids[:3] and (ended.reason, free.reason) == ("finished", "length")
     for prompt, message in (
         (Prompt([], 1), "empty prompt"),
         (Prompt([1] * 10, 7), "16; legal: at most 6 new"),
@@ -164,12 +164,12 @@ def test_the_command(run_of_bytes):
     result = CliRunner().invoke(command, [*words, "--json", "--seed", "3"])
     assert result.exit_code == 0, result.stdout
     samples = json.loads(result.stdout)["samples"]
-    assert [one["prompt_tokens"] for one in samples] == [6, 6, 1, 1]
+    assert [sample["prompt_tokens"] for sample in samples] == [6, 6, 1, 1]
     assert samples[0]["ids"] != samples[1]["ids"]
-    assert all(len(one["ids"]) <= 63 for one in samples)
+    assert all(len(sample["ids"]) <= 63 for sample in samples)
     done = mpirun(2, ["-m", "ptdmpi", "generate", *words, "--seed", "3"], timeout_s=120)
-    for number, one in enumerate(samples):
-        assert f"-- {number + 1} of 4\n{one['prompt']}{one['text']}\n" in done.stdout
+    for number, sample in enumerate(samples):
+        assert f"-- {number + 1} of 4\n{sample['prompt']}{sample['text']}\n" in done.stdout
 
 
 def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):

@@ -43,17 +43,17 @@ def _run(comm, folder):
 @parallel(ranks=[2])
 def test_a_file_is_written_in_its_order_whatever_the_batch_and_layout(comm, tmp_path):
     run, world = _run(comm, tmp_path), World(comm)
-    found = {}
+    by_batch = {}
     for batch, layout in ((1, "d=2"), (2, "d=2"), (50, "t=2"), (3, "p=2")):
         options = {**OPTIONS, "batch": batch, "layout": layout, "from_file": tmp_path / "a.txt"}
         lines = list(write_file(run, world, **options))
         assert bool(lines) == (comm.rank == 0)
-        found[batch] = [json.loads(line) for line in lines]
-    assert found[1] == found[2] == found[50] == found[3]
+        by_batch[batch] = [json.loads(line) for line in lines]
+    assert by_batch[1] == by_batch[2] == by_batch[50] == by_batch[3]
     if comm.rank == 0:
         texts = [line for line in LINES if line for _ in range(2)]
-        assert [one["prompt"] for one in found[1]] == texts
-        assert found[1][0]["ids"] != found[1][1]["ids"]
+        assert [sample["prompt"] for sample in by_batch[1]] == texts
+        assert by_batch[1][0]["ids"] != by_batch[1][1]["ids"]
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_what_is_asked_may_be_the_average_of_the_weights(run, tmp_path):
     other = _stored.stored(tmp_path / "other", 257, factor=0.2, seq_length=32)
 
     def ids(path, *words):
-        found = json.loads(_invoke(path, "--prompt", "a", "--json", *words).stdout)
-        return found["samples"][0]["ids"]
+        result = json.loads(_invoke(path, "--prompt", "a", "--json", *words).stdout)
+        return result["samples"][0]["ids"]
 
     assert ids(both, "--ema") == ids(other) != ids(run)
     assert ids(both) == ids(run)
@@ -167,8 +167,8 @@ def test_a_conversation_is_written_as_the_models_template_has_it(comm, tmp_path)
     run, world = _run(comm, tmp_path), World(comm)
     if comm.rank == 0:
         (run / "hugging_face").mkdir()
-        told = {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"}
-        (run / "hugging_face/tokenizer_config.json").write_text(json.dumps(told))
+        keys = {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"}
+        (run / "hugging_face/tokenizer_config.json").write_text(json.dumps(keys))
     comm.Barrier()
     writer = Writer(run, world, {**OPTIONS, "layout": f"t={comm.size}", "max_new_tokens": 3})
     chat, seen = Chat(writer, io.StringIO()), []

@@ -60,8 +60,8 @@ def test_frequencies_are_those_of_the_softmax():
     drawn = np.array([choose(LOGITS, sampling, 3, position) for position in range(4000)])
     weights = np.sqrt(np.exp(LOGITS))
     expected = weights / weights.sum()
-    found = np.bincount(drawn, minlength=5) / drawn.size
-    assert np.abs(found - expected).max() < 0.03  # four standard deviations
+    shares = np.bincount(drawn, minlength=5) / drawn.size
+    assert np.abs(shares - expected).max() < 0.03  # four standard deviations
 
 
 def test_a_draw_belongs_to_seed_sample_and_position():

@@ -26,17 +26,19 @@ def training(**changes) -> Training:
 
 
 def test_equal_trainings_have_no_difference():
-    assert [one.value for one in differences(training(), training()).values()] == [0.0] * 4
+    assert [greatest.value for greatest in differences(training(), training()).values()] == [
+        0.0
+    ] * 4
     assert first_other_bit(training(), training()) is None
 
 
 def test_differences_are_relative_and_say_where():
-    found = training(
+    actual = training(
         losses=[4.0, 2.5],
         norms=[1.1, 0.5],
         gradients={"a": torch.tensor([2.0, -10.0]), BIAS: torch.arange(6.0)},
     )
-    measured = differences(found, training())
+    measured = differences(actual, training())
     assert measured["loss"] == Greatest(0.25, "step 1")
     assert measured["norm"].value == pytest.approx(0.1)
     assert measured["gradients"].value == pytest.approx(0.1)  # 1 of the tensor's greatest, 10
@@ -47,10 +49,10 @@ def test_key_biases_are_left_out_of_differences_but_not_of_bits():
     for place in range(6):
         bias = torch.arange(6.0)
         bias[place] += 1.0
-        found = training(gradients={"a": torch.tensor([1.0, -10.0]), BIAS: bias})
+        actual = training(gradients={"a": torch.tensor([1.0, -10.0]), BIAS: bias})
         of_keys = place in (2, 3)
-        assert (differences(found, training())["gradients"].value == 0.0) == of_keys
-        assert first_other_bit(found, training()) == f"gradients: {BIAS}"
+        assert (differences(actual, training())["gradients"].value == 0.0) == of_keys
+        assert first_other_bit(actual, training()) == f"gradients: {BIAS}"
     names = left_out([ComparedModel(kind="gpt", layers=2), ComparedModel(kind="llama", layers=3)])
     assert names == [BIAS, BIAS.replace("0", "1")]
     assert left_out([ComparedModel(kind="llama")]) == []
@@ -58,11 +60,11 @@ def test_key_biases_are_left_out_of_differences_but_not_of_bits():
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_no_bar_lets_what_is_not_finite_pass(wrong):
-    found = training(losses=[wrong, 2.0], parameters={"a": torch.tensor([wrong, 0.25])})
-    measured = differences(found, training())
+    actual = training(losses=[wrong, 2.0], parameters={"a": torch.tensor([wrong, 0.25])})
+    measured = differences(actual, training())
     for name in ("loss", "parameters"):
         assert not measured[name].within(BARS["fp32"][name])
-    assert first_other_bit(found, training()) == "loss of step 0"
+    assert first_other_bit(actual, training()) == "loss of step 0"
 
 
 def test_missing_tensor_is_a_difference():

@@ -26,14 +26,14 @@ CLI = ["-c", "from ptdmpi.cli import main; main()", "doctor"]
 @pytest.mark.long
 def test_machine_on_two_ranks():
     result = mpirun(2, [*CLI, "--json"], timeout_s=100)
-    findings = {one["name"]: one for one in json.loads(result.stdout)["findings"]}
+    findings = {finding["name"]: finding for finding in json.loads(result.stdout)["findings"]}
     assert findings["ranks"]["value"].startswith("2 on 1 node, 2 per node")
     assert findings["launcher"]["value"] != "none: one process; start with mpirun or srun"
     assert findings["tensor axis"]["value"].endswith("t = 1, 2")
     assert "right" in findings["float32 sum"]["value"]
     assert findings["wires"]["value"].startswith("mpi, torch, nccl: ")
     assert findings["wires"]["value"].endswith("; auto takes mpi")
-    assert not [one for one in findings.values() if one["status"] == "bad"]
+    assert not [finding for finding in findings.values() if finding["status"] == "bad"]
     readable = mpirun(2, CLI, timeout_s=100).stdout
     assert all(name in readable for name in findings)
 
@@ -58,7 +58,7 @@ def test_rows_by_name(comm):
     """All that have the words, and a line where none has."""
     with patch.object(suite, "STEPS", 1), patch.object(suite, "run", wraps=suite.run) as run:
         assert doctor.check_parity(World(comm), short=False, as_json=True, only="2 0, ZB-H1")
-    assert {one.case.layout.schedule for one in run.call_args.args[1]} == {"zb-h1"}
+    assert {comparison.case.layout.schedule for comparison in run.call_args.args[1]} == {"zb-h1"}
     with pytest.raises(SharedInputError, match=r"--rows nothing: no row of \d+ has it, such"):
         doctor.check_parity(World(comm), short=False, as_json=True, only="nothing")
 

@@ -51,7 +51,10 @@ def red(comm, layout: ComparedLayout, model: ComparedModel = MODEL, wire: str = 
     "layout",
     [
         CHUNKS,
-        *(pytest.param(one, marks=LONG) for one in (GATHERED, PIPELINE, SEQUENCE, NO_SUM, GROUPS)),
+        *(
+            pytest.param(layout, marks=LONG)
+            for layout in (GATHERED, PIPELINE, SEQUENCE, NO_SUM, GROUPS)
+        ),
     ],
 )
 def test_no_row_is_red_without_a_fault(comm, layout):
@@ -85,8 +88,8 @@ def forgotten_gather_of_masked_positions() -> Iterator[None]:
 @parallel(ranks=[4])
 def test_fault_of_masked_models_turns_a_row_red(comm):
     with forgotten_gather_of_masked_positions():
-        found = red(comm, SEQUENCE, replace(MODEL, kind="bert", documents=True))
-    assert any(line.startswith("fp64 loss") for line in found), found
+        faults = red(comm, SEQUENCE, replace(MODEL, kind="bert", documents=True))
+    assert any(line.startswith("fp64 loss") for line in faults), faults
 
 
 @contextlib.contextmanager
@@ -192,8 +195,7 @@ def dropout_by_local_position() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forgotten_sum_over_groups() -> Iterator[None]:
-    """Each group that holds a copy goes on with its own gradients; within one they are summed
-    by the walk."""
+    """Each group with a copy uses its own gradients; within a group the walk sums them."""
     with patch.object(Sharded, "reduce", lambda policy: None):
         yield
 
@@ -212,7 +214,7 @@ def forgotten_sum_of_the_second_table() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_of_the_step_before() -> Iterator[None]:
-    """What is gathered at the end of a step is not let go after the update."""
+    """The weights that are gathered at the end of a step are not dropped after the update."""
     with patch.object(GatheredWeights, "drop", lambda weights: None):
         yield
 
@@ -233,7 +235,7 @@ def shards_in_the_wrong_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_that_are_not_there() -> Iterator[None]:
-    """Nothing is gathered for the forward: NaN stands for it."""
+    """Nothing is gathered for the forward pass, which reads NaN."""
     with patch.object(Walk, "forward", lambda walk, place: None):
         yield
 
@@ -266,8 +268,8 @@ def weights_that_are_not_there() -> Iterator[None]:
 )
 def test_fault_turns_a_row_red(comm, fault, layout, seen_in):
     with fault():
-        found = red(comm, layout)
-    assert any(line.startswith(seen_in) for line in found), found
+        faults = red(comm, layout)
+    assert any(line.startswith(seen_in) for line in faults), faults
 
 
 @LONG
@@ -277,7 +279,7 @@ def test_reproducible_run_has_the_bits_of_one_data_rank_and_others_have_not(comm
     assert red(comm, layout) == []
     world = World(comm)
     plain = Case(PIPELINE, MODEL)
-    one = Comparison(suite.REPRODUCIBLE, plain, Case(replace(PIPELINE.base, data=1), MODEL))
-    rows = suite.run(world, [one], STEPS)
+    comparison = Comparison(suite.REPRODUCIBLE, plain, Case(replace(PIPELINE.base, data=1), MODEL))
+    rows = suite.run(world, [comparison], STEPS)
     if world.rank == 0:
         assert rows[0].bits["fp32"] is not None

@@ -1,4 +1,4 @@
-"""The covering set: every legal pair stands in it, and it holds nothing that cannot be trained."""
+"""The covering set has every legal pair, and no case that cannot be trained."""
 
 import itertools
 from dataclasses import replace
@@ -21,8 +21,8 @@ from ptdmpi.parity.run import TrainingTask, configuration
 COVERING = layouts.covering_set()
 HELD = {pair for case in COVERING for pair in pairs(case.settings | case.effects)}
 
-# by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; what is partitioned is recomputed in
-# full and not divided along the sequence; all else can be trained on 16 ranks
+# by hand: 1f1b and zb-h1 have one chunk per rank, zb-v two; partitioned activations are recomputed
+# in full and not divided along the sequence; all other pairs can be trained on 16 ranks
 ILLEGAL = {
     frozenset({("virtual", virtual), ("schedule", schedule)})
     for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2))

@@ -56,12 +56,12 @@ def test_a_broken_bar_is_red_and_named(value):
 
 
 def test_muon_has_wider_bars_in_float32():
-    first = next(one for one in COMPARISONS if one.section == suite.MUON)
-    found = [row(first, value) for value in (2e-5, 2e-4)]
+    first = next(comparison for comparison in COMPARISONS if comparison.section == suite.MUON)
+    verdicts = [row(first, value) for value in (2e-5, 2e-4)]
     # all four of float64, and of float32 at first the gradients of the first step alone
-    assert [len(one.red()) for one in found] == [5, 7]
+    assert [len(comparison.red()) for comparison in verdicts] == [5, 7]
     assert "Bars of Muon, which iterates in bfloat16: fp32 1e-04" in table.text(ROWS, 8, 20)
-    assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(found, 8, 20)
+    assert "fp32 norm 2.0e-04 at step 3, bar 1e-04" in table.text(verdicts, 8, 20)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_json_names_every_setting():
     assert printed["red"] == 0
     assert "" not in printed["missing_pairs"]
     assert printed["left_out"][0] == "layers.0.attention.qkv.bias"
-    for one, printed_row in zip(COMPARISONS, printed["rows"], strict=True):
-        assert printed_row["layout"]["tensor"] == one.case.layout.tensor
+    for comparison, printed_row in zip(COMPARISONS, printed["rows"], strict=True):
+        assert printed_row["layout"]["tensor"] == comparison.case.layout.tensor
         assert printed_row["bits"] == {"fp32": "equal", "bf16": "equal"}
         for compute, bars in BARS.items():
             assert printed_row["differences"][compute].keys() == bars.keys()
@@ -100,13 +100,13 @@ def test_short_set_says_what_it_leaves_out():
 
 def test_all_kinds_of_comparisons_are_made():
     of_kind = {
-        section: [one for one in COMPARISONS if one.section == section]
+        section: [comparison for comparison in COMPARISONS if comparison.section == section]
         for section in (suite.COVERING, suite.REPRODUCIBLE, suite.TWICE)
     }
-    assert [one.case for one in of_kind[suite.COVERING]] == layouts.covering_set()
-    sizes = {one.case.layout.data for one in of_kind[suite.REPRODUCIBLE]}
+    assert [comparison.case for comparison in of_kind[suite.COVERING]] == layouts.covering_set()
+    sizes = {comparison.case.layout.data for comparison in of_kind[suite.REPRODUCIBLE]}
     assert sizes == {2, 4}
-    assert all(one.base.layout.data == 1 for one in of_kind[suite.REPRODUCIBLE])
+    assert all(comparison.base.layout.data == 1 for comparison in of_kind[suite.REPRODUCIBLE])
     (twice,) = of_kind[suite.TWICE]
     assert twice.case == twice.base
     assert twice.compared("fp32", 20) != twice.same_bits("fp32", 20)

@@ -46,18 +46,18 @@ class Told:
         yield lambda more: self.phases[what].__setitem__(1, self.phases[what][1] + more)
 
 
-def run(comm, told=None, **changes):
-    shown = patch.object(bench, "progress", (told or Told()).progress)
+def run(comm, bar=None, **changes):
+    shown = patch.object(bench, "progress", (bar or Told()).progress)
     with shown, patch.object(bench, "TRIALS", 2), patch.object(bench, "TRIAL_S", 1e-4):
         return probe(World(comm), "fp32", torch.device("cpu"), replace(TINY, **changes))
 
 
 @parallel(ranks=[2])
 def test_what_is_probed_prices_layouts(comm):
-    told = Told()
-    tree, found = run(comm, told)
-    assert len(told.phases) == 6 and all(done == total for total, done in told.phases.values())
-    assert len(set(map(str, comm.allgather((tree, found))))) == 1
+    bar = Told()
+    tree, findings = run(comm, bar)
+    assert len(bar.phases) == 6 and all(done == total for total, done in bar.phases.values())
+    assert len(set(map(str, comm.allgather((tree, findings))))) == 1
     cluster = Cluster.model_validate(tomllib.loads(tomlkit.dumps(tree)))
     assert cluster.node.devices == comm.size
     kinds = {(table.collective, table.ranks) for table in cluster.measured.messages}
@@ -66,7 +66,7 @@ def test_what_is_probed_prices_layouts(comm):
     pricer = Pricer(cluster, load_model("l=4,h=64,a=4,s=32,V=100"), 4, "fp32")
     for layout in (Layout(1, comm.size, 1), Layout(comm.size, 1, 1), Layout(1, 1, comm.size)):
         assert 0 < pricer.price(layout).step_time_s < 100
-    words = dict(found)
+    words = dict(findings)
     own = cluster.kernels.entries()
     assert [len(own[kind]) for kind in ("attention", "linear", "gelu")] == [
         1,
@@ -110,29 +110,29 @@ def test_the_quickest_ways_are_what_a_run_then_takes():
     """Products where they beat the better of the library's two ways at the lengths together;
     oneDNN, and the library at once, from where they are the quicker at all sizes above."""
 
-    def found(times, dtype=torch.float32):
+    def settled(times, dtype=torch.float32):
         own = quickest.entries(Times(times), dtype, TINY.ways)
         assert "130, 140 positions" in own["attention"][0]["measured"]
         return measured_choice(dtype, KernelWays(**own).entries())
 
     attentions = {name: HostChoice(kernel) for name, kernel in quickest.ATTENTION.items()}
     slow_products = attentions["products"]
-    assert found(lambda way: 0.9 if way == slow_products else 1.0) == slow_products
-    assert found(lambda way: 0.98 if way != BY_LIBRARY else 1.0) == BY_LIBRARY  # chance
-    whole = found(lambda way: 0.9 if way == attentions["whole"] else 1.0)
+    assert settled(lambda way: 0.9 if way == slow_products else 1.0) == slow_products
+    assert settled(lambda way: 0.98 if way != BY_LIBRARY else 1.0) == BY_LIBRARY  # chance
+    whole = settled(lambda way: 0.9 if way == attentions["whole"] else 1.0)
     assert whole.attention.whole_from == 130
     for name in ("products in fpmath mode", "these in fpmath mode"):
         way = attentions[name]
-        assert found(lambda way_, way=way: 0.9 if way_ == way else 1.0) == BY_LIBRARY
-        narrow = found(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)
+        assert settled(lambda way_, way=way: 0.9 if way_ == way else 1.0) == BY_LIBRARY
+        narrow = settled(lambda way_, way=way: 0.9 if way_ == way else 1.0, torch.bfloat16)
         assert narrow == way
     larger = attentions["products of 256 queries"]
-    assert found(lambda way: 0.9 if way == larger else 1.0).attention.block == 256
+    assert settled(lambda way: 0.9 if way == larger else 1.0).attention.block == 256
     assert (
-        found(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).attention.block == 128
+        settled(lambda way: {larger: 0.89, slow_products: 0.9}.get(way, 1.0)).attention.block == 128
     )  # chance
-    assert found(lambda way: 0.9 if way == quickest.SIGMOID else 1.0) == quickest.SIGMOID
-    quick = found(lambda way: 0.9 if way == quickest.ONEDNN else 1.0)
+    assert settled(lambda way: 0.9 if way == quickest.SIGMOID else 1.0) == quickest.SIGMOID
+    quick = settled(lambda way: 0.9 if way == quickest.ONEDNN else 1.0)
     assert (quick.linear.output, quick.linear.input_gradient) == (64, 64)
     assert quickest._quicker_from([1, 2, 3, 4], [1, 1, 1, 1], [0.5, 2, 0.5, 0.5]) == 3
     assert quickest._quicker_from([2, 1], [1, 1], [2, 0.5]) is None

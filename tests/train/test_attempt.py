@@ -59,27 +59,35 @@ def test_what_changed_is_said_in_log_records_and_report(comm, tmp_path):
     assert "resumed after step 4; changed since: data.train " in text
     assert "optimizer.learning_rate 0.003 -> 1e-05" in text and "run.steps 4 -> 8" in text
     assert "another order of samples holds from step 5 (sample 16) on" in text
-    found = records(tmp_path / "run")
-    (told,) = [one for one in found if "changed" in one]
-    assert told["step"] == 5 and told["changed"][0].startswith("data.train ")
-    steps = [one for one in found if "loss" in one]
-    assert [one["samples_drawn"] for one in steps][3:] == [[16], [18, 2], [20, 4], [22, 6], [24, 8]]
-    assert [one["tokens"] for one in steps] == [step * 4 * 16 for step in range(1, 9)]
+    kept = records(tmp_path / "run")
+    (changed,) = [record for record in kept if "changed" in record]
+    assert changed["step"] == 5 and changed["changed"][0].startswith("data.train ")
+    steps = [record for record in kept if "loss" in record]
+    assert [record["samples_drawn"] for record in steps][3:] == [
+        [16],
+        [18, 2],
+        [20, 4],
+        [22, 6],
+        [24, 8],
+    ]
+    assert [record["tokens"] for record in steps] == [step * 4 * 16 for step in range(1, 9)]
     loaded = report.read(tmp_path / "run")
     numbers = report.summary(loaded)
-    assert [(one["samples"], one["path"]) for one in numbers["drawn"]] == [
+    assert [(record["samples"], record["path"]) for record in numbers["drawn"]] == [
         (24, str(tmp_path / "train")),
         (8, str(tmp_path / "more")),
     ]
-    spans = [(one["first_step"], one["last_step"], one["why"]) for one in numbers["attempts"]]
+    spans = [
+        (record["first_step"], record["last_step"], record["why"]) for record in numbers["attempts"]
+    ]
     assert spans == [(1, 4, "done"), (5, 8, "done")]
     assert "changed at step 5" in report.table(numbers)
     assert loaded.config["batch"]["micro_size"] == 2
-    # and once more, with the same configuration: nothing is told, and the data are those of before
+    # once more, with the same configuration: nothing is reported, and the data are the same
     _run(comm, tmp_path, **{**changes, "run__steps": 9})
     assert log(tmp_path / "run").rstrip().count("another order of samples") == 1
     stored = open_model(tmp_path / "run")
-    assert [one.step for one in stored.trained_on.stretches] == [0, 4]
+    assert [record.step for record in stored.trained_on.stretches] == [0, 4]
 
 
 @parallel(ranks=[1])
@@ -100,10 +108,10 @@ def test_a_run_directory_is_resumed_elsewhere(comm, tmp_path):
         )
     named = {"run__dir": other, "checkpoint__resume": source, "data__change": "from here"}
     _run(comm, tmp_path, **named, batch__global_size=8, run__steps=6)
-    steps = [one for one in records(tmp_path / "other") if "loss" in one]
-    assert [(one["step"], one["tokens"] // 16) for one in steps] == [(5, 24), (6, 32)]
-    assert [sum(one["samples_drawn"]) for one in steps] == [24, 32]
-    # the same command goes on, though the source has gone on too
+    steps = [record for record in records(tmp_path / "other") if "loss" in record]
+    assert [(record["step"], record["tokens"] // 16) for record in steps] == [(5, 24), (6, 32)]
+    assert [sum(record["samples_drawn"]) for record in steps] == [24, 32]
+    # the same command resumes the run, although its source was trained further
     _run(comm, tmp_path, run__steps=7)
     _run(comm, tmp_path, **named, batch__global_size=8, run__steps=8)
     assert "was followed before" in log(tmp_path / "other")
@@ -129,16 +137,16 @@ def test_history_of_attempts_that_were_killed_or_rolled_back(tmp_path):
     last = History(tmp_path)
     _begin(last, 4)  # from an earlier checkpoint
     last.end(9, "done")
-    found = attempts(tmp_path)
-    assert [(one.number, one.last, one.why) for one in found] == [
+    starts = attempts(tmp_path)
+    assert [(start.number, start.last, start.why) for start in starts] == [
         (1, 6, "stopped: file STOP"),
         (2, None, ""),
         (3, None, ""),
         (4, 9, "done"),
     ]
-    owed = [(one.number, *ends) for one, *ends in that_trained(found, range(1, 10))]
+    owed = [(start.number, *ends) for start, *ends in that_trained(starts, range(1, 10))]
     assert owed == [(1, 1, 4), (4, 5, 9)]
-    owed = [(one.number, *ends) for one, *ends in that_trained(found[:3], range(1, 9))]
+    owed = [(start.number, *ends) for start, *ends in that_trained(starts[:3], range(1, 9))]
     assert owed == [(1, 1, 6), (3, 7, 8)]
     assert [json.loads(line)["event"] for line in first.path.read_text().splitlines()[:2]] == [
         "begin",

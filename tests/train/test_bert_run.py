@@ -58,12 +58,12 @@ def test_loss_falls_and_is_that_of_one_rank(comm, changes, tmp_path):
         made.run()
     if comm.rank:
         return
-    one, four = (records(tmp_path / name) for name in ("alone", "spread"))
+    alone, spread = (records(tmp_path / name) for name in ("alone", "spread"))
     masked = changes["model.kind"] == "bert"
     orders = ("sentence_order_loss", "validation_sentence_order_loss")
     for key in ("loss", "grad_norm", "validation_loss", *(orders if masked else ())):
-        mine, theirs = ([record[key] for record in of if key in record] for of in (four, one))
+        mine, theirs = ([record[key] for record in of if key in record] for of in (spread, alone))
         assert mine and mine == pytest.approx(theirs, rel=1e-4), key
-    losses = [record["loss"] for record in one if "loss" in record]
+    losses = [record["loss"] for record in alone if "loss" in record]
     assert losses[-1] < losses[0] - (0.5 if masked else 0.1)
-    assert masked == any(key in record for record in one for key in orders)
+    assert masked == any(key in record for record in alone for key in orders)

@@ -57,9 +57,9 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
     def settled(has: int, choice: HostChoice) -> HostChoice:
         monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: has)
         memory = Memory(config, 53, World(), CPU)
-        found = memory.settle(choice, said.append)
+        settled_choice = memory.settle(choice, said.append)
         assert memory.step.largest()[1].total <= has
-        return found
+        return settled_choice
 
     keeps, least = HostChoice(AttentionByProducts(keeps=True)), needed(False)
     # 2 sequences of 4 heads in 3 layers: blocks end at 128, 256 and 300 keys
@@ -88,7 +88,7 @@ def test_an_address_limit_counts(tmp_path):
 
 
 def test_control_groups_count(tmp_path, monkeypatch):
-    """The least of a group's own limit and those of the groups around it; "max" is none."""
+    """The lowest limit of a group and its parents counts; "max" is no limit."""
     process, groups = tmp_path / "self", tmp_path / "cgroup"
     job = groups / "system" / "job"
     job.mkdir(parents=True)

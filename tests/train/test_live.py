@@ -1,4 +1,4 @@
-"""Which live state goes on after a loss, and who hands it to whom."""
+"""The live state that survives a loss, and its way to the ranks of the next attempt."""
 
 import gc
 from unittest.mock import patch
@@ -95,7 +95,7 @@ def test_what_is_under_way_outlives_the_loop(comm, tmp_path):
         world.last_words = print  # else it keeps the heartbeat, and by this the groups
         gc.collect()
     assert Unfinished.dropped == 0
-    left = [begun for groups in survivors.stranded[1:] for one in groups for begun in one]
+    left = [begun for groups in survivors.stranded[1:] for queue in groups for begun in queue]
     assert {begun.name for begun in left} == {"all_gather", "reduce_scatter"}
     for begun in left:
         begun.wait()

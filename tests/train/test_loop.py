@@ -82,18 +82,18 @@ def interleaved(corpus) -> Path:
 
 
 def test_run_directory(interleaved):
-    found = records(interleaved)
-    steps = [record for record in found if "loss" in record]
+    kept = records(interleaved)
+    steps = [record for record in kept if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     wanted = "loss grad_norm learning_rate tokens step_time_s tokens_per_s mfu"
     for key in (*wanted.split(), "model_tflops_per_rank", "peak_memory_bytes", "rank_count"):
         assert all(key in record for record in steps), key
     assert steps[-1]["tokens"] == 6 * 8 * 16
     assert steps[-1]["layout"] == "t=2,p=2,d=1,v=2,b=1"
-    validations = [record for record in found if "validation_loss" in record]
+    validations = [record for record in kept if "validation_loss" in record]
     assert [record["step"] for record in validations] == [3, 6]
     assert ["bigram_validation_loss" in record for record in validations] == [True, False]
-    saves = [record for record in found if "checkpoint_stall_s" in record]
+    saves = [record for record in kept if "checkpoint_stall_s" in record]
     assert [record["step"] for record in saves] == [3, 6]
     assert "stalled" in (interleaved / "log.txt").read_text()
     assert np.exp(validations[0]["validation_loss"]) == pytest.approx(
@@ -107,11 +107,11 @@ def test_run_directory(interleaved):
 def test_what_is_sent_is_recorded_and_reported(interleaved):
     """The bytes are of a step alone, whatever validations and saves send between."""
     steps = [record for record in records(interleaved) if "loss" in record]
-    assert all(one["wire_bytes"] == steps[0]["wire_bytes"] for one in steps)
+    assert all(record["wire_bytes"] == steps[0]["wire_bytes"] for record in steps)
     assert steps[0]["wire_messages"]["pipeline"]["send"] == 3 * 8  # to three other stages
-    told = summary(read(interleaved))["wire"]
-    assert told.keys() == {"tensor", "pipeline", "ends"} == steps[0]["wire_bytes"].keys()
-    for group, kinds in told.items():
+    wire = summary(read(interleaved))["wire"]
+    assert wire.keys() == {"tensor", "pipeline", "ends"} == steps[0]["wire_bytes"].keys()
+    for group, kinds in wire.items():
         for kind, numbers in kinds.items():
             assert numbers["bytes"] == numbers["closed_form_bytes"] > 0, (group, kind)
 
@@ -136,14 +136,14 @@ def test_mixture_is_validated_per_dataset_and_what_was_drawn_is_told(comm, tmp_p
     with loop(comm, tmp_path, {**changes, "run.steps": 5}) as made:
         made.run()
         seed = made.config.run.seed
-    found = records(tmp_path / "run")
-    (validation,) = [record for record in found if "validation_loss" in record]
+    kept = records(tmp_path / "run")
+    (validation,) = [record for record in kept if "validation_loss" in record]
     losses = validation["validation_losses"]
     assert list(losses) == names
     mean = (62 * losses[names[0]] + 12 * losses[names[1]]) / 74  # samples of 16 tokens
     assert validation["validation_loss"] == pytest.approx(mean, rel=1e-12)
     order = SampleOrder([Part(249, "0.7"), Part(43, "0.3")], seed=seed)
-    steps = [record for record in found if "loss" in record]
+    steps = [record for record in kept if "loss" in record]
     for record in steps:
         drawn = np.bincount(order.locate(np.arange(8 * record["step"]))[0], minlength=2).tolist()
         assert record["samples_drawn"] == drawn
@@ -204,8 +204,8 @@ def test_damaged_checkpoint_is_stepped_over_and_records_are_dropped(comm, tmp_pa
     said = log(run)
     assert "skipped checkpoint" in said and "is damaged" in said
     assert "resumed after step 3" in said
-    found = records(run)
-    assert [r["step"] for r in found if "loss" in r] == [1, 2, 3, 4]
+    kept = records(run)
+    assert [r["step"] for r in kept if "loss" in r] == [1, 2, 3, 4]
     assert newest.exists()
 
 
@@ -284,13 +284,13 @@ def mistaken(corpus) -> dict[str, list[str]]:
         options = [w for s in (*settings, f"run.name=bad-{name}") for w in ("--set", s)]
         commands[name] = ["train", "config.toml", *options]
     result = mpirun(2, ["-c", ONE_BY_ONE, json.dumps(commands)], cwd=corpus, check=False)
-    found = {}
+    outputs = {}
     for name in MISTAKES:
         texts = [(corpus / f"{name}.{rank}").read_text() for rank in range(2)]
-        found[name] = [line for text in texts for line in text.splitlines()]
+        outputs[name] = [line for text in texts for line in text.splitlines()]
     # One rank meets the last mistake, and aborts all.
-    found[name] += [f"exit code {result.returncode}"] * 2
-    return found
+    outputs[name] += [f"exit code {result.returncode}"] * 2
+    return outputs
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -43,13 +43,15 @@ DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 # two microbatches on each of 4 data ranks
 SHARDED = {"batch.global_size": 16}
 KEPT, PEAK = 0.01, 0.1  # bars, relative
-# Cases of several settings hold each value of each setting, not all their combinations: what a
-# forward keeps is a sum of terms of one setting each.
+# Cases have each value of each setting, but not all combinations: the memory that a forward pass
+# keeps is a sum of terms of one setting each.
 
 
 def library_scratch_bytes(dtype: torch.dtype) -> int:
-    """What a product of these sizes takes beside its result: oneDNN's half-type products allocate
-    room of their own on CPUs that multiply them (75 KB of 108 here; next to nothing at real sizes).
+    """Return the memory of a product besides its result.
+
+    oneDNN's products of half types allocate memory of their own on CPUs that multiply these (75 KB
+    of 108 here; almost nothing at real sizes).
     """
     rows, columns, tokens = 4 * SHAPE["model.hidden"], SHAPE["model.hidden"], 64
     left, right = torch.ones(tokens, rows, dtype=dtype), torch.ones(tokens, columns, dtype=dtype)
@@ -105,7 +107,7 @@ def check(comm, changes) -> None:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """All storages that they are views of, each once."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -125,8 +127,10 @@ def held_by_kind(engine: Engine) -> dict[str, int]:
 
 
 def let_go_of_units(engine: Engine) -> None:
-    """What is gathered, or kept to be used for it again: the profiler sees no end of what was there
-    before it."""
+    """Drop gathered weights and the memory kept for them.
+
+    The profiler does not see the end of memory that was there before it.
+    """
     for stage in engine.stages.values():
         walk = stage.walk
         if walk is not None and walk.weights is not None:
@@ -161,7 +165,7 @@ def test_one_rank(comm, kind, compute, dropout, mode):
 @pytest.mark.parametrize("method", ["none", "lora"])
 def test_a_head_for_a_task(comm, kind, method):
     task = {"task.kind": "choice", "task.choices": 2, "model.kind": kind, "adapt.method": method}
-    # beside adapters the first layer counts as if it had a backward throughout
+    # with adapters the first layer counts as if it had a whole backward pass
     check(comm, task | DROPOUT | {"precision.compute": "bf16", "model.layers": 6})
 
 

@@ -75,7 +75,7 @@ def test_a_frozen_weight_is_named_beneath_adapters(comm):
 
     def where(engine):
         name = "layers.1.mlp.up.weight"
-        (held,) = [one for one in engine.buffer.own_frozen() if one.entry.name == name]
+        (held,) = [part for part in engine.buffer.own_frozen() if part.entry.name == name]
         held.view(engine.buffer.idle_parts)[5 * comm.rank] = math.inf
 
     lora = {"adapt.method": "lora", "adapt.rank": 3, "adapt.alpha": 6.0}
@@ -91,8 +91,7 @@ def test_a_frozen_weight_is_named_beneath_adapters(comm):
 
 @parallel(ranks=[4])
 def test_the_first_output_is_named_with_its_microbatch(comm):
-    """Layer 1 gives infinity for microbatch 5 only; everything behind it and before it, backwards,
-    is broken too."""
+    """Layer 1 gives infinity for microbatch 5, which breaks all later outputs and all gradients."""
 
     def where(engine):
         def spoil(module, inputs, output):
@@ -136,8 +135,10 @@ def test_whatever_is_sharded_in_groups_the_same_is_named(comm, zero):
 
 
 def is_named_alike(comm, zero: int) -> None:
-    """One group of two ranks, and two of them: the last rank's value is broken, and named also
-    where that is in the part of the sums of another, or in its own part that others gather."""
+    """The last rank's value is broken, with one group of two ranks and with two.
+
+    It is named even if another rank sums it, or gathers it.
+    """
     changes = layout(d=comm.size) | {"parallel.zero": zero, "model.layers": 2}
     changes |= {"parallel.shard_group": 2} if zero else {}
     engine = build(World(comm), changes | {"batch.micro_size": 4 // comm.size})
@@ -258,7 +259,7 @@ def test_a_run_skips_and_stops_with_the_samples_in_its_log(comm, tmp_path):
         skipped = [line for line in log(tmp_path / "run").splitlines() if where in line]
         assert [line.split("(")[1].split(" ")[0] for line in skipped] == ["1", "1", "2", "3"]
         assert [line.rsplit(" ", 1)[1] for line in skipped] == ["10", "26", "34", "42"]
-        found = records(tmp_path / "run")
-        assert [record["skipped"] for record in found] == [False, True, False, True, True, True]
+        kept = records(tmp_path / "run")
+        assert [record["skipped"] for record in kept] == [False, True, False, True, True, True]
         assert "more than run.max_skips = 2" in log(tmp_path / "run")
         assert not (tmp_path / "run/done").exists()

@@ -36,9 +36,9 @@ def test_rank_0_is_lost_then_another_and_one_goes_on(corpus, undisturbed):
     assert second.startswith("rank 2 (") and "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
     assert "from live state of step 5, " in second
     check_same(corpus / "runs/twice", undisturbed)
-    found = records(corpus / "runs/twice")
+    kept = records(corpus / "runs/twice")
     # step 5 was trained by two ranks, and recorded by the one that was left
-    assert [r["rank_count"] for r in found if "loss" in r] == [3, 2, 2, 2, 1, 1]
+    assert [r["rank_count"] for r in kept if "loss" in r] == [3, 2, 2, 2, 1, 1]
 
 
 @pytest.mark.long
@@ -97,8 +97,8 @@ def test_too_few_ranks_end_and_the_same_command_resumes(corpus, undisturbed):
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
     """In an op the others keep what they have; amid an exchange nobody has a state, but the
-    checkpoint has every replica's, and their mean is what fewer begin from. Whether an exchange
-    that overlaps the op was over by then is left to chance."""
+    checkpoint has every replica's, and their mean is what fewer begin from. It is left
+    to chance if an exchange that overlaps the op was over by then."""
     name = f"gossip-{overlap}"
     settings = (f"run.name={name}", "run.reproducible=false", f"data_parallel.overlap={overlap}")
     settings += ("data_parallel.method=decentralized", "data_parallel.consensus_every=1")
@@ -108,10 +108,10 @@ def test_replicas_that_differ_go_on_without_a_lost_one(corpus, overlap):
     assert overlap == "true" or "from live state of step 1, " in first
     assert "lost in step 5; 1 rank goes on: t=1,p=1,d=1" in second
     assert "from checkpoint of step 4, " in second
-    found = [r for r in records(corpus / "runs" / name) if "loss" in r]
-    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
-    assert [r["rank_count"] for r in found][1:] == [2, 2, 2, 1, 1]
-    assert all(r["consensus_distance"] > 0 for r in found if r["rank_count"] > 1)
+    kept = [r for r in records(corpus / "runs" / name) if "loss" in r]
+    assert [r["step"] for r in kept] == [1, 2, 3, 4, 5, 6]
+    assert [r["rank_count"] for r in kept][1:] == [2, 2, 2, 1, 1]
+    assert all(r["consensus_distance"] > 0 for r in kept if r["rank_count"] > 1)
 
 
 CODES = ("data_parallel.compressor=top_k", "data_parallel.ratio=0.1")
@@ -134,9 +134,9 @@ def test_methods_that_tell_less_go_on_without_lost_replicas(corpus, method):
     first, second = losses(corpus / "runs" / f"less-{method}")
     assert "2 ranks go on: t=1,p=1,d=2,v=1,b=1 from live state of step 1" in first
     assert f"1 rank goes on: t=1,p=1,d=1,v=1,b=1 from checkpoint of step {saved}, " in second
-    found = [one for one in records(corpus / "runs" / f"less-{method}") if "loss" in one]
-    assert [one["step"] for one in found] == [1, 2, 3, 4, 5, 6]
-    assert all(np.isfinite(one["loss"]) for one in found)
+    kept = [record for record in records(corpus / "runs" / f"less-{method}") if "loss" in record]
+    assert [record["step"] for record in kept] == [1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(record["loss"]) for record in kept)
 
 
 def test_a_launcher_that_would_end_the_job_is_refused(corpus):
@@ -237,7 +237,7 @@ def test_one_rank_is_left_of_three_shards(corpus, eight_undisturbed):
     check_close(corpus / "runs/one", eight_undisturbed)
 
 
-# as `comm.wire = "nccl"` goes on: what was connected is aborted, and new ids are made
+# like `comm.wire = "nccl"`, which aborts its connections and makes new ids
 STAND_IN = """
 from ptdmpi.config import wires
 wires.WIRES["mpi"] = "tests.comm._stand_in:StandInCommunicator"

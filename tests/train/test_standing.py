@@ -28,8 +28,10 @@ CHANGES = {
 
 
 def _losses(values: list[float]):
-    """A patch of a loop: its validations find these, one after the other, on rank 0. What others
-    find is worse each time: they must go by rank 0's."""
+    """Return a patch of a loop whose validations give these losses, one after the other, on rank 0.
+
+    Other ranks get higher losses: all must decide by rank 0's.
+    """
 
     def patch(loop: Loop) -> None:
         given: Iterator[float] = iter(values)
@@ -75,7 +77,7 @@ def test_a_run_that_gets_no_better_is_done(comm, tmp_path):
     _run(comm, tmp_path, [], run__stop_after_worse=3)
     assert (_runs.log(run), (run / "history.jsonl").read_text()) == (log, history)
     comm.Barrier()
-    # one that bears more goes on, and counts on
+    # a run that tolerates more is resumed, and counts further
     _run(comm, tmp_path, [1.7, 1.8], run__stop_after_worse=5)
     assert json.loads((run / "done").read_text()) == {"steps": 9}
     assert attempts(run)[-1].first == 7
@@ -98,7 +100,7 @@ def test_the_best_stay_and_are_named(comm, tmp_path):
     _run(comm, tmp_path, [1.0], run__steps=10)
     assert best.read_text() == "step-00000004\n" and _steps(run) == [4, 10]
     comm.Barrier()
-    # gone on from an earlier step: what the run does not come from is not its best
+    # resumed from an earlier step: a later checkpoint is no longer of this run, nor its best
     resume = {"checkpoint__keep_best": True, "checkpoint__resume": str(run / "checkpoints/best")}
     _run(comm, tmp_path, [2.8, 2.7], run__steps=6, **resume)
     assert best.read_text() == "step-00000004\n"
@@ -120,8 +122,10 @@ def test_pruning_leaves_the_best(comm, tmp_path):
 
 def test_what_is_no_number_is_worse_and_never_the_best():
     standing = Standing(stop_after_worse=2, keep_best=2)
-    found = [standing.take(step, loss) for step, loss in enumerate([float("nan"), 2.0, 3.0], 1)]
-    assert found == [False, True, True] and standing.best == (2, 2.0) and standing.worse == 1
+    among_best = [
+        standing.take(step, loss) for step, loss in enumerate([float("nan"), 2.0, 3.0], 1)
+    ]
+    assert among_best == [False, True, True] and standing.best == (2, 2.0) and standing.worse == 1
     assert not standing.take(4, float("inf")) and standing.over
     assert standing.take(5, 2.5) and standing.worse == 3  # the second best one, and no better
 

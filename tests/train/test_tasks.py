@@ -106,10 +106,10 @@ def keeps_bits_and_scores(comm, tmp_path: Path) -> None:
             wanted(folder, "asked", **layout, **asking(folder), **{"checkpoint.every_steps": 2}),
         )
         keys = ("loss", "grad_norm", "validation_loss")
-        numbers = [[[one.get(key) for key in keys] for one in run] for run in (plain, asked)]
-        found = [[one for one in run if one != [None] * 3] for run in numbers]
-        assert found[0] == found[1] and len(found[0]) == 6, layout
-        scores = {one["step"]: one["tasks"] for one in asked if "tasks" in one}
+        numbers = [[[record.get(key) for key in keys] for record in run] for run in (plain, asked)]
+        trained = [[record for record in run if record != [None] * 3] for run in numbers]
+        assert trained[0] == trained[1] and len(trained[0]) == 6, layout
+        scores = {record["step"]: record["tasks"] for record in asked if "tasks" in record}
         assert sorted(scores) == [2, 4]
         # the kept weights, in one layout for all
         world = World(comm)
@@ -130,12 +130,12 @@ def test_a_stop_breaks_them_off_and_a_resumed_run_drops_and_asks_again(comm, tmp
         texts(tmp_path)
     comm.Barrier()
     changes = wanted(tmp_path, "run", **asking(tmp_path, 1))
-    first = [one for one in ran(comm, tmp_path, changes) if "tasks" in one]
-    assert [one["step"] for one in first] == [1, 2, 3, 4]
+    first = [record for record in ran(comm, tmp_path, changes) if "tasks" in record]
+    assert [record["step"] for record in first] == [1, 2, 3, 4]
     named = tmp_path / "run/checkpoints/step-00000004"
     assert named.is_dir()
     comm.Barrier()
-    # as after a roll-back: records behind the step that is gone on from are dropped
+    # as after a roll-back: records after the resumed step are dropped
     changes |= {"run.steps": 6}
     with loop(comm, tmp_path, changes) as made:
         seen = []
@@ -148,8 +148,8 @@ def test_a_stop_breaks_them_off_and_a_resumed_run_drops_and_asks_again(comm, tmp
         assert asked.stop and len(seen) == 1
         made.run()
     comm.Barrier()
-    found = [one["step"] for one in records(tmp_path / "run") if "tasks" in one]
-    assert found == [1, 2, 3, 4, 5, 6]
+    asked_after = [record["step"] for record in records(tmp_path / "run") if "tasks" in record]
+    assert asked_after == [1, 2, 3, 4, 5, 6]
     assert "asked to stop: tasks after step 4 broken off" in log(tmp_path / "run")
 
 

@@ -1,11 +1,11 @@
 """A sandbox for programs that a model wrote: a process of its own that inherits nothing.
 
-Limits of time, memory, files and processes, a directory of its own, no network, no capability. It
-holds up accidents and simple tricks; it is no prison for a program that was written to break out.
-What remains: started by root, the program is the user `nobody` and may read the files that all
-users may read, and those readable files next to the interpreter's library that `..` leads to;
-started by anybody else, it may read what that user may read. The kernel's system calls are open.
-What is not trusted at all belongs into a container.
+It limits time, memory, files and processes, and gives a program a directory of its own, no network
+and no capability. It stops accidents and simple tricks, but not a program that was written to break
+out. These rights remain: started by root, the program is the user `nobody` and may read the files
+that all users may read, and those readable files next to the interpreter's library that `..` leads
+to; started by another user, it may read that user's files. The kernel's system calls are open. Run
+programs that are not trusted at all in a container.
 """
 
 import os

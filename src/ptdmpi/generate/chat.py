@@ -83,8 +83,7 @@ class Chat:
         (continuation,) = generate(writer.model, [prompt], writer.sampling, self.dialogue.ends)
         written = self.dialogue.answer(ids, continuation.ids)
         if writer.model.decides and writer.model.axes["data"].rank == 0:
-            line_end = "" if written.endswith("\n") else "\n"
-            self._show(written + line_end, whole=True)
+            self._show(written.removesuffix("\n") + "\n", whole=True)
         self.said += [line, written]
         self.answers += 1
         return written
@@ -160,4 +159,6 @@ def read_line() -> str | None:
         sys.stdout.write(SIGN)
         sys.stdout.flush()
     line = sys.stdin.readline()
-    return line.removesuffix("\n") if line else None
+    if not line:
+        return None
+    return line.removesuffix("\n")

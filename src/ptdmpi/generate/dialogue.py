@@ -33,9 +33,11 @@ class Dialogue:
         template = find_chat(stored, text, adapter)
         if template is None:
             return cls(text, None, text.ends)
+        ends = text.ends.union(ends_of(stored))
         turn = template.end_of_turn(text.special)
-        ends = () if turn is None else text.marked(turn)
-        return cls(text, template, text.ends.union(ends_of(stored), ends))
+        if turn is not None:
+            ends = ends.union(text.marked(turn))
+        return cls(text, template, ends)
 
     def prompt(self, lines: Sequence[str]) -> list[int]:
         """Return the ids of a user's lines and the answers in turn, up to the next answer."""

@@ -145,8 +145,10 @@ class Loop:
             self.stopping.stop_if_asked(asked, step)
 
     def _make_up(self, step: int) -> None:
-        """Do what a stop of an earlier start broke off after `step`: the validation and the tasks.
-        If `step` is among the best then, save it again: its checkpoint lacks the loss."""
+        """Do the validation and the tasks after `step`, which a stop of an earlier start broke off.
+
+        If `step` is then among the best ones, it is saved again: its checkpoint lacks the loss.
+        """
         asked = self.validation.after_step(step)
         self.saving.checkpoints.validated = self.validation.standing.last
         if asked.save:

@@ -132,7 +132,7 @@ def test_without_a_way_to_cut_the_network_it_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ({"prompt": "a"}, "no text in the field 'test'"),
         ({"prompt": "a", "test": "b", "entry_point": "c d"}, "'entry_point' = \"c d\""),

@@ -224,7 +224,7 @@ def test_a_question_that_is_too_long_leaves_the_candidate_whole(tmp_path, model)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ({"context": "a", "choices": ["b", "c"], "answer": 0}, "2 choices; legal: task.choices"),
         ({"context": "a", "choices": ["b", "c", "d"], "answer": 3}, "legal: 0 to 2"),

@@ -58,6 +58,16 @@ CHAPTERS = (
             ),
             Picture("demo-loss.png", "The loss of a run.", "ptdmpi report runs/demo"),
             Picture(
+                "comparison.png",
+                "The losses of two layouts: the runs of the first tutorial.",
+                "ptdmpi report runs/first runs/first-tensor",
+            ),
+            Picture(
+                "tasks.png",
+                "The accuracy of three questions during a run, with standard errors.",
+                "ptdmpi report runs/asked",
+            ),
+            Picture(
                 "plan.png", "A step of GPT-3 on 1,024 GPUs, planned.", f"{PLANNED} --png plan.png"
             ),
             Picture(
